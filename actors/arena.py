@@ -1,0 +1,75 @@
+"""The arena: one zeroed piece of shared memory that holds everything that crosses a service.
+
+The driver puts it into Ray's object store once; every actor of the host maps the same pages. What
+`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the wires are
+views made from its address.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_kernels.doorbell import WORDS_A_CELL
+from numba_kernels.mailbox import CELLS_A_SERVICE, NUM_REPLY_WORDS, NUM_REQUEST_WORDS, Wires
+
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows."""
+
+    num_services: int
+    max_tokens: int
+    width: int
+    max_neurons: int
+    vocab_size: int
+    max_logits: int
+
+    def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
+        s, t, d = self.num_services, self.max_tokens, self.width
+        return [
+            ("words", np.int32, (s * CELLS_A_SERVICE * WORDS_A_CELL,)),
+            ("requests", np.int64, (s, NUM_REQUEST_WORDS)),
+            ("replies", np.int64, (s, NUM_REPLY_WORDS)),
+            ("positions", np.int32, (t,)),
+            ("slots", np.int32, (t,)),
+            ("hidden", np.float32, (t, d)),
+            ("mixed", np.float32, (t, d)),
+            ("ffn_input", np.float32, (t, d)),
+            ("active_ids", np.int32, (s, self.max_neurons)),
+            ("partials", np.float32, (s, t, d)),
+            ("logits", np.float32, (self.max_logits, self.vocab_size)),
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return _ALIGNMENT + sum(_padded(kind, shape) for _, kind, shape in self._parts())
+
+    def new_arena(self) -> np.ndarray:
+        """A zeroed array to be put into the object store, or used as it is within one process."""
+        return np.zeros(self.num_bytes, np.uint8)
+
+    def wires(self, arena: np.ndarray) -> Wires:
+        """Writable views of the arena's parts; the caller keeps `arena` alive.
+
+        Errors:  ValueError if the arena is smaller than this layout
+        """
+        if arena.nbytes < self.num_bytes:
+            raise ValueError(f"the arena has {arena.nbytes} bytes, the layout {self.num_bytes}")
+        address = arena.ctypes.data
+        at = -address % _ALIGNMENT
+        views = {}
+        for name, kind, shape in self._parts():
+            num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+            memory = (ctypes.c_uint8 * num_bytes).from_address(address + at)
+            views[name] = np.frombuffer(memory, kind).reshape(shape)
+            at += _padded(kind, shape)
+        return Wires(**views)
+
+
+def _padded(kind: type, shape: tuple[int, ...]) -> int:
+    num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,105 @@
+"""The CPU service: cold neurons, a shard of every layer, on the cores of one NUMA node."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from actors.service import Service
+from actors.torch_ffn import dense_ffn
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.weights import load_ffn
+from numba_kernels.checks import activation_code
+from numba_kernels.mailbox import FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
+from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
+
+KERNEL_TOKENS = 8  # requests of more tokens are matrix products
+
+
+class CpuService(Service):
+    """Computes the partial FFN output of its neurons."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        arrays: FfnArrays,
+        activation_fn: str,
+    ) -> None:
+        """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint."""
+        super().__init__(name, index, num_threads)
+        self.arrays = arrays
+        self.activation_fn = activation_fn
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        tokens = min(KERNEL_TOKENS, layout.max_tokens)
+        most = int(np.diff(self.arrays.offsets).max(initial=0))
+        self._scratch = FfnScratch(
+            sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
+            fired_ids=np.zeros((self.num_threads, most), np.int32),
+            gates=np.zeros((self.num_threads, tokens, most + 4), np.float32),
+            counts=np.zeros(self.num_threads, np.int64),
+        )
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the compiled loop; see `numba_kernels.serve_ffn`."""
+        return int(
+            serve_ffn(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.arrays,
+                self._scratch,
+                activation_code(self.activation_fn),
+            )
+        )
+
+    def answer_in_python(self) -> None:
+        """The FFN of many tokens: dense matrix products over the whole shard."""
+        request = self.wires.requests[self.index]
+        if request[OPERATION] != FFN:
+            raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
+        layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
+        x = self.wires.ffn_input[:num_tokens]
+        partial = self.wires.partials[self.index, :num_tokens]
+        dense_ffn(self.arrays, layer, x, self.activation_fn, self.num_threads, partial)
+        first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
+        self.wires.replies[self.index, NUM_COMPUTED] = last - first
+
+
+def load_cpu_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+    on_bytes: Callable[[int], None],
+) -> CpuService:
+    """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
+
+    Errors:  CheckpointError
+    """
+    weights = load_ffn(
+        Checkpoint(path),
+        config,
+        neuron_ids,
+        include_down_bias=include_down_bias,
+        on_bytes=on_bytes,
+    )
+    arrays = FfnArrays(
+        offsets=weights.offsets,
+        gate=weights.gate,
+        up=weights.up,
+        down=weights.down,
+        gate_bias=weights.gate_bias,
+        up_bias=weights.up_bias,
+        down_bias=weights.down_bias,
+    )
+    return CpuService(f"cpu{index - 1}", index, num_threads, arrays, config.activation_fn)

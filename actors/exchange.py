@@ -1,0 +1,70 @@
+"""How the driver asks services: doorbells in a shared arena, or ordinary actor calls.
+
+Both work on the same wires. The driver fills the request words and the input arrays, asks, and finds
+the answers in the output arrays.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from model.errors import ServiceError
+from numba_kernels.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
+
+
+class Exchange(Protocol):
+    """Asks services and waits for their answers."""
+
+    wires: Wires
+
+    def ask(self, services: Sequence[int]) -> int:
+        """Ask all `services` what stands in their request words; returns nanoseconds waited.
+
+        Errors:  ServiceError naming a service that died, hangs or failed
+        """
+        ...
+
+
+class Watch(Protocol):
+    """Looks after services while the driver waits for them."""
+
+    def check(self, services: Sequence[int], waited_s: float) -> None:
+        """Raise ServiceError if one of `services` is dead or stuck."""
+        ...
+
+    def explain(self, service: int) -> str:
+        """Why a service answered FAILED, in one line."""
+        ...
+
+
+class ArenaExchange:
+    """Doorbells in shared memory: all services on this host."""
+
+    def __init__(self, wires: Wires, watch: Watch, first_number: int = 1) -> None:
+        """`first_number` is that of the first request; services start having seen none."""
+        self.wires = wires
+        self._watch = watch
+        self._number = first_number
+
+    def ask(self, services: Sequence[int]) -> int:
+        """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
+        started = time.monotonic_ns()
+        wires, number = self.wires, self._number
+        self._number += 1
+        asked = np.asarray(services, np.int64)
+        wires.replies[asked, STATUS] = OK
+        answered = ask_all(wires.words, asked, number, LOOK_NS)
+        while answered < asked.size:
+            self._watch.check(services[answered:], (time.monotonic_ns() - started) * 1e-9)
+            answered = await_all(wires.words, asked, answered, number, LOOK_NS)
+        raise_failures(wires, self._watch, services)
+        return time.monotonic_ns() - started
+
+
+def raise_failures(wires: Wires, watch: Watch, services: Sequence[int]) -> None:
+    """Raise ServiceError if one of `services` answered FAILED."""
+    for service in services:
+        if wires.replies[service, STATUS] == FAILED:
+            raise ServiceError(watch.explain(service))

@@ -1,0 +1,141 @@
+"""The GPU service: attention, its KV cache, the norms and the head.
+
+On a host without a GPU the same service runs with device="cpu", by compiled loops on all cores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from actors.service import Service
+from actors.torch_attention import dense_attention, dense_head
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.memory import aligned_empty
+from model.weights import load_attention, load_head
+from numba_kernels.attention import rope_table
+from numba_kernels.mailbox import ATTENTION, HEAD, OPERATION
+from numba_kernels.norm import LAYER_NORM, RMS_NORM
+from numba_kernels.serve_attention import (
+    PARALLEL,
+    POST_NORM,
+    SEQUENTIAL,
+    AttentionArrays,
+    AttentionScratch,
+    AttentionShape,
+    serve_attention,
+)
+
+KERNEL_TOKENS = 8  # requests of more tokens are matrix products
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The KV cache: how many sequences, of how many positions, in which format."""
+
+    num_slots: int
+    num_positions: int
+    dtype: str  # "float32" or "float16"
+
+
+class GpuService(Service):
+    """Computes attention and head for every token of a step."""
+
+    def __init__(
+        self, name: str, index: int, num_threads: int, shape: AttentionShape, arrays: AttentionArrays
+    ) -> None:
+        """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint."""
+        super().__init__(name, index, num_threads)
+        self.shape = shape
+        self.arrays = arrays
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
+        attention_size = self.shape.num_heads * self.shape.head_dim
+        self._scratch = AttentionScratch(
+            residual=np.zeros((self.num_threads, tokens, width), np.float32),
+            normed=np.zeros((self.num_threads, tokens, width), np.float32),
+            qkv=np.zeros((tokens, self.arrays.qkv.shape[1]), np.float32),
+            heads=np.zeros((tokens, attention_size), np.float32),
+            scores=np.zeros((self.num_threads, self.arrays.keys.shape[3]), np.float32),
+            projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
+        )
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the compiled loop; see `numba_kernels.serve_attention`."""
+        return int(
+            serve_attention(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.shape,
+                self.arrays,
+                self._scratch,
+            )
+        )
+
+    def answer_in_python(self) -> None:
+        """Attention or head of many tokens, by torch."""
+        operation = self.wires.requests[self.index, OPERATION]
+        if operation == ATTENTION:
+            dense_attention(self.index, self.wires, self.shape, self.arrays, self.num_threads)
+        elif operation == HEAD:
+            dense_head(self.index, self.wires, self.shape, self.arrays, self.num_threads)
+        else:
+            raise ValueError(f"{self.name} knows no operation {operation}")
+
+
+def attention_shape(config: ModelConfig) -> AttentionShape:
+    """The numbers of `config` that the loops need."""
+    order = POST_NORM if config.post_norm else PARALLEL if config.parallel_ffn else SEQUENTIAL
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_kind=RMS_NORM if config.norm_kind == "rmsnorm" else LAYER_NORM,
+        norm_epsilon=np.float32(config.norm_eps),
+        order=order,
+    )
+
+
+def load_gpu_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    cache: CacheSpec,
+    on_bytes: Callable[[int], None],
+) -> GpuService:
+    """Read attention and head from a checkpoint and make room for the KV cache.
+
+    Errors:  CheckpointError, MemoryBudgetError
+    """
+    checkpoint = Checkpoint(path)
+    attention = load_attention(checkpoint, config, on_bytes=on_bytes)
+    head = load_head(checkpoint, config, on_bytes=on_bytes)
+    cache_shape = (
+        config.num_layers,
+        cache.num_slots,
+        config.num_kv_heads,
+        cache.num_positions,
+        config.head_dim,
+    )
+    cache_dtype = np.float32 if cache.dtype == "float32" else np.uint16
+    if config.rope is None:
+        table = np.empty((0, 2, 0), np.float32)
+    else:
+        table = rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
+    arrays = AttentionArrays(
+        **vars(attention),
+        **vars(head),
+        keys=aligned_empty(cache_shape, cache_dtype),
+        values=aligned_empty(cache_shape, cache_dtype),
+        rope_table=table,
+    )
+    return GpuService("gpu", index, num_threads, attention_shape(config), arrays)

@@ -1,0 +1,98 @@
+"""What every service is: threads that wait for a doorbell, do their part, and ring back."""
+
+import threading
+import traceback
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from numba_kernels.doorbell import WORDS_A_CELL, clock_ns
+from numba_kernels.mailbox import (
+    ARRIVED,
+    BARRIER_COUNT,
+    DONE,
+    FAILED,
+    OPERATION,
+    STATUS,
+    STOP,
+    Wires,
+    arrive,
+    cell,
+)
+
+
+class Service(ABC):
+    """A piece of the model on some device, asked through a mailbox in the arena.
+
+    The threads live inside compiled loops that hold no GIL, so the process stays free to answer
+    actor calls. A loop returns to Python only for a request that it cannot answer itself.
+    """
+
+    def __init__(self, name: str, index: int, num_threads: int) -> None:
+        """`index` is the service's row in the wires."""
+        self.name = name
+        self.index = index
+        self.num_threads = num_threads
+        self.last_error = ""
+        self._threads: list[threading.Thread] = []
+
+    @abstractmethod
+    def serve(self, thread: int, seen: int) -> int:
+        """Answer requests after number `seen` until one is Python's; return its number."""
+
+    @abstractmethod
+    def answer_in_python(self) -> None:
+        """Answer the request in the mailbox that the compiled loop left to Python."""
+
+    @abstractmethod
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Make work space for requests of this layout."""
+
+    def attach(self, layout: ArenaLayout, arena: np.ndarray) -> None:
+        """Map the arena and start the threads; the arena may hold a request already."""
+        self._arena = arena
+        self.wires: Wires = layout.wires(arena)
+        self.prepare(layout)
+        words = self.wires.words
+        for kind in (ARRIVED, BARRIER_COUNT):
+            words[cell(self.index, kind) * WORDS_A_CELL] = 0
+        seen = int(words[cell(self.index, DONE) * WORDS_A_CELL])
+        self._threads = [
+            threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)
+            for i in range(self.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, thread: int, seen: int) -> None:
+        while True:
+            try:
+                number = self.serve(thread, seen)
+            except Exception:  # a kernel that cannot be compiled must not leave the driver waiting
+                self._fail()
+                return
+            request = self.wires.requests[self.index]
+            stop = request[OPERATION] == STOP
+            started = clock_ns()
+            if thread == 0 and not stop:
+                try:
+                    self.answer_in_python()
+                except Exception:
+                    self._fail()
+            arrive(
+                self.wires.words, self.wires.replies, self.index, number, self.num_threads, started
+            )
+            if stop:
+                return
+            seen = number
+
+    def _fail(self) -> None:
+        self.last_error = traceback.format_exc()
+        self.wires.replies[self.index, STATUS] = FAILED
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end after a STOP request; False if one still runs."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)

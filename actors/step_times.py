@@ -1,0 +1,55 @@
+"""Where the time of a token goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PARTS = ("attention", "head", "ffn")
+
+
+@dataclass
+class StepTimes:
+    """Sums since the last reset, in nanoseconds but for the counts.
+
+    A part's time is what its slowest service was busy; `exchange` is what the driver waited beyond
+    that; the rest of `total` is the driver's own Python.
+    """
+
+    total: int = 0
+    exchange: int = 0
+    num_tokens: int = 0
+    num_neurons: int = 0
+    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+
+    @contextmanager
+    def step(self, num_tokens: int) -> Iterator[None]:
+        """Time one step of so many tokens."""
+        started = time.monotonic_ns()
+        yield
+        self.total += time.monotonic_ns() - started
+        self.num_tokens += num_tokens
+
+    def add(self, part: str, waited_ns: int, busy_ns: int) -> None:
+        """Count one exchange: what the driver waited, and what the slowest service worked."""
+        self.parts[part] += int(busy_ns)
+        self.exchange += waited_ns - int(busy_ns)
+
+    def count_neurons(self, num_neurons: int) -> None:
+        """Count neurons whose up and down were computed."""
+        self.num_neurons += num_neurons
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.__init__()  # type: ignore[misc]
+
+    def per_token_ms(self) -> dict[str, float]:
+        """Milliseconds a token: attention, head, ffn, exchange, python, total."""
+        scale = 1e-6 / max(self.num_tokens, 1)
+        python = self.total - self.exchange - sum(self.parts.values())
+        result = {part: ns * scale for part, ns in self.parts.items()}
+        return result | {
+            "exchange": self.exchange * scale,
+            "python": python * scale,
+            "total": self.total * scale,
+        }

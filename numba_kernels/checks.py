@@ -1,0 +1,64 @@
+"""Argument checks that the wrappers of this package share."""
+
+import numpy as np
+
+WEIGHT_DTYPES = (np.float32, np.uint16, np.int16)
+ACTIVATION_CODES = {"relu": 0, "silu": 1, "gelu": 2}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition`."""
+    if not condition:
+        raise ValueError(message)
+
+
+def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.ndarray:
+    """A matrix of weights whose rows are contiguous and whose items are aligned.
+
+    An unaligned view (as safetensors may give) is copied, for the compiled loads assume alignment.
+    """
+    require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
+    require(
+        array.dtype.type in WEIGHT_DTYPES,
+        f"{name} must be float32, uint16 (float16 bits) or int16 (bfloat16 bits), not {array.dtype}",
+    )
+    if columns is not None:
+        require(
+            array.shape[1] == columns, f"{name} must have {columns} columns, not {array.shape[1]}"
+        )
+    if not array.flags.aligned or (array.size and array.strides[1] != array.itemsize):
+        return np.ascontiguousarray(array).copy()
+    return array
+
+
+def float_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A contiguous, aligned float32 array of the shape given; unaligned views are copied."""
+    require(array.dtype == np.float32, f"{name} must be float32, not {array.dtype}")
+    require(array.shape == shape, f"{name} must have shape {shape}, not {array.shape}")
+    if not (array.flags.aligned and array.flags.c_contiguous):
+        return np.ascontiguousarray(array).copy()
+    return array
+
+
+def optional_floats(name: str, array: np.ndarray | None, length: int) -> np.ndarray:
+    """A float32 vector of `length`, or an empty one where there is none."""
+    if array is None:
+        return np.empty(0, np.float32)
+    return float_array(name, array, (length,))
+
+
+def row_ids(name: str, ids: np.ndarray, limit: int) -> np.ndarray:
+    """int32 indices, each within 0..limit-1."""
+    require(ids.ndim == 1, f"{name} must have 1 dimension, not {ids.ndim}")
+    require(ids.dtype == np.int32, f"{name} must be int32, not {ids.dtype}")
+    if ids.size:
+        require(
+            int(ids.min()) >= 0 and int(ids.max()) < limit, f"{name} must lie in 0..{limit - 1}"
+        )
+    return np.ascontiguousarray(ids)
+
+
+def activation_code(activation_fn: str) -> int:
+    """The number by which kernels know an activation function."""
+    require(activation_fn in ACTIVATION_CODES, f"no activation function named {activation_fn!r}")
+    return ACTIVATION_CODES[activation_fn]

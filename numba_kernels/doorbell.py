@@ -1,0 +1,188 @@
+"""Doorbells: 32-bit words in shared memory, waited on by a short spin, then a futex.
+
+A cell is one cache line of an int32 array; its first word is the doorbell. All functions are
+compiled without the GIL, so a waiting thread stops no other thread of its process. Words of one
+process or of several that map the same pages work alike (the futexes are not private).
+
+Source: futex(2); "Futexes Are Tricky", U. Drepper, 2011.
+"""
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+WORDS_A_CELL = 16
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
+_CLOCK_MONOTONIC = 1
+_i32, _i64 = ir.IntType(32), ir.IntType(64)
+_i8p = ir.IntType(8).as_pointer()
+
+
+def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    struct = context.make_array(array_type)(context, builder, value=array)
+    base = builder.bitcast(struct.data, _i8p)
+    return builder.bitcast(
+        builder.gep(base, [builder.mul(index, _i64(4))], source_etype=ir.IntType(8)),
+        _i32.as_pointer(),
+    )
+
+
+@intrinsic
+def load_word(typingctx, words, index):  # type: ignore[no-untyped-def]
+    """words[index], seen with all that was written before it was stored (acquire)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, words, *args)
+        return builder.load_atomic(pointer, "acquire", 4, typ=_i32)
+
+    return types.int32(words, types.int64), codegen
+
+
+@intrinsic
+def store_word(typingctx, words, index, value):  # type: ignore[no-untyped-def]
+    """words[index] = value, after all that was written before (release)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[2], _word(context, builder, words, *args[:2]), "seq_cst", 4)
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64, types.int32), codegen
+
+
+@intrinsic
+def add_word(typingctx, words, index, value):  # type: ignore[no-untyped-def]
+    """words[index] += value atomically; returns the value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, words, *args[:2])
+        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+
+    return types.int32(words, types.int64, types.int32), codegen
+
+
+def _timespec(builder: Any, nanoseconds: Any) -> Any:
+    kind = ir.ArrayType(_i64, 2)
+    cell = cgutils.alloca_once(builder, kind)
+    base = builder.bitcast(cell, _i64.as_pointer())
+    builder.store(builder.sdiv(nanoseconds, _i64(10**9)), base)
+    second = builder.gep(base, [_i64(1)], source_etype=_i64)
+    builder.store(builder.srem(nanoseconds, _i64(10**9)), second)
+    return base
+
+
+def _system_call(builder: Any, values: list[Any]) -> Any:
+    kind = ir.FunctionType(_i64, [_i64] * 7)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    return builder.call(function, values + [_i64(0)] * (7 - len(values)))
+
+
+@intrinsic
+def _futex_wait(typingctx, words, index, seen, nanoseconds):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.ptrtoint(_word(context, builder, words, *args[:2]), _i64)
+        timeout = builder.ptrtoint(_timespec(builder, args[3]), _i64)
+        seen_value = builder.sext(args[2], _i64)
+        return _system_call(
+            builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAIT), seen_value, timeout]
+        )
+
+    return types.int64(words, types.int64, types.int32, types.int64), codegen
+
+
+@intrinsic
+def _futex_wake(typingctx, words, index):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.ptrtoint(_word(context, builder, words, *args), _i64)
+        return _system_call(
+            builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAKE), _i64(2**31 - 1)]
+        )
+
+    return types.int64(words, types.int64), codegen
+
+
+@intrinsic
+def _pause(typingctx):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if platform.machine() == "x86_64":
+            kind = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            kind = ir.FunctionType(ir.VoidType(), [_i32])
+            name = "llvm.aarch64.hint"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [_i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def now_ns(typingctx):  # type: ignore[no-untyped-def]
+    """CLOCK_MONOTONIC in nanoseconds: the same clock in every process of the host."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        base = _timespec(builder, _i64(0))
+        kind = ir.FunctionType(_i32, [_i32, _i64.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [_i32(_CLOCK_MONOTONIC), base])
+        second = builder.gep(base, [_i64(1)], source_etype=_i64)
+        whole = builder.mul(builder.load(base, typ=_i64), _i64(10**9))
+        return builder.add(whole, builder.load(second, typ=_i64))
+
+    return types.int64(), codegen
+
+
+@njit(nogil=True, cache=True)
+def ring(words, cell, value):  # type: ignore[no-untyped-def]
+    """Store `value` in the cell's doorbell and wake everyone who waits on it."""
+    store_word(words, cell * WORDS_A_CELL, value)
+    _futex_wake(words, cell * WORDS_A_CELL)
+
+
+@njit(nogil=True, cache=True)
+def wait_change(words, cell, seen, spins, timeout_ns):  # type: ignore[no-untyped-def]
+    """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
+
+    spins: looks before the futex. With fewer cores than waiters, spinning starves the worker:
+    100 is right for waits across processes.
+    """
+    index = cell * WORDS_A_CELL
+    deadline = now_ns() + timeout_ns
+    for _ in range(spins):
+        value = load_word(words, index)
+        if value != seen:
+            return value
+        _pause()
+    while True:
+        value = load_word(words, index)
+        if value != seen:
+            return value
+        left = deadline - now_ns()
+        if left <= 0:
+            return value
+        _futex_wait(words, index, seen, left)
+
+
+@njit(nogil=True, cache=True)
+def barrier(words, count_cell, generation_cell, num_threads):  # type: ignore[no-untyped-def]
+    """Return when all `num_threads` threads have come here; the cells are then ready for reuse."""
+    if num_threads == 1:
+        return
+    generation = load_word(words, generation_cell * WORDS_A_CELL)
+    if add_word(words, count_cell * WORDS_A_CELL, 1) == num_threads - 1:
+        store_word(words, count_cell * WORDS_A_CELL, 0)
+        ring(words, generation_cell, generation + 1)
+        return
+    while wait_change(words, generation_cell, generation, 2000, 100_000_000) == generation:
+        pass
+
+
+@njit(cache=True)
+def clock_ns():  # type: ignore[no-untyped-def]
+    """`now_ns` for callers in Python."""
+    return now_ns()

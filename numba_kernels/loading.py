@@ -1,0 +1,200 @@
+"""Kernels that copy weights from a mapped file into the layout that the compute kernels read.
+
+A weight is its bits: float32 as itself, float16 as uint16, bfloat16 as int16. Sources may be
+read-only, strided by row and unaligned, as tensors in a safetensors file are. Each copy also tells
+whether every value is finite, which costs nothing beside the memory traffic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint32, uint64
+
+WEIGHT_DTYPES = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
+# All exponent bits of a format: a value with all of them set is infinite or not a number.
+_EXPONENT: dict[np.dtype, np.unsignedinteger] = {
+    WEIGHT_DTYPES[0]: np.uint32(0x7F800000),
+    WEIGHT_DTYPES[1]: np.uint16(0x7C00),
+    WEIGHT_DTYPES[2]: np.uint16(0x7F80),
+}
+_TILE_ROWS = 256
+_TILE_COLUMNS = 64
+_TILE_STEP = _TILE_ROWS + 32
+
+
+def copy_rows(src: np.ndarray, dst: np.ndarray) -> bool:
+    """Copy `src` into `dst`; return whether all values are finite.
+
+    Shapes:  src (R, C), dst (R, C); both with contiguous rows and any distance between rows
+    Dtypes:  both float32, uint16 (float16 bits) or int16 (bfloat16 bits)
+    Errors:  ValueError on any mismatch
+    """
+    if src.shape != dst.shape:
+        raise ValueError(f"copy_rows from {src.shape} to {dst.shape}")
+    mask = _check(src, dst)
+    return bool(
+        _copy_rows(*_flat(src), *_flat(dst), np.int64(src.shape[0]), np.int64(src.shape[1]), mask)
+    )
+
+
+def gather_rows(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
+    """Copy the rows `row_ids` of `src` into `dst`; return whether all their values are finite.
+
+    dst[i] = src[row_ids[i]]
+    Shapes:  src (R, C), row_ids (N,), dst (N, C); rows contiguous, any distance between rows
+    Dtypes:  src, dst as in copy_rows; row_ids int32
+    Errors:  ValueError on any mismatch or an id outside [0, R)
+    """
+    if dst.shape != (row_ids.size, src.shape[1]):
+        raise ValueError(f"gather_rows of {row_ids.size} rows from {src.shape} to {dst.shape}")
+    mask = _check(src, dst)
+    ids = _checked_ids(row_ids, src.shape[0])
+    return bool(_gather_rows(*_flat(src), ids, *_flat(dst), np.int64(src.shape[1]), mask))
+
+
+def gather_columns(src: np.ndarray, column_ids: np.ndarray, dst: np.ndarray) -> bool:
+    """Copy the columns `column_ids` of `src` into rows of `dst`; return whether all are finite.
+
+    dst[i, r] = src[r, column_ids[i]]: a down projection (D, F) becomes neuron-major (N, D)
+    Shapes:  src (R, C), column_ids (N,), dst (N, R); rows contiguous, any distance between rows
+    Dtypes:  src, dst as in copy_rows; column_ids int32
+    Errors:  ValueError on any mismatch or an id outside [0, C)
+    """
+    if dst.shape != (column_ids.size, src.shape[0]):
+        raise ValueError(f"gather_columns of {column_ids.size} from {src.shape} to {dst.shape}")
+    mask = _check(src, dst)
+    ids = _checked_ids(column_ids, src.shape[1])
+    return bool(_gather_columns(*_flat(src), ids, *_flat(dst), np.int64(src.shape[0]), mask))
+
+
+def all_finite(bits: np.ndarray) -> bool:
+    """Return whether all weights of a matrix (R, C) are finite. Errors: as copy_rows."""
+    exponent = _check(bits, bits)
+    return bool(
+        _all_finite(*_flat(bits), np.int64(bits.shape[0]), np.int64(bits.shape[1]), exponent)
+    )
+
+
+def to_float32(bits: np.ndarray) -> np.ndarray:
+    """Return a new aligned float32 array of the values of float32, float16 or bfloat16 bits."""
+    if bits.dtype == np.uint16:
+        return bits.view(np.float16).astype(np.float32)
+    if bits.dtype == np.int16:
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if bits.dtype == np.float32:
+        return bits.astype(np.float32)
+    raise ValueError(f"dtype {bits.dtype} holds no weight bits")
+
+
+def from_float32(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return float32 `values` as bits of `dtype`, rounded to the nearest, ties to even."""
+    if dtype == np.uint16:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    if dtype == np.int16:
+        bits = values.view(np.uint32).astype(np.uint64)
+        rounded = (
+            bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))
+        ) >> np.uint64(16)
+        return (
+            np.where(np.isnan(values), np.uint64(0x7FC0), rounded).astype(np.uint16).view(np.int16)
+        )
+    if dtype == np.float32:
+        return values
+    raise ValueError(f"dtype {dtype} holds no weight bits")
+
+
+def _check(src: np.ndarray, dst: np.ndarray) -> np.unsignedinteger:
+    if src.dtype != dst.dtype or src.dtype not in _EXPONENT:
+        raise ValueError(f"copy of {src.dtype} weights to {dst.dtype}")
+    return _EXPONENT[src.dtype]
+
+
+def _checked_ids(ids: np.ndarray, size: int) -> np.ndarray:
+    if ids.ndim != 1 or ids.dtype != np.int32:
+        raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}, not a row of int32")
+    if ids.size and (ids.min() < 0 or ids.max() >= size):
+        raise ValueError(f"ids from {ids.min()} to {ids.max()} do not lie in [0, {size})")
+    return np.ascontiguousarray(ids)
+
+
+def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
+    """Return the bits of a matrix as one contiguous row, and the items from row to row.
+
+    One contiguous row is what Numba vectorises, whatever the distance between rows.
+    """
+    rows, columns = matrix.shape
+    item = matrix.dtype.itemsize
+    row_bytes = matrix.strides[0] if rows > 1 else columns * item
+    if (
+        (columns > 1 and matrix.strides[1] != item)
+        or row_bytes % item
+        or row_bytes < columns * item
+    ):
+        raise ValueError(f"rows of strides {matrix.strides} are not contiguous")
+    num_items = (rows - 1) * (row_bytes // item) + columns if matrix.size else 0
+    flat = np.lib.stride_tricks.as_strided(matrix, (num_items,), (item,))
+    return flat.view(f"u{item}"), np.int64(row_bytes // item)
+
+
+@njit(nogil=True, cache=True)
+def _copy_rows(src, src_step, dst, dst_step, num_rows, num_columns, exponent):
+    worst = exponent ^ exponent
+    for row in range(num_rows):
+        source = src[row * src_step : row * src_step + num_columns]
+        target = dst[row * dst_step : row * dst_step + num_columns]
+        for k in range(target.shape[0]):
+            bits = source[k]
+            target[k] = bits
+            worst = max(worst, bits & exponent)
+    return worst != exponent
+
+
+@njit(nogil=True, cache=True)
+def _all_finite(src, src_step, num_rows, num_columns, exponent):
+    worst = exponent ^ exponent
+    for row in range(num_rows):
+        source = src[row * src_step : row * src_step + num_columns]
+        for k in range(source.shape[0]):
+            worst = max(worst, source[k] & exponent)
+    return worst != exponent
+
+
+@njit(nogil=True, cache=True)
+def _gather_rows(src, src_step, row_ids, dst, dst_step, num_columns, exponent):
+    worst = exponent ^ exponent
+    for row in range(row_ids.shape[0]):
+        start = row_ids[row] * src_step
+        source = src[start : start + num_columns]
+        target = dst[row * dst_step : row * dst_step + num_columns]
+        for k in range(target.shape[0]):
+            bits = source[k]
+            target[k] = bits
+            worst = max(worst, bits & exponent)
+    return worst != exponent
+
+
+@njit(nogil=True, cache=True)
+def _gather_columns(src, src_step, column_ids, dst, dst_step, num_rows, exponent):
+    worst = exponent ^ exponent
+    # Transposed in a tile that stays in the nearest cache: rows of `dst` often lie a power of two
+    # apart, and written one item at a time they would evict each other.
+    # Its indices are unsigned: signed ones cost a test for negative values at each item.
+    tile = np.empty(_TILE_COLUMNS * _TILE_STEP, src.dtype)
+    for first_row in range(0, num_rows, _TILE_ROWS):
+        rows = min(_TILE_ROWS, num_rows - first_row)
+        for first_id in range(0, column_ids.shape[0], _TILE_COLUMNS):
+            ids = column_ids[first_id : first_id + _TILE_COLUMNS]
+            for row in range(rows):
+                source = src[(first_row + row) * src_step :]
+                for i in range(ids.shape[0]):
+                    tile[uint64(i * _TILE_STEP + row)] = source[uint32(ids[i])]
+            for i in range(ids.shape[0]):
+                start = (first_id + i) * dst_step + first_row
+                target = dst[start : start + rows]
+                line = tile[i * _TILE_STEP : i * _TILE_STEP + rows]
+                for k in range(target.shape[0]):
+                    bits = line[k]
+                    target[k] = bits
+                    worst = max(worst, bits & exponent)
+    return worst != exponent

@@ -1,0 +1,108 @@
+"""What the driver and a service say to each other through shared memory, word by word.
+
+Each service has five doorbell cells and one row of request words and one of reply words. To ask:
+write the request words, then ring REQUEST with the next number. To answer: every thread of the
+service does its part; the last to arrive writes the reply and rings DONE with that number. A request
+changes nothing that it reads, so asking again gives the same answer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.doorbell import WORDS_A_CELL, add_word, now_ns, ring, store_word, wait_change
+
+REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
+CELLS_A_SERVICE = 5
+
+# request words
+OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT = range(6)
+NUM_REQUEST_WORDS = 8
+ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
+
+# operations
+STOP, PING, ATTENTION, HEAD, FFN = range(5)
+
+# reply words
+STATUS, BUSY_NS, NUM_COMPUTED = range(3)
+NUM_REPLY_WORDS = 8
+OK, FAILED = 0, 1
+
+SPINS = 100
+LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
+
+
+class Wires(NamedTuple):
+    """The shared arrays of one system; S services, at most T tokens a step, width d.
+
+    words (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
+    positions, slots (T,) int32: where each token of the step stands, and in which sequence
+    hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
+    active_ids (S, N) int32; partials (S, T, d); logits (R, vocab); all float32 but ids
+    """
+
+    words: np.ndarray
+    requests: np.ndarray
+    replies: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    hidden: np.ndarray
+    mixed: np.ndarray
+    ffn_input: np.ndarray
+    active_ids: np.ndarray
+    partials: np.ndarray
+    logits: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def cell(service, kind):  # type: ignore[no-untyped-def]
+    """Index of a service's doorbell cell."""
+    return service * CELLS_A_SERVICE + kind
+
+
+@njit(nogil=True, cache=True)
+def post(words, service, number):  # type: ignore[no-untyped-def]
+    """Ring a service for request `number`."""
+    ring(words, cell(service, REQUEST), np.int32(number))
+
+
+@njit(nogil=True, cache=True)
+def await_done(words, service, number, timeout_ns):  # type: ignore[no-untyped-def]
+    """True when the service has answered request `number`, False at the timeout."""
+    seen = np.int32(number - 1)
+    deadline = now_ns() + timeout_ns
+    while True:
+        left = deadline - now_ns()
+        value = wait_change(words, cell(service, DONE), seen, SPINS, max(left, 0))
+        if value == number:
+            return True
+        if left <= 0:
+            return False
+        seen = value
+
+
+@njit(nogil=True, cache=True)
+def arrive(words, replies, service, number, num_threads, started_ns):  # type: ignore[no-untyped-def]
+    """A service's thread has done its part; the last one rings the driver."""
+    if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
+        store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
+        replies[service, BUSY_NS] = now_ns() - started_ns
+        ring(words, cell(service, DONE), number)
+
+
+@njit(nogil=True, cache=True)
+def ask_all(words, services, number, timeout_ns):  # type: ignore[no-untyped-def]
+    """Ring all `services` for request `number`, then `await_all` of them."""
+    for service in services:
+        post(words, service, number)
+    return await_all(words, services, 0, number, timeout_ns)
+
+
+@njit(nogil=True, cache=True)
+def await_all(words, services, first, number, timeout_ns):  # type: ignore[no-untyped-def]
+    """Wait for services[first:] in order; returns the index of one that timed out, or their number."""
+    for i in range(first, services.shape[0]):
+        if not await_done(words, services[i], number, timeout_ns):
+            return i
+    return services.shape[0]

@@ -1,0 +1,85 @@
+"""RMSNorm and LayerNorm of one vector at a time."""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.checks import float_array, optional_floats
+
+_REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
+RMS_NORM, LAYER_NORM = 0, 1
+
+
+@njit(nogil=True, cache=True, fastmath=_REORDER)
+def rms_norm_kernel(x, weight, epsilon, out):  # type: ignore[no-untyped-def]
+    """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing."""
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    scale = np.float32(1.0 / math.sqrt(total / x.shape[0] + epsilon))
+    for i in range(x.shape[0]):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(nogil=True, cache=True, fastmath=_REORDER)
+def layer_norm_kernel(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+    """out = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias; checks nothing."""
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i]
+    mean = np.float32(total / x.shape[0])
+    squares = np.float32(0)
+    for i in range(x.shape[0]):
+        squares += (x[i] - mean) * (x[i] - mean)
+    scale = np.float32(1.0 / math.sqrt(squares / x.shape[0] + epsilon))
+    for i in range(x.shape[0]):
+        out[i] = (x[i] - mean) * scale * weight[i]
+    if bias.shape[0]:
+        for i in range(x.shape[0]):
+            out[i] += bias[i]
+
+
+@njit(nogil=True, cache=True)
+def norm_kernel(kind, x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+    """The norm of kind RMS_NORM or LAYER_NORM; a norm without weights copies x. No checks."""
+    if weight.shape[0] == 0:
+        out[:] = x
+    elif kind == 0:
+        rms_norm_kernel(x, weight, epsilon, out)
+    else:
+        layer_norm_kernel(x, weight, bias, epsilon, out)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """Root-mean-square norm of a vector.
+
+    out[i] = x[i] / sqrt(mean(x^2) + epsilon) * weight[i]
+    Shapes:  x, weight, out (d,)   Dtypes: float32
+    Errors:  ValueError on any mismatch
+    Source:  Zhang and Sennrich, arXiv 1910.07467
+    """
+    x = float_array("x", x, (x.size,))
+    weight = float_array("weight", weight, x.shape)
+    out = np.empty_like(x)
+    rms_norm_kernel(x, weight, np.float32(epsilon), out)
+    return out
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
+) -> np.ndarray:
+    """Layer norm of a vector.
+
+    out[i] = (x[i] - mean(x)) / sqrt(var(x) + epsilon) * weight[i] + bias[i]
+    Shapes:  x, weight, bias, out (d,)   Dtypes: float32
+    Errors:  ValueError on any mismatch
+    Source:  Ba, Kiros and Hinton, arXiv 1607.06450
+    """
+    x = float_array("x", x, (x.size,))
+    weight = float_array("weight", weight, x.shape)
+    out = np.empty_like(x)
+    layer_norm_kernel(
+        x, weight, optional_floats("bias", bias, x.size), np.float32(epsilon), out
+    )
+    return out

@@ -1,0 +1,64 @@
+"""Rows times vectors: the matrix products of decoding, limited by how fast weights are read."""
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.checks import float_array, optional_floats, weight_rows
+from numba_kernels.vector_ir import dot1, dot4, prefetch_row
+
+
+@njit(nogil=True, cache=True)
+def rows_kernel(weights, bias, x, out, first, last):  # type: ignore[no-untyped-def]
+    """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
+
+    Four rows are read side by side, each once for all tokens; the next four rows' page starts are
+    prefetched meanwhile.
+    """
+    num_tokens = x.shape[0]
+    row = first
+    while row + 4 <= last:
+        for ahead in range(row + 4, min(row + 8, last)):
+            prefetch_row(weights, ahead)
+        for t in range(num_tokens):
+            sums = dot4(weights, row, row + 1, row + 2, row + 3, x[t])
+            out[t, row] = sums[0]
+            out[t, row + 1] = sums[1]
+            out[t, row + 2] = sums[2]
+            out[t, row + 3] = sums[3]
+        row += 4
+    while row < last:
+        for t in range(num_tokens):
+            out[t, row] = dot1(weights, row, x[t])
+        row += 1
+    if bias.shape[0]:
+        for t in range(num_tokens):
+            for n in range(first, last):
+                out[t, n] += bias[n]
+
+
+@njit(nogil=True, cache=True)
+def share(length, part, num_parts, unit):  # type: ignore[no-untyped-def]
+    """First and last of part `part` when `length` is cut into parts of whole `unit`s; no checks."""
+    units = (length + unit - 1) // unit
+    first = units * part // num_parts * unit
+    last = units * (part + 1) // num_parts * unit
+    return min(first, length), min(last, length)
+
+
+def rows_times_vectors(
+    weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """Products of weight rows with several vectors.
+
+    out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
+    Shapes:  weights (N, d), x (T, d), bias (N,), out (T, N)
+    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); the rest float32
+    Units:   reads N * d weights once
+    Errors:  ValueError on any mismatch
+    """
+    weights = weight_rows("weights", weights)
+    x = float_array("x", x, (x.shape[0] if x.ndim else 0, weights.shape[1]))
+    biases = optional_floats("bias", bias, weights.shape[0])
+    out = np.empty((x.shape[0], weights.shape[0]), np.float32)
+    rows_kernel(weights, biases, x, out, 0, weights.shape[0])
+    return out

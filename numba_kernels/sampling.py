@@ -1,0 +1,141 @@
+"""Choosing the next token from logits: greedy, or top-k, top-p and min-p sampling."""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.checks import float_array, require
+
+
+@njit(nogil=True, cache=True)
+def argmax_kernel(logits):  # type: ignore[no-untyped-def]
+    """The lowest index of the largest logit, or -1 if a logit is NaN; checks nothing."""
+    best = 0
+    for i in range(logits.shape[0]):
+        if logits[i] != logits[i]:
+            return -1
+        if logits[i] > logits[best]:
+            best = i
+    return best
+
+
+@njit(nogil=True, cache=True)
+def _sift_down(values, ids, parent):  # type: ignore[no-untyped-def]
+    while True:
+        child = 2 * parent + 1
+        if child >= values.shape[0]:
+            return
+        if child + 1 < values.shape[0] and values[child + 1] < values[child]:
+            child += 1
+        if values[parent] <= values[child]:
+            return
+        values[parent], values[child] = values[child], values[parent]
+        ids[parent], ids[child] = ids[child], ids[parent]
+        parent = child
+
+
+@njit(nogil=True, cache=True)
+def largest(logits, count):  # type: ignore[no-untyped-def]
+    """Ids of the `count` largest logits, largest first, by a heap of that size; checks nothing."""
+    values, ids = logits[:count].copy(), np.arange(count)
+    for parent in range(count // 2 - 1, -1, -1):
+        _sift_down(values, ids, parent)
+    for i in range(count, logits.shape[0]):
+        if logits[i] > values[0]:
+            values[0], ids[0] = logits[i], i
+            _sift_down(values, ids, 0)
+    return ids[np.argsort(-values, kind="mergesort")]
+
+
+@njit(nogil=True, cache=True)
+def _choose(logits, ids, temperature, top_p, min_p, total, uniform):  # type: ignore[no-untyped-def]
+    """The chosen id among sorted candidates, or -1 if they hold less than top_p of `total`."""
+    top = logits[ids[0]]
+    kept, mass = 0, 0.0
+    for i in range(ids.shape[0]):
+        weight = math.exp((logits[ids[i]] - top) / temperature)
+        if kept and (mass >= top_p * total or weight < min_p):
+            break
+        mass += weight
+        kept += 1
+    if kept == ids.shape[0] and ids.shape[0] < logits.shape[0] and mass < top_p * total:
+        return -1
+    target = uniform * mass
+    for i in range(kept):
+        target -= math.exp((logits[ids[i]] - top) / temperature)
+        if target < 0:
+            return ids[i]
+    return ids[kept - 1]
+
+
+@njit(nogil=True, cache=True)
+def _choose_any(logits, best, temperature, total, uniform):  # type: ignore[no-untyped-def]
+    target = uniform * total
+    for i in range(logits.shape[0]):
+        target -= math.exp((logits[i] - logits[best]) / temperature)
+        if target < 0:
+            return i
+    return best
+
+
+@njit(nogil=True, cache=True)
+def _total(logits, best, temperature):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(logits.shape[0]):
+        total += math.exp((logits[i] - logits[best]) / temperature)
+    return total
+
+
+@njit(nogil=True, cache=True)
+def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):  # type: ignore[no-untyped-def]
+    """One token id; see `sample`. Checks nothing; -1 if a logit is NaN."""
+    best = argmax_kernel(logits)
+    if best < 0 or temperature == 0.0 or top_k == 1:
+        return best
+    size = logits.shape[0]
+    if 0 < top_k < size:
+        ids = largest(logits, top_k)
+        total = 0.0
+        for i in ids:
+            total += math.exp((logits[i] - logits[best]) / temperature)
+        chosen = _choose(logits, ids, temperature, top_p, min_p, total, uniform)
+        return chosen if chosen >= 0 else ids[-1]
+    total = _total(logits, best, temperature)
+    if top_p >= 1.0 and min_p == 0.0:
+        return _choose_any(logits, best, temperature, total, uniform)
+    count, chosen = min(size, 64), -1
+    while chosen < 0:
+        ids = largest(logits, count)
+        chosen = _choose(logits, ids, temperature, top_p, min_p, total, uniform)
+        count = min(size, count * 8)
+    return chosen
+
+
+def sample(
+    logits: np.ndarray,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    uniform: float,
+) -> int:
+    """Choose a token id.
+
+    The logits are cut to the `top_k` largest (0: all), then to the smallest set whose share of
+    probability at this temperature reaches `top_p`, then to those at least `min_p` times as likely
+    as the likeliest; `uniform` in [0, 1) picks one by its share. temperature 0 is greedy.
+    Shapes:  logits (V,) float32
+    Errors:  ValueError on a wrong shape or dtype, an option out of range, or a NaN among the logits
+    """
+    require(logits.ndim == 1 and logits.size > 0, "logits must be a vector of at least one")
+    logits = float_array("logits", logits, logits.shape)
+    require(temperature >= 0, "temperature must be at least 0")
+    require(top_k >= 0, "top_k must be at least 0")
+    require(0 < top_p <= 1, "top_p must lie in (0, 1]")
+    require(0 <= min_p <= 1, "min_p must lie in [0, 1]")
+    require(0 <= uniform < 1, "uniform must lie in [0, 1)")
+    chosen = int(sample_kernel(logits, temperature, top_k, top_p, min_p, uniform))
+    require(chosen >= 0, "the logits hold a NaN")
+    return chosen

@@ -1,0 +1,244 @@
+"""One thread of the GPU service on device="cpu": its share of attention and of the head.
+
+A sequence's layer:   pre-norm    mixed = h + attention(norm(h)); ffn_input = ffn_norm(mixed)
+                      post-norm   mixed = ffn_input = norm(h + attention(h)); h is first brought
+                                  through the norm that ends the layer before (opt-350m)
+                      parallel    mixed = h + attention(norm(h)); ffn_input = ffn_norm(h) (Falcon)
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.attention import attend_kernel, rope_kernel, store_kernel
+from numba_kernels.doorbell import barrier, now_ns, wait_change
+from numba_kernels.mailbox import (
+    ATTENTION,
+    BARRIER_COUNT,
+    BARRIER_GENERATION,
+    FIRST_LOGIT,
+    HEAD,
+    LAYER,
+    LOOK_NS,
+    NUM_TOKENS,
+    OPERATION,
+    PING,
+    REQUEST,
+    SPINS,
+    arrive,
+    cell,
+)
+from numba_kernels.norm import norm_kernel
+from numba_kernels.rows import rows_kernel, share
+
+SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
+
+
+class AttentionArrays(NamedTuple):
+    """Attention of all layers stacked, and the head; shapes as in model.weights.
+
+    keys, values (L, slots, kv_heads, P, head_dim); rope_table (P, 2, head_dim / 2) or (0, 2, 0)
+    """
+
+    norm_weight: np.ndarray
+    norm_bias: np.ndarray
+    qkv: np.ndarray
+    qkv_bias: np.ndarray
+    out: np.ndarray
+    out_bias: np.ndarray
+    ffn_norm_weight: np.ndarray
+    ffn_norm_bias: np.ndarray
+    final_norm_weight: np.ndarray
+    final_norm_bias: np.ndarray
+    project_out: np.ndarray
+    head: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    rope_table: np.ndarray
+
+
+class AttentionShape(NamedTuple):
+    """The numbers that the loops need: heads, head_dim, kind of norm, order of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_kind: int
+    norm_epsilon: np.float32
+    order: int
+
+
+class AttentionScratch(NamedTuple):
+    """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
+    scores (threads, P), projected (T, E)."""
+
+    residual: np.ndarray
+    normed: np.ndarray
+    qkv: np.ndarray
+    heads: np.ndarray
+    scores: np.ndarray
+    projected: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _meet(words, service, num_threads):  # type: ignore[no-untyped-def]
+    barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _layer_input(hidden, layer, shape, arrays, residual):  # type: ignore[no-untyped-def]
+    """The layer's input: `hidden`, through the norm that ended the layer before if that is late."""
+    for t in range(hidden.shape[0]):
+        if shape.order == POST_NORM and layer > 0:
+            norm_kernel(
+                shape.norm_kind, hidden[t], arrays.ffn_norm_weight[layer - 1],
+                arrays.ffn_norm_bias[layer - 1], shape.norm_epsilon, residual[t],
+            )  # fmt: skip
+        else:
+            residual[t] = hidden[t]
+
+
+@njit(nogil=True, cache=True)
+def _layer_norm_before(residual, layer, shape, arrays, normed):  # type: ignore[no-untyped-def]
+    for t in range(residual.shape[0]):
+        if shape.order == POST_NORM:
+            normed[t] = residual[t]
+        else:
+            norm_kernel(
+                shape.norm_kind, residual[t], arrays.norm_weight[layer], arrays.norm_bias[layer],
+                shape.norm_epsilon, normed[t],
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):  # type: ignore[no-untyped-def]
+    """Rotate query and key heads, write keys and values to the cache: every num_parts-th head."""
+    dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
+    first_value = shape.num_heads + shape.num_kv_heads
+    for t in range(qkv.shape[0]):
+        position, slot = wires.positions[t], wires.slots[t]
+        for head in range(part, first_value + shape.num_kv_heads, num_parts):
+            vector = qkv[t, head * dim : (head + 1) * dim]
+            if has_rope and head < first_value:
+                rope_kernel(vector, arrays.rope_table[position])
+            if head >= first_value:
+                cache = arrays.values[layer, slot, head - first_value]
+                store_kernel(cache, position, vector)
+            elif head >= shape.num_heads:
+                cache = arrays.keys[layer, slot, head - shape.num_heads]
+                store_kernel(cache, position, vector)
+
+
+@njit(nogil=True, cache=True)
+def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens):  # type: ignore[no-untyped-def]
+    dim = shape.head_dim
+    heads_a_group = shape.num_heads // shape.num_kv_heads
+    scale = np.float32(1.0 / np.sqrt(dim))
+    first, last = share(shape.num_heads, part, num_parts, 1)
+    for t in range(num_tokens):
+        slot, length = wires.slots[t], wires.positions[t] + 1
+        for head in range(first, last):
+            group = head // heads_a_group
+            attend_kernel(
+                scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer, slot, group],
+                arrays.values[layer, slot, group], length, scale, scratch.scores[part],
+                scratch.heads[t, head * dim : (head + 1) * dim],
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _mix(first, last, layer, mixed, shape, arrays, scratch, residual):  # type: ignore[no-untyped-def]
+    """mixed = residual + out . heads for columns first..last-1."""
+    num_tokens = mixed.shape[0]
+    heads = scratch.heads[:num_tokens]
+    rows_kernel(arrays.out[layer], arrays.out_bias[layer], heads, mixed, first, last)
+    for t in range(num_tokens):
+        for i in range(first, last):
+            mixed[t, i] += residual[t, i]
+
+
+@njit(nogil=True, cache=True)
+def _ffn_input(t, layer, wires, shape, arrays, residual, normed):  # type: ignore[no-untyped-def]
+    weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
+    x = wires.ffn_input[t]
+    if shape.order == POST_NORM:
+        kind, epsilon = shape.norm_kind, shape.norm_epsilon
+        norm_kernel(kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x)
+        wires.mixed[t] = x
+    elif shape.order == SEQUENTIAL:
+        norm_kernel(shape.norm_kind, wires.mixed[t], weight, bias, shape.norm_epsilon, x)
+    elif weight.shape[0]:
+        norm_kernel(shape.norm_kind, residual[t], weight, bias, shape.norm_epsilon, x)
+    else:
+        x[:] = normed[t]
+
+
+@njit(nogil=True, cache=True)
+def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+    """Answer the ATTENTION request that stands in the mailbox: this thread's share; no checks."""
+    layer = wires.requests[service, LAYER]
+    num_tokens = wires.requests[service, NUM_TOKENS]
+    residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
+    qkv, mixed = scratch.qkv[:num_tokens], wires.mixed[:num_tokens]
+    _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
+    _layer_norm_before(residual, layer, shape, arrays, normed)
+    first, last = share(qkv.shape[1], thread, num_threads, 4)
+    rows_kernel(arrays.qkv[layer], arrays.qkv_bias[layer], normed, qkv, first, last)
+    _meet(wires.words, service, num_threads)
+    _rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+    _meet(wires.words, service, num_threads)
+    _attend(thread, num_threads, layer, wires, shape, arrays, scratch, num_tokens)
+    _meet(wires.words, service, num_threads)
+    first, last = share(mixed.shape[1], thread, num_threads, 4)
+    _mix(first, last, layer, mixed, shape, arrays, scratch, residual)
+    _meet(wires.words, service, num_threads)
+    for t in range(thread, num_tokens, num_threads):
+        _ffn_input(t, layer, wires, shape, arrays, residual, normed)
+
+
+@njit(nogil=True, cache=True)
+def head_request(thread, num_threads, service, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+    """logits[t - FIRST_LOGIT] = head . norm(hidden[t]) for tokens from FIRST_LOGIT on; no checks."""
+    begin, end = wires.requests[service, FIRST_LOGIT], wires.requests[service, NUM_TOKENS]
+    count = end - begin
+    residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
+    num_layers = arrays.norm_weight.shape[0]
+    _layer_input(wires.hidden[begin:end], num_layers, shape, arrays, residual)
+    for t in range(count):
+        norm_kernel(
+            shape.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
+            shape.norm_epsilon, normed[t],
+        )  # fmt: skip
+    vectors = normed
+    if arrays.project_out.shape[0]:
+        vectors = scratch.projected[:count]
+        first, last = share(arrays.project_out.shape[0], thread, num_threads, 4)
+        rows_kernel(arrays.project_out, arrays.final_norm_weight[:0], normed, vectors, first, last)
+        _meet(wires.words, service, num_threads)
+    first, last = share(arrays.head.shape[0], thread, num_threads, 4)
+    rows_kernel(arrays.head, arrays.final_norm_weight[:0], vectors, wires.logits[:count], first, last)
+
+
+@njit(nogil=True, cache=True)
+def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+    """Answer requests from `seen` on until one comes that is Python's; returns its number.
+
+    Python's are STOP, and more tokens than `scratch` holds. Every thread returns at a Python
+    request; the caller lets one of them answer it.
+    """
+    most = scratch.normed.shape[1]
+    while True:
+        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, LOOK_NS)
+        if number == seen:
+            continue
+        started = now_ns()
+        request = wires.requests[service]
+        if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:
+            attention_request(thread, num_threads, service, wires, shape, arrays, scratch)
+        elif request[OPERATION] == HEAD and request[NUM_TOKENS] - request[FIRST_LOGIT] <= most:
+            head_request(thread, num_threads, service, wires, shape, arrays, scratch)
+        elif request[OPERATION] != PING:
+            return number
+        arrive(wires.words, wires.replies, service, number, num_threads, started)
+        seen = number

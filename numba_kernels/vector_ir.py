@@ -1,0 +1,249 @@
+"""Vector code that LLVM does not find by itself: dot products and scaled sums of weight rows.
+
+Each intrinsic emits LLVM vector IR of 16 lanes; LLVM splits or joins the lanes for what the CPU
+has (AVX-512, AVX2, NEON). float16 widens by `fpext`, bfloat16 by a 16-bit shift. Nothing here
+checks its arguments. Rows must be contiguous; their distance (stride) is free, so a row of a
+[N, 3, d] bundle array works as well as a row of a matrix.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+LANES = 16
+_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+_LINES_AHEAD = 4  # the first lines of a page wake the TLB and the hardware's stream prefetcher
+
+_f32 = ir.FloatType()
+_half = ir.HalfType()
+_i16 = ir.IntType(16)
+_i32 = ir.IntType(32)
+_i64 = ir.IntType(64)
+_i8p = ir.IntType(8).as_pointer()
+
+
+def _widen(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
+    """Load `lanes` weights at `pointer` (i8*) and return them as float (a scalar for one lane)."""
+
+    def shaped(element: Any) -> Any:
+        return ir.VectorType(element, lanes) if lanes > 1 else element
+
+    def load(element: Any, align: int) -> Any:
+        return builder.load(
+            builder.bitcast(pointer, shaped(element).as_pointer()), align=align, typ=shaped(element)
+        )
+
+    if dtype == types.float32:
+        return load(_f32, 4)
+    if dtype == types.uint16:
+        return builder.fpext(load(_half, 2), shaped(_f32))
+    if dtype == types.int16:
+        wide = builder.zext(load(_i16, 2), shaped(_i32))
+        sixteen = _i32(16) if lanes == 1 else ir.Constant(shaped(_i32), [_i32(16)] * lanes)
+        return builder.bitcast(builder.shl(wide, sixteen), shaped(_f32))
+    raise TypeError(f"weights must be float32, uint16 (float16) or int16 (bfloat16), not {dtype}")
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    name = "llvm.fma.f32" if a.type == _f32 else f"llvm.fma.v{LANES}f32"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(a.type, [a.type] * 3), name
+    )
+    return builder.call(function, [a, b, c])
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    vector = ir.VectorType(_f32, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _i32(0))
+    mask = ir.Constant(ir.VectorType(_i32, LANES), [_i32(0)] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+
+
+def _sum_lanes(builder: Any, vector: Any) -> Any:
+    """Sum by halving, so that the order of additions is the same on every CPU."""
+    width = LANES
+    while width > 1:
+        half = width // 2
+        kind = ir.VectorType(_i32, half)
+        low = builder.shuffle_vector(vector, vector, ir.Constant(kind, [_i32(i) for i in range(half)]))
+        high = builder.shuffle_vector(
+            vector, vector, ir.Constant(kind, [_i32(half + i) for i in range(half)])
+        )
+        vector = builder.fadd(low, high)
+        width = half
+    return builder.extract_element(vector, _i32(0))
+
+
+def _offset(builder: Any, pointer: Any, index: Any, item_bytes: int) -> Any:
+    step = builder.mul(index, _i64(item_bytes))
+    return builder.gep(builder.bitcast(pointer, _i8p), [step], source_etype=ir.IntType(8))
+
+
+def _row(context: Any, builder: Any, array_type: Any, array: Any, row: Any) -> Any:
+    """i8* of row `row` of a 2-D array."""
+    struct = context.make_array(array_type)(context, builder, value=array)
+    stride = builder.extract_value(struct.strides, 0)
+    base = builder.bitcast(struct.data, _i8p)
+    return builder.gep(base, [builder.mul(row, stride)], source_etype=ir.IntType(8))
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> tuple[Any, Any]:
+    """i8* of a 1-D contiguous array's data, and its length."""
+    struct = context.make_array(array_type)(context, builder, value=array)
+    return builder.bitcast(struct.data, _i8p), builder.extract_value(struct.shape, 0)
+
+
+def _loop(builder: Any, start: Any, stop: Any, step: int, body: Callable[[Any], None]) -> None:
+    with cgutils.for_range_slice(builder, start, stop, _i64(step), inc=True) as (index, _):
+        body(index)
+
+
+def _emit_dots(
+    builder: Any, dtype: Any, rows: list[Any], x: Any, length: Any, unroll: int
+) -> list[Any]:
+    """Dot products of several weight rows with one float32 vector, all rows in flight together."""
+    item_bytes = dtype.bitwidth // 8
+    vector = ir.VectorType(_f32, LANES)
+    sums = [
+        [cgutils.alloca_once_value(builder, ir.Constant(vector, [_f32(0)] * LANES)) for _ in range(unroll)]
+        for _ in rows
+    ]
+    for row_sums in sums:
+        for cell in row_sums:
+            builder.store(ir.Constant(vector, [_f32(0)] * LANES), cell)
+    tails = [cgutils.alloca_once_value(builder, _f32(0)) for _ in rows]
+    for tail in tails:
+        builder.store(_f32(0), tail)
+    step = LANES * unroll
+    whole = builder.mul(builder.udiv(length, _i64(step)), _i64(step))
+
+    def vectors(index: Any) -> None:
+        for u in range(unroll):
+            at = builder.add(index, _i64(u * LANES))
+            part = _widen(builder, types.float32, _offset(builder, x, at, 4), LANES)
+            for row, row_sums in zip(rows, sums, strict=True):
+                weights = _widen(builder, dtype, _offset(builder, row, at, item_bytes), LANES)
+                total = builder.load(row_sums[u], typ=vector)
+                builder.store(_fma(builder, weights, part, total), row_sums[u])
+
+    def scalars(index: Any) -> None:
+        part = _widen(builder, types.float32, _offset(builder, x, index, 4), 1)
+        for row, tail in zip(rows, tails, strict=True):
+            weight = _widen(builder, dtype, _offset(builder, row, index, item_bytes), 1)
+            builder.store(_fma(builder, weight, part, builder.load(tail, typ=_f32)), tail)
+
+    _loop(builder, _i64(0), whole, step, vectors)
+    _loop(builder, whole, length, 1, scalars)
+    results = []
+    for row_sums, tail in zip(sums, tails, strict=True):
+        total = builder.load(row_sums[0], typ=vector)
+        for cell in row_sums[1:]:
+            total = builder.fadd(total, builder.load(cell, typ=vector))
+        results.append(builder.fadd(_sum_lanes(builder, total), builder.load(tail, typ=_f32)))
+    return results
+
+
+@intrinsic
+def dot4(typingctx, weights, row0, row1, row2, row3, x):  # type: ignore[no-untyped-def]
+    """(weights[row0] . x, ..., weights[row3] . x); weights (N, d), x (d,) float32."""
+    signature = types.UniTuple(types.float32, 4)(
+        weights, types.int64, types.int64, types.int64, types.int64, x
+    )
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [_row(context, builder, weights, args[0], row) for row in args[1:5]]
+        pointer, length = _data(context, builder, x, args[5])
+        results = _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=2)
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return signature, codegen
+
+
+@intrinsic
+def dot1(typingctx, weights, row, x):  # type: ignore[no-untyped-def]
+    """weights[row] . x; weights (N, d), x (d,) float32."""
+    signature = types.float32(weights, types.int64, x)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [_row(context, builder, weights, args[0], args[1])]
+        pointer, length = _data(context, builder, x, args[2])
+        return _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=4)[0]
+
+    return signature, codegen
+
+
+def _emit_scaled_sum(
+    builder: Any, dtype: Any, rows: list[Any], scales: list[Any], out: Any, length: Any
+) -> None:
+    item_bytes = dtype.bitwidth // 8
+    wide = [_splat(builder, scale) for scale in scales]
+    whole = builder.mul(builder.udiv(length, _i64(LANES)), _i64(LANES))
+
+    def add(index: Any, lanes: int, factors: list[Any]) -> None:
+        cell = _offset(builder, out, index, 4)
+        total = _widen(builder, types.float32, cell, lanes)
+        for row, factor in zip(rows, factors, strict=True):
+            weights = _widen(builder, dtype, _offset(builder, row, index, item_bytes), lanes)
+            total = _fma(builder, weights, factor, total)
+        builder.store(total, builder.bitcast(cell, total.type.as_pointer()), align=4)
+
+    _loop(builder, _i64(0), whole, LANES, lambda index: add(index, LANES, wide))
+    _loop(builder, whole, length, 1, lambda index: add(index, 1, scales))
+
+
+@intrinsic
+def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):  # type: ignore[no-untyped-def]
+    """out += c0 * weights[row0] + ... + c3 * weights[row3]; out (d,) float32, weights (N, d)."""
+    ids, scales = (types.int64,) * 4, (types.float32,) * 4
+    signature = types.void(out, weights, *ids, *scales)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, length = _data(context, builder, out, args[0])
+        rows = [_row(context, builder, weights, args[1], row) for row in args[2:6]]
+        _emit_scaled_sum(builder, weights.dtype, rows, list(args[6:10]), pointer, length)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def add_scaled1(typingctx, out, weights, row, scale):  # type: ignore[no-untyped-def]
+    """out += scale * weights[row]; out (d,) float32, weights (N, d)."""
+    signature = types.void(out, weights, types.int64, types.float32)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, length = _data(context, builder, out, args[0])
+        rows = [_row(context, builder, weights, args[1], args[2])]
+        _emit_scaled_sum(builder, weights.dtype, rows, [args[3]], pointer, length)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def prefetch_row(typingctx, weights, row):  # type: ignore[no-untyped-def]
+    """Ask for the first lines of each 4 KiB page of weights[row], so that a jump there costs less."""
+    signature = types.void(weights, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        struct = context.make_array(weights)(context, builder, value=args[0])
+        length = builder.extract_value(struct.shape, 1)
+        row = _row(context, builder, weights, args[0], args[1])
+        num_bytes = builder.mul(length, _i64(weights.dtype.bitwidth // 8))
+        kind = ir.FunctionType(ir.VoidType(), [_i8p, _i32, _i32, _i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+
+        def page(index: Any) -> None:
+            for line in range(_LINES_AHEAD):
+                at = builder.add(index, _i64(line * _LINE_BYTES))
+                pointer = builder.gep(row, [at], source_etype=ir.IntType(8))
+                builder.call(function, [pointer, _i32(0), _i32(3), _i32(1)])
+
+        _loop(builder, _i64(0), num_bytes, _PAGE_BYTES, page)
+        return context.get_dummy_value()
+
+    return signature, codegen
