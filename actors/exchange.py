@@ -1,7 +1,7 @@
-"""How the driver asks services: doorbells in a shared arena, or ordinary actor calls.
+"""How the driver asks services, and the fast way to do it: doorbells in a shared arena.
 
-Both work on the same wires. The driver fills the request words and the input arrays, asks, and finds
-the answers in the output arrays.
+The driver fills the request words and the input arrays of the wires, asks, and finds the answers in
+the output arrays. `call_exchange` does the same over ordinary actor calls.
 """
 
 import time

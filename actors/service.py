@@ -3,10 +3,13 @@
 import threading
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.call_exchange import Answer, Question
+from actors.exchange import ArenaExchange
 from numba_kernels.doorbell import WORDS_A_CELL, clock_ns
 from numba_kernels.mailbox import (
     ARRIVED,
@@ -36,6 +39,7 @@ class Service(ABC):
         self.num_threads = num_threads
         self.last_error = ""
         self._threads: list[threading.Thread] = []
+        self._calls: ArenaExchange | None = None
 
     @abstractmethod
     def serve(self, thread: int, seen: int) -> int:
@@ -64,6 +68,22 @@ class Service(ABC):
         ]
         for thread in self._threads:
             thread.start()
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a question that came as an actor call, by way of this process's own arena."""
+        if self._calls is None:
+            self._calls = ArenaExchange(self.wires, self)
+        question.write(self.wires, self.index)
+        self._calls.ask([self.index])
+        return Answer.read(self.wires, self.index)
+
+    def check(self, services: Sequence[int], waited_s: float) -> None:
+        """As the watch of its own exchange: a service that runs this is alive."""
+
+    def explain(self, service: int) -> str:
+        """The last error's last line, with the service's name."""
+        lines = self.last_error.strip().splitlines() or ["unknown error"]
+        return f"the {self.name} service failed: {lines[-1]}"
 
     def _run(self, thread: int, seen: int) -> None:
         while True:

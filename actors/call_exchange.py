@@ -1,0 +1,123 @@
+"""The exchange over ordinary actor calls: for services that share no memory with the driver.
+
+The driver's wires are then private arrays. What a request reads travels with the call, what it wrote
+comes back as an object in Ray's store; the service answers it through an arena of its own.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.exchange import Watch, raise_failures
+from actors.failures import service_error
+from numba_kernels.mailbox import (
+    ATTENTION,
+    FFN,
+    FIRST_LOGIT,
+    HEAD,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    Wires,
+)
+
+_INPUTS = {ATTENTION: ("positions", "slots", "hidden"), HEAD: ("hidden",), FFN: ("ffn_input",)}
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request and the arrays that it reads, cut to the tokens asked."""
+
+    words: np.ndarray
+    inputs: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, wires: Wires, service: int) -> "Question":
+        """What the wires ask of `service`."""
+        words = wires.requests[service].copy()
+        num_tokens = int(words[NUM_TOKENS])
+        names = _INPUTS.get(int(words[OPERATION]), ())
+        inputs = {name: getattr(wires, name)[:num_tokens].copy() for name in names}
+        if words[OPERATION] == FFN and words[NUM_IDS] > 0:
+            inputs["active_ids"] = wires.active_ids[service, : words[NUM_IDS]].copy()
+        return cls(words, inputs)
+
+    def write(self, wires: Wires, service: int) -> None:
+        """Put the question into the wires of the process that answers it."""
+        wires.requests[service] = self.words
+        for name, array in self.inputs.items():
+            target = getattr(wires, name)
+            if name == "active_ids":
+                target = target[service]
+            target[: array.shape[0]] = array
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply and the arrays that the service wrote."""
+
+    words: np.ndarray
+    outputs: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, wires: Wires, service: int) -> "Answer":
+        """What stands in the wires after `service` has answered."""
+        outputs = {name: view.copy() for name, view in _outputs(wires, service).items()}
+        return cls(wires.replies[service].copy(), outputs)
+
+    def write(self, wires: Wires, service: int) -> None:
+        """Put the answer into the driver's wires."""
+        wires.replies[service] = self.words
+        for name, view in _outputs(wires, service).items():
+            view[:] = self.outputs[name]
+
+
+def _outputs(wires: Wires, service: int) -> dict[str, np.ndarray]:
+    words = wires.requests[service]
+    operation, num_tokens = int(words[OPERATION]), int(words[NUM_TOKENS])
+    if operation == ATTENTION:
+        return {"mixed": wires.mixed[:num_tokens], "ffn_input": wires.ffn_input[:num_tokens]}
+    if operation == HEAD:
+        return {"logits": wires.logits[: num_tokens - int(words[FIRST_LOGIT])]}
+    if operation == FFN:
+        return {"partials": wires.partials[service, :num_tokens]}
+    return {}
+
+
+class CallExchange:
+    """Asks by `handle.answer.remote(question)`, one call a service."""
+
+    def __init__(self, wires: Wires, watch: Watch, handles: Sequence[Any]) -> None:
+        """`handles[s]` is the actor of service s."""
+        self.wires = wires
+        self._watch = watch
+        self._handles = handles
+
+    def ask(self, services: Sequence[int]) -> int:
+        """Call all, wait for all. See `Exchange.ask`."""
+        started = time.monotonic_ns()
+        refs = {
+            self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services
+        }
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
+            for ref in done:
+                self._collect(ref, refs[ref])
+            if pending:
+                waited_s = (time.monotonic_ns() - started) * 1e-9
+                self._watch.check([refs[ref] for ref in pending], waited_s)
+        raise_failures(self.wires, self._watch, services)
+        return time.monotonic_ns() - started
+
+    def _collect(self, ref: Any, service: int) -> None:
+        try:
+            answer: Answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise service_error(f"service {service}", error) from error
+        answer.write(self.wires, service)

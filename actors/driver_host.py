@@ -1,0 +1,137 @@
+"""The driver's process: starts the services, watches their loading, serves requests."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.call_exchange import CallExchange
+from actors.driver import Driver
+from actors.exchange import ArenaExchange, Exchange
+from actors.failures import service_error
+from actors.messages import GenerateRequest, LoadProgress, SystemConfig, TokenEvent
+from actors.service_host import ServiceSpec
+from actors.shards import arena_layout, service_specs
+from actors.watch import ActorWatch
+from model.config import ModelConfig
+from model.errors import HotcoldError, ServiceError
+from numba_kernels.mailbox import OPERATION, PING, STOP
+from placement.memory import weight_bytes
+
+_START_S = 60.0  # for a service's process to start
+
+
+class DriverHost:
+    """A Ray actor, alone in knowing its services; they end with it."""
+
+    def __init__(self, system: SystemConfig, spawn: Callable[[ServiceSpec], Any]) -> None:
+        """`spawn` starts a service's actor; services load at once, all side by side."""
+        self._system = system
+        self._config = ModelConfig.from_directory(system.model_path)
+        self._total_bytes = weight_bytes(self._config)
+        self._specs = service_specs(system, self._config)
+        self._handles = [spawn(spec) for spec in self._specs]
+        self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
+        self._stage = "starting services"
+        self._driver: Driver | None = None
+        self._arena_ref: Any = None
+
+    def load(self) -> None:
+        """Load all services and connect them. Errors: HotcoldError."""
+        try:
+            self._each("ping", timeout_s=_START_S)
+            self._stage = "loading weights"
+            self._each("load")
+            self._stage = "compiling kernels"
+            self._driver = Driver(self._system, self._connect())
+            self._stage = "ready"
+        except BaseException:
+            self._kill()
+            raise
+
+    def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
+        calls = [getattr(handle, method).remote(*args) for handle in self._handles]
+        for spec, call in zip(self._specs, calls, strict=True):
+            try:
+                ray.get(call, timeout=timeout_s)
+            except ray.exceptions.RayError as error:
+                raise service_error(f"{spec.name} service", error) from error
+
+    def _connect(self) -> Exchange:
+        layout = arena_layout(self._system, self._config)
+        if self._system.exchange == "calls":
+            self._each("attach", layout, [])
+            wires = layout.wires(layout.new_arena())
+            exchange: Exchange = CallExchange(wires, self._watch, self._handles)
+        else:
+            self._arena_ref = ray.put(layout.new_arena())
+            self._arena = ray.get(self._arena_ref)
+            self._each("attach", layout, [self._arena_ref])
+            exchange = ArenaExchange(layout.wires(self._arena), self._watch)
+        exchange.wires.requests[:, OPERATION] = PING
+        exchange.ask(range(len(self._specs)))  # returns once the compiled loops run
+        self._exchange = exchange
+        return exchange
+
+    def progress(self) -> LoadProgress:
+        """How far loading is; may be called while `load` runs."""
+        counts = []
+        if self._stage == "loading weights":
+            calls = [handle.loaded_bytes.remote() for handle in self._handles]
+            with suppress(ray.exceptions.RayError):
+                counts = ray.get(calls, timeout=5)
+        done = self._total_bytes if self._driver else sum(counts)
+        return LoadProgress(done, self._total_bytes, self._stage)
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Stream a request's tokens. Errors: PromptError, ServiceError."""
+        yield from self._ready().generate(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a running request within a token."""
+        self._ready().cancel(request_id)
+
+    def describe(self) -> SystemConfig:
+        """What this system runs."""
+        return self._system
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by service name, the driver's too."""
+        pids = ray.get([handle.ping.remote() for handle in self._handles], timeout=5)
+        names = [spec.name for spec in self._specs]
+        return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
+
+    def measure_exchange(self, num_rounds: int) -> np.ndarray:
+        """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
+        cpus = range(1, len(self._specs))
+        self._exchange.wires.requests[1:, OPERATION] = PING
+        return np.array([self._exchange.ask(cpus) for _ in range(num_rounds)])
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds used by each service so far."""
+        used = ray.get([handle.thread_cpu_s.remote() for handle in self._handles], timeout=5)
+        return dict(zip([spec.name for spec in self._specs], used, strict=True))
+
+    def stop(self) -> None:
+        """End all threads, then the services' processes."""
+        if self._driver is not None:
+            self._driver.close()
+            self._exchange.wires.requests[:, OPERATION] = STOP
+            with suppress(HotcoldError):
+                self._exchange.ask(range(len(self._specs)))
+                self._each("join", 2.0, timeout_s=5.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        for handle in self._handles:
+            ray.kill(handle, no_restart=True)
+        self._arena_ref = None
+
+    def _ready(self) -> Driver:
+        if self._driver is None:
+            raise ServiceError("the system is still loading")
+        return self._driver

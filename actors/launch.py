@@ -1,0 +1,66 @@
+"""Plain classes made into Ray actors: the only place that says so."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from actors.driver_host import DriverHost
+from actors.messages import SystemConfig
+from actors.service_host import ServiceHost, ServiceSpec
+
+NAMESPACE = "hotcold"
+_LEAST_OBJECT_STORE_BYTES = 80 << 20
+_CONCURRENT_CALLS = 64  # streams of requests that wait or run, besides control calls
+
+DriverActor = ray.remote(DriverHost)
+ServiceActor = ray.remote(ServiceHost)
+
+
+def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
+    """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
+
+    Its object store holds the arena and little else: weights live in the actors.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
+        logging_level="error",
+        log_to_driver=False,
+        namespace=NAMESPACE,
+    )
+
+
+def spawn_service(spec: ServiceSpec) -> Any:
+    """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none."""
+    num_cpus = 0 if spec.index == 0 else spec.num_threads
+    options = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    return ServiceActor.options(**options).remote(spec)
+
+
+def spawn_driver(
+    system: SystemConfig,
+    name: str | None,
+    detached: bool,
+    spawn: Callable[[ServiceSpec], Any] = spawn_service,
+) -> Any:
+    """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS}
+    if name:
+        options |= {"name": name, "namespace": NAMESPACE}
+    if detached:
+        options["lifetime"] = "detached"
+    return DriverActor.options(**options).remote(system, spawn)
+
+
+def find_driver(name: str) -> Any | None:
+    """The driver of a running system, or None."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None

@@ -1,0 +1,88 @@
+"""What crosses process borders, all in one place."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from model.sampling import SamplingParams
+
+MODES = ("dense", "exact")
+EXCHANGES = ("arena", "calls")
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """One running system: which model, on what, how."""
+
+    model_path: str
+    mode: str = "exact"
+    num_cpu_actors: int = 1
+    num_threads: int = 1  # cores to use; the GPU service on device="cpu" takes them in turn
+    context_length: int = 2048
+    kv_dtype: str = "float16"
+    prefill_chunk: int = 256
+    exchange: str = "arena"
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt as text, as chat messages, or as token ids: exactly one of them."""
+
+    sampling: SamplingParams
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    prompt_ids: list[int] | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request. Times in seconds."""
+
+    text: str
+    ids: list[int]
+    finish_reason: str  # "stop", "length" or "cancelled"
+    num_prompt_tokens: int
+    prefill_s: float
+    decode_s: float
+    per_token_ms: dict[str, float] = field(default_factory=dict)
+    neurons_computed: float = 0.0  # share of all neurons whose up and down were computed
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens a second, up to the first new token."""
+        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """New tokens a second after the first."""
+        return (len(self.ids) - 1) / self.decode_s if self.decode_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of the command-line contract."""
+        return {
+            "text": self.text,
+            "ids": self.ids,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.num_prompt_tokens,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "neurons_computed": self.neurons_computed,
+            "per_token_ms": self.per_token_ms,
+        }
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New text of a running request; the last event carries the whole result."""
+
+    text: str
+    result: Generation | None = None
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far loading is, in bytes, and what is being done."""
+
+    loaded_bytes: int
+    total_bytes: int
+    stage: str

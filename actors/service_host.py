@@ -1,0 +1,101 @@
+"""A service's process: what its actor answers while its threads do the work."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.arena import ArenaLayout
+from actors.call_exchange import Answer, Question
+from actors.cpu_service import load_cpu_service
+from actors.gpu_service import CacheSpec, load_gpu_service
+from actors.service import Service
+from model.config import ModelConfig
+from model.errors import ServiceError
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service: service 0 holds attention and head, the others neurons."""
+
+    name: str
+    index: int
+    num_threads: int
+    model_path: str
+    cache: CacheSpec | None = None
+    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
+
+
+class ServiceHost:
+    """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        """Light: loading is `load`, so that progress can be asked meanwhile."""
+        self.spec = spec
+        self._loaded_bytes = 0
+        self._service: Service | None = None
+        self._arena_ref: Any = None
+
+    def load(self) -> None:
+        """Read this service's own part of the checkpoint. Errors: HotcoldError."""
+        config = ModelConfig.from_directory(self.spec.model_path)
+        self._service = self._loader(config)(self._count)
+
+    def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
+        spec, path = self.spec, Path(self.spec.model_path)
+        if spec.cache is not None:
+            cache = spec.cache
+            return lambda on_bytes: load_gpu_service(
+                path, config, spec.index, spec.num_threads, cache, on_bytes
+            )
+        ids = spec.neuron_ids or []
+        return lambda on_bytes: load_cpu_service(
+            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes
+        )
+
+    def _count(self, num_bytes: int) -> None:
+        self._loaded_bytes += num_bytes
+
+    def loaded_bytes(self) -> int:
+        """Bytes of weights read so far."""
+        return self._loaded_bytes
+
+    def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
+        """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""
+        if arena_refs:
+            self._arena_ref = arena_refs[0]  # held, so that the pages stay mapped
+            arena = ray.get(self._arena_ref)
+        else:
+            arena = layout.new_arena()
+        self._require_service().attach(layout, arena)
+
+    def ping(self) -> int:
+        """The process id; an answer says that the process lives."""
+        return os.getpid()
+
+    def explain_failure(self) -> str:
+        """Why the last request failed, in one line."""
+        service = self._require_service()
+        return service.explain(self.spec.index)
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a request that came as an actor call."""
+        return self._require_service().answer(question)
+
+    def join(self, timeout_s: float) -> bool:
+        """True when the threads have ended, after a STOP request."""
+        return self._service is None or self._service.join(timeout_s)
+
+    def thread_cpu_s(self) -> float:
+        """CPU seconds that the process has used; an idle service uses none."""
+        return time.process_time()
+
+    def _require_service(self) -> Service:
+        if self._service is None:
+            raise ServiceError(f"the {self.spec.name} service is not loaded")
+        return self._service

@@ -1,0 +1,118 @@
+"""A running system as its user sees it: start or attach, generate, stop."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.failures import service_error
+from actors.launch import find_driver, spawn_driver, start_local_ray
+from actors.messages import GenerateRequest, Generation, LoadProgress, SystemConfig, TokenEvent
+from actors.shards import arena_layout
+from model.config import ModelConfig
+from model.errors import ServiceError
+
+_POLL_S = 0.2
+
+
+class System:
+    """A handle on a driver actor; a context manager that stops what it started."""
+
+    def __init__(self, driver: Any, *, owned: bool, owns_ray: bool = False) -> None:
+        """`owned`: stop the system at the end; `owns_ray`: Ray too."""
+        self._driver = driver
+        self._owned = owned
+        self._owns_ray = owns_ray
+
+    @classmethod
+    def start(
+        cls,
+        system: SystemConfig,
+        *,
+        on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+        name: str | None = None,
+        detached: bool = False,
+    ) -> "System":
+        """Start a system, in the Ray that this process is connected to, else in one of its own.
+
+        Errors:  HotcoldError of whatever could not be loaded; nothing is left running then
+        """
+        owns_ray = not ray.is_initialized()
+        if owns_ray:
+            config = ModelConfig.from_directory(system.model_path)
+            start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
+        handle = cls(
+            spawn_driver(system, name, detached), owned=not detached, owns_ray=owns_ray
+        )
+        try:
+            handle._await_load(on_progress)
+        except BaseException:
+            handle.stop()
+            raise
+        return handle
+
+    @classmethod
+    def attach(cls, name: str) -> "System | None":
+        """A handle on the running system of that name, or None."""
+        driver = find_driver(name)
+        return None if driver is None else cls(driver, owned=False)
+
+    def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        loading = self._driver.load.remote()
+        while not ray.wait([loading], timeout=_POLL_S)[0]:
+            with suppress(ray.exceptions.RayError):
+                on_progress(ray.get(self._driver.progress.remote(), timeout=10))
+        self._get(loading)
+        on_progress(self._get(self._driver.progress.remote()))
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Stream a request; closing the iterator cancels it. Errors: PromptError, ServiceError."""
+        request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
+        stream = self._driver.generate.options(num_returns="streaming").remote(request)
+        finished = False
+        try:
+            for ref in stream:
+                event: TokenEvent = self._get(ref)
+                finished = event.result is not None
+                yield event
+        except ray.exceptions.RayError as error:
+            raise service_error("driver", error) from error
+        finally:
+            if not finished:
+                self._driver.cancel.remote(request.request_id)
+
+    def complete(self, request: GenerateRequest) -> Generation:
+        """Run a request to its end."""
+        for event in self.generate(request):
+            if event.result is not None:
+                return event.result
+        raise ServiceError("the driver ended the stream without a result")
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the driver by name, for measurements and tests."""
+        return self._get(getattr(self._driver, method).remote(*args))
+
+    def stop(self) -> None:
+        """End the system if it is this handle's; no process, thread or shared memory stays."""
+        if self._owned:
+            with suppress(ray.exceptions.RayError):
+                ray.get(self._driver.stop.remote(), timeout=30)
+            ray.kill(self._driver, no_restart=True)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def __enter__(self) -> "System":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @staticmethod
+    def _get(ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise service_error("driver", error) from error

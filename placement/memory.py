@@ -1,0 +1,67 @@
+"""What a system needs of memory, part by part, compared with what is free, before loading."""
+
+from dataclasses import dataclass
+
+from model.config import ModelConfig
+from model.errors import MemoryBudgetError
+from model.memory import available_bytes
+from model.weights import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+
+_PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of each part of a system."""
+
+    attention_bytes: int
+    head_bytes: int
+    ffn_bytes: int
+    kv_cache_bytes: int
+    process_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(vars(self).values())
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of weights that the services load, all together."""
+    neurons = config.num_layers * config.ffn_size
+    return attention_bytes(config) + head_bytes(config) + ffn_bytes(config, neurons)
+
+
+def memory_need(
+    config: ModelConfig, context_length: int, kv_item_bytes: int, num_processes: int
+) -> MemoryNeed:
+    """What a system of so many processes needs with its KV cache full."""
+    return MemoryNeed(
+        attention_bytes=attention_bytes(config),
+        head_bytes=head_bytes(config),
+        ffn_bytes=ffn_bytes(config, config.num_layers * config.ffn_size),
+        kv_cache_bytes=kv_cache_bytes(config, context_length, kv_item_bytes),
+        process_bytes=num_processes * _PROCESS_BYTES,
+    )
+
+
+def require_memory(need: MemoryNeed, budget_bytes: int | None = None) -> None:
+    """Raise MemoryBudgetError, with the bytes needed and free, if `need` does not fit."""
+    free = available_bytes()
+    if budget_bytes is not None:
+        free = min(free, budget_bytes)
+    if need.total_bytes <= free:
+        return
+    weights = need.attention_bytes + need.head_bytes + need.ffn_bytes
+    what = "free" if budget_bytes is None or free < budget_bytes else "allowed by --cpu-memory"
+    raise MemoryBudgetError(
+        f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
+        f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "
+        f"{_gib(need.process_bytes)} processes), {_gib(free)} are {what}; "
+        "use a smaller model or a smaller --context"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
