@@ -19,7 +19,7 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot4, prefetch_row
+from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot1_ahead, dot4, prefetch_row
 
 NO_IDS = np.empty(0, np.int32)
 
@@ -49,44 +49,54 @@ def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):  # t
 
 
 @njit(nogil=True, cache=True)
+def _listed_gates(gate, ids, x, candidate, last, gates, column):  # type: ignore[no-untyped-def]
+    """Products of four listed rows into columns `column`.. of gates; the next four are prefetched."""
+    n0, n1, n2, n3 = ids[candidate], ids[candidate + 1], ids[candidate + 2], ids[candidate + 3]
+    for ahead in range(candidate + 4, min(candidate + 8, last)):
+        prefetch_row(gate, ids[ahead])
+    for t in range(x.shape[0]):
+        sums = dot4(gate, n0, n1, n2, n3, x[t])
+        for k in range(4):
+            gates[t, column + k] = sums[k]
+
+
+@njit(nogil=True, cache=True)
+def _next_gate(gate, row, following, x, gates, column):  # type: ignore[no-untyped-def]
+    """Products of one row into a column of gates; row `following` is prefetched."""
+    gates[0, column] = dot1_ahead(gate, row, following, x[0])
+    for t in range(1, x.shape[0]):
+        gates[t, column] = dot1(gate, row, x[t])
+
+
+@njit(nogil=True, cache=True)
 def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gates):  # type: ignore[no-untyped-def]
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
-    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty.
+    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty. Rows in
+    order are read one by one; listed ones four side by side, for a jump costs less when shared.
     fired_ids (>= last - first,) int32 and gates (T, >= last - first + 4) float32 receive, for each
     neuron that fired for at least one token, its row and fn(gate . x + bias). Returns their number.
     """
     num_tokens, num_fired = x.shape[0], 0
     listed = ids.shape[0] > 0
     candidate = first
-    while candidate + 4 <= last:
-        n0, n1, n2, n3 = candidate, candidate + 1, candidate + 2, candidate + 3
-        if listed:
-            n0, n1, n2, n3 = ids[n0], ids[n1], ids[n2], ids[n3]
-        for ahead in range(candidate + 4, min(candidate + 8, last)):
-            prefetch_row(gate, ids[ahead] if listed else ahead)
-        for t in range(num_tokens):
-            sums = dot4(gate, n0, n1, n2, n3, x[t])
-            for k in range(4):
-                gates[t, num_fired + k] = sums[k]
-        count = num_fired
-        for k in range(4):
-            n = ids[candidate + k] if listed else candidate + k
-            for t in range(num_tokens):
-                gates[t, count] = gates[t, num_fired + k]
-                if bias.shape[0]:
-                    gates[t, count] += bias[n]
-            count = _keep(n, code, keep_all, fired_ids, gates, count, num_tokens)
-        num_fired = count
-        candidate += 4
     while candidate < last:
-        n = ids[candidate] if listed else candidate
-        for t in range(num_tokens):
-            gates[t, num_fired] = dot1(gate, n, x[t])
-            if bias.shape[0]:
-                gates[t, num_fired] += bias[n]
-        num_fired = _keep(n, code, keep_all, fired_ids, gates, num_fired, num_tokens)
-        candidate += 1
+        column, group = num_fired, 1
+        if listed and candidate + 4 <= last:
+            group = 4
+            _listed_gates(gate, ids, x, candidate, last, gates, column)
+        else:
+            row = ids[candidate] if listed else candidate
+            following = row if listed else min(candidate + 1, last - 1)
+            _next_gate(gate, row, following, x, gates, column)
+        for k in range(group):
+            n = ids[candidate + k] if listed else candidate
+            for t in range(num_tokens):
+                gates[t, num_fired] = gates[t, column + k]
+                if bias.shape[0]:
+                    gates[t, num_fired] += bias[n]
+            num_fired = _keep(n, code, keep_all, fired_ids, gates, num_fired, num_tokens)
+        candidate += group
     return num_fired
 
 

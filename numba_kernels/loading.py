@@ -125,6 +125,8 @@ def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
     """
     rows, columns = matrix.shape
     item = matrix.dtype.itemsize
+    if not matrix.size:  # whose strides mean nothing
+        return np.empty(0, f"u{item}"), np.int64(columns)
     row_bytes = matrix.strides[0] if rows > 1 else columns * item
     if (
         (columns > 1 and matrix.strides[1] != item)
@@ -132,7 +134,7 @@ def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
         or row_bytes < columns * item
     ):
         raise ValueError(f"rows of strides {matrix.strides} are not contiguous")
-    num_items = (rows - 1) * (row_bytes // item) + columns if matrix.size else 0
+    num_items = (rows - 1) * (row_bytes // item) + columns
     flat = np.lib.stride_tricks.as_strided(matrix, (num_items,), (item,))
     return flat.view(f"u{item}"), np.int64(row_bytes // item)
 

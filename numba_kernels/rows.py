@@ -4,32 +4,20 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
-from numba_kernels.vector_ir import dot1, dot4, prefetch_row
+from numba_kernels.vector_ir import dot1, dot1_ahead
 
 
 @njit(nogil=True, cache=True)
 def rows_kernel(weights, bias, x, out, first, last):  # type: ignore[no-untyped-def]
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
-    Four rows are read side by side, each once for all tokens; the next four rows' page starts are
-    prefetched meanwhile.
+    A row is read once for all tokens, and the one after it is prefetched meanwhile.
     """
     num_tokens = x.shape[0]
-    row = first
-    while row + 4 <= last:
-        for ahead in range(row + 4, min(row + 8, last)):
-            prefetch_row(weights, ahead)
-        for t in range(num_tokens):
-            sums = dot4(weights, row, row + 1, row + 2, row + 3, x[t])
-            out[t, row] = sums[0]
-            out[t, row + 1] = sums[1]
-            out[t, row + 2] = sums[2]
-            out[t, row + 3] = sums[3]
-        row += 4
-    while row < last:
-        for t in range(num_tokens):
+    for row in range(first, last):
+        out[0, row] = dot1_ahead(weights, row, min(row + 1, last - 1), x[0])
+        for t in range(1, num_tokens):
             out[t, row] = dot1(weights, row, x[t])
-        row += 1
     if bias.shape[0]:
         for t in range(num_tokens):
             for n in range(first, last):

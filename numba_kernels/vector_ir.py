@@ -103,26 +103,23 @@ def _loop(builder: Any, start: Any, stop: Any, step: int, body: Callable[[Any], 
 
 
 def _emit_dots(
-    builder: Any, dtype: Any, rows: list[Any], x: Any, length: Any, unroll: int
+    builder: Any, dtype: Any, rows: list[Any], x: Any, length: Any, unroll: int, ahead: Any = None
 ) -> list[Any]:
-    """Dot products of several weight rows with one float32 vector, all rows in flight together."""
+    """Dot products of several weight rows with one float32 vector, all rows in flight together.
+
+    `ahead`: a row that is read next; its lines are prefetched in step with this one's.
+    """
     item_bytes = dtype.bitwidth // 8
     vector = ir.VectorType(_f32, LANES)
-    sums = [
-        [cgutils.alloca_once_value(builder, ir.Constant(vector, [_f32(0)] * LANES)) for _ in range(unroll)]
-        for _ in rows
-    ]
-    for row_sums in sums:
-        for cell in row_sums:
-            builder.store(ir.Constant(vector, [_f32(0)] * LANES), cell)
-    tails = [cgutils.alloca_once_value(builder, _f32(0)) for _ in rows]
-    for tail in tails:
-        builder.store(_f32(0), tail)
-    step = LANES * unroll
-    whole = builder.mul(builder.udiv(length, _i64(step)), _i64(step))
+    zeros = ir.Constant(vector, [_f32(0)] * LANES)
+    sums = [[_new_cell(builder, zeros) for _ in range(unroll)] for _ in rows]
+    tails = [_new_cell(builder, _f32(0)) for _ in rows]
 
-    def vectors(index: Any) -> None:
-        for u in range(unroll):
+    def vectors(index: Any, count: int) -> None:
+        if ahead is not None:
+            for line in range(0, count * LANES * item_bytes, _LINE_BYTES):
+                _prefetch(builder, _offset(builder, ahead, index, item_bytes), line)
+        for u in range(count):
             at = builder.add(index, _i64(u * LANES))
             part = _widen(builder, types.float32, _offset(builder, x, at, 4), LANES)
             for row, row_sums in zip(rows, sums, strict=True):
@@ -136,15 +133,41 @@ def _emit_dots(
             weight = _widen(builder, dtype, _offset(builder, row, index, item_bytes), 1)
             builder.store(_fma(builder, weight, part, builder.load(tail, typ=_f32)), tail)
 
-    _loop(builder, _i64(0), whole, step, vectors)
+    unrolled = _whole(builder, length, LANES * unroll)
+    whole = _whole(builder, length, LANES)
+    _loop(builder, _i64(0), unrolled, LANES * unroll, lambda index: vectors(index, unroll))
+    _loop(builder, unrolled, whole, LANES, lambda index: vectors(index, 1))
     _loop(builder, whole, length, 1, scalars)
-    results = []
-    for row_sums, tail in zip(sums, tails, strict=True):
-        total = builder.load(row_sums[0], typ=vector)
-        for cell in row_sums[1:]:
-            total = builder.fadd(total, builder.load(cell, typ=vector))
-        results.append(builder.fadd(_sum_lanes(builder, total), builder.load(tail, typ=_f32)))
-    return results
+    return [
+        builder.fadd(_sum_cells(builder, row_sums), builder.load(tail, typ=_f32))
+        for row_sums, tail in zip(sums, tails, strict=True)
+    ]
+
+
+def _new_cell(builder: Any, value: Any) -> Any:
+    """A stack cell that holds `value`; LLVM turns it into a register."""
+    cell = cgutils.alloca_once(builder, value.type)
+    builder.store(value, cell)
+    return cell
+
+
+def _whole(builder: Any, length: Any, step: int) -> Any:
+    return builder.mul(builder.udiv(length, _i64(step)), _i64(step))
+
+
+def _sum_cells(builder: Any, cells: list[Any]) -> Any:
+    vector = ir.VectorType(_f32, LANES)
+    total = builder.load(cells[0], typ=vector)
+    for cell in cells[1:]:
+        total = builder.fadd(total, builder.load(cell, typ=vector))
+    return _sum_lanes(builder, total)
+
+
+def _prefetch(builder: Any, pointer: Any, offset_bytes: int) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_i8p, _i32, _i32, _i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    at = builder.gep(pointer, [_i64(offset_bytes)], source_etype=ir.IntType(8))
+    builder.call(function, [at, _i32(0), _i32(3), _i32(1)])  # for reading, into all caches, data
 
 
 @intrinsic
@@ -171,7 +194,24 @@ def dot1(typingctx, weights, row, x):  # type: ignore[no-untyped-def]
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [_row(context, builder, weights, args[0], args[1])]
         pointer, length = _data(context, builder, x, args[2])
-        return _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=4)[0]
+        return _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=8)[0]
+
+    return signature, codegen
+
+
+@intrinsic
+def dot1_ahead(typingctx, weights, row, following, x):  # type: ignore[no-untyped-def]
+    """`dot1`, while the lines of weights[following] are prefetched in step.
+
+    One stream a core with the row after it on its way reads as fast as memory gives; four rows side
+    by side reach 0.83 of that (docs/lab_log.md).
+    """
+    signature = types.float32(weights, types.int64, types.int64, x)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        this, after = (_row(context, builder, weights, args[0], row) for row in args[1:3])
+        pointer, length = _data(context, builder, x, args[3])
+        return _emit_dots(builder, weights.dtype, [this], pointer, length, 8, after)[0]
 
     return signature, codegen
 
@@ -181,7 +221,7 @@ def _emit_scaled_sum(
 ) -> None:
     item_bytes = dtype.bitwidth // 8
     wide = [_splat(builder, scale) for scale in scales]
-    whole = builder.mul(builder.udiv(length, _i64(LANES)), _i64(LANES))
+    whole = _whole(builder, length, LANES)
 
     def add(index: Any, lanes: int, factors: list[Any]) -> None:
         cell = _offset(builder, out, index, 4)
@@ -234,14 +274,10 @@ def prefetch_row(typingctx, weights, row):  # type: ignore[no-untyped-def]
         length = builder.extract_value(struct.shape, 1)
         row = _row(context, builder, weights, args[0], args[1])
         num_bytes = builder.mul(length, _i64(weights.dtype.bitwidth // 8))
-        kind = ir.FunctionType(ir.VoidType(), [_i8p, _i32, _i32, _i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
 
         def page(index: Any) -> None:
             for line in range(_LINES_AHEAD):
-                at = builder.add(index, _i64(line * _LINE_BYTES))
-                pointer = builder.gep(row, [at], source_etype=ir.IntType(8))
-                builder.call(function, [pointer, _i32(0), _i32(3), _i32(1)])
+                _prefetch(builder, _offset(builder, row, index, 1), line * _LINE_BYTES)
 
         _loop(builder, _i64(0), num_bytes, _PAGE_BYTES, page)
         return context.get_dummy_value()

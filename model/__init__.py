@@ -1,0 +1,1 @@
+"""A checkpoint on disk: its configuration, weights, tokenizer, sampling and dense reference."""

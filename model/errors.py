@@ -1,0 +1,39 @@
+"""Errors that a user can act on.
+
+The text of each is one line that says what is wrong and what to do. The command line prints it
+without a traceback; everything else that is raised is a defect of the program.
+"""
+
+
+class HotcoldError(Exception):
+    """Base of all errors whose one line of text is meant for the user."""
+
+
+class ConfigError(HotcoldError):
+    """config.json (or a file beside it) is missing, contradictory or of an unsupported model."""
+
+
+class CheckpointError(HotcoldError):
+    """A weight file is missing, damaged, or disagrees with config.json."""
+
+
+class PromptError(HotcoldError):
+    """A prompt is empty, too long, or holds a token id outside the vocabulary."""
+
+
+class MemoryBudgetError(HotcoldError):
+    """The model or its KV cache does not fit in the memory that is free or allowed."""
+
+
+class UsageError(HotcoldError):
+    """An option or a request is unknown, malformed or out of range."""
+
+
+class ServiceError(HotcoldError):
+    """A running service died, is stuck, or refused a request."""
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """Return `value` as one printable line of at most `limit` characters, for an error text."""
+    text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,136 @@
+"""The whole model as plain formulas in float64: what every kernel and service is compared with.
+
+No cache, no batching, no speed: a sequence of T tokens in, logits of all T positions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.weights import (
+    AttentionWeights,
+    FfnWeights,
+    HeadWeights,
+    load_attention,
+    load_embedding,
+    load_ffn,
+    load_head,
+)
+from numba_kernels.loading import to_float32
+
+_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+}
+
+
+def reference_logits(checkpoint_dir: str | Path, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the logits after each token of `ids`.
+
+    Shapes:  ids (T,), result (T, V)
+    Dtypes:  computed and returned in float64 from the checkpoint's weights
+    Errors:  ConfigError, CheckpointError
+    """
+    config = ModelConfig.from_directory(checkpoint_dir)
+    checkpoint = Checkpoint(checkpoint_dir)
+    all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    attention = load_attention(checkpoint, config)
+    ffn = load_ffn(checkpoint, config, all_ids, include_down_bias=True)
+    tokens = np.asarray(ids, np.int64)
+    embedding = load_embedding(checkpoint, config)
+    h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
+    for layer in range(config.num_layers):
+        h = _layer(config, attention, ffn, layer, h)
+    return _logits(config, load_head(checkpoint, config), h).numpy()
+
+
+def _layer(
+    config: ModelConfig, weights: AttentionWeights, ffn: FfnWeights, layer: int, h: torch.Tensor
+) -> torch.Tensor:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return _norm(config, x, weights.norm_weight[layer], weights.norm_bias[layer])
+
+    def ffn_norm(x: torch.Tensor) -> torch.Tensor:
+        return _norm(config, x, weights.ffn_norm_weight[layer], weights.ffn_norm_bias[layer])
+
+    if config.post_norm:
+        h = norm(h + _attention(config, weights, layer, h))
+        return ffn_norm(h + _ffn(config, ffn, layer, h))
+    x = norm(h)
+    if config.parallel_ffn:
+        ffn_input = ffn_norm(h) if config.has_ffn_norm else x
+        return h + _attention(config, weights, layer, x) + _ffn(config, ffn, layer, ffn_input)
+    h = h + _attention(config, weights, layer, x)
+    return h + _ffn(config, ffn, layer, ffn_norm(h))
+
+
+def _double(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(to_float32(bits)).double()
+
+
+def _linear(x: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
+    """x @ weight.T + bias, with weight (rows, columns) bits and bias (rows,) or (0,)."""
+    return functional.linear(x, _double(weight), _double(bias) if bias.size else None)
+
+
+def _norm(
+    config: ModelConfig, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray
+) -> torch.Tensor:
+    if config.norm_kind == "rmsnorm":
+        mean_square = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + config.norm_eps) * _double(weight)
+    return functional.layer_norm(
+        x, x.shape[-1:], _double(weight), _double(bias) if bias.size else None, config.norm_eps
+    )
+
+
+def _rope(config: ModelConfig, x: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + hd / 2) of x (T, heads, hd) by its position's angle."""
+    if config.rope is None:
+        return x
+    inv_freq = torch.from_numpy(config.rope.inv_freq(config.head_dim))
+    # Angles are rounded to float32, as in transformers.
+    angles = torch.outer(torch.arange(x.shape[0], dtype=torch.float32), inv_freq).double()
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, hd / 2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _attention(
+    config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
+) -> torch.Tensor:
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = _linear(x, weights.qkv[layer], weights.qkv_bias[layer]).view(len(x), -1, size)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)  # each (T, heads, hd)
+    q, k = _rope(config, q), _rope(config, k)
+    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) / size**0.5
+    is_future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+    out = torch.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
+    return _linear(out, weights.out[layer], weights.out_bias[layer])
+
+
+def _ffn(config: ModelConfig, weights: FfnWeights, layer: int, x: torch.Tensor) -> torch.Tensor:
+    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    fired = _FNS[config.activation_fn](_linear(x, weights.gate[part], weights.gate_bias[part]))
+    if config.has_gate:
+        fired = fired * _linear(x, weights.up[part], weights.up_bias[part])
+    out = fired @ _double(weights.down[part])  # (T, N) @ (N, d)
+    return out + _double(weights.down_bias[layer]) if weights.down_bias.size else out
+
+
+def _logits(config: ModelConfig, weights: HeadWeights, h: torch.Tensor) -> torch.Tensor:
+    if weights.final_norm_weight.size:
+        h = _norm(config, h, weights.final_norm_weight, weights.final_norm_bias)
+    if weights.project_out.size:
+        h = h @ _double(weights.project_out).T
+    return h @ _double(weights.head).T

@@ -1,0 +1,116 @@
+"""How tokens are drawn, as a user asks for it; the drawing itself is a kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from model.config import ModelConfig
+from model.config_reader import ConfigReader, read_json_object
+from model.errors import HotcoldError, UsageError, shown
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request; the defaults are llama.cpp's.
+
+    Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
+    `top_k` 0 keeps all. Generation ends after `max_tokens`, at a `stop` text, or at an end token
+    unless `ignore_eos`.
+    Errors:  UsageError naming the value that is out of range
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
+        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_int("top_k", self.top_k, 0, 1 << 31)
+        _require_number("top_p", self.top_p, 0.0, 1.0)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _require_int("seed", self.seed, 0, (1 << 63) - 1)
+        is_tuple = isinstance(self.stop, tuple)
+        if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
+            raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}; give true or false")
+
+    @classmethod
+    def defaults(cls, path: str | Path) -> SamplingParams:
+        """Return what the model's generation_config.json recommends, if it does.
+
+        Where it says do_sample, what it leaves out is as in transformers: greedy for false,
+        temperature 1 and top_k 50 for true.
+        Errors:  ConfigError for a malformed file
+        """
+        file = Path(path) / GENERATION_CONFIG
+        if not file.exists():
+            return cls()
+        reader = ConfigReader(read_json_object(file), str(file))
+        base = cls()
+        if reader.has("do_sample"):
+            base = cls(temperature=1.0, top_k=50, top_p=1.0, min_p=0.0)
+            if not reader.boolean("do_sample", True):
+                return cls(temperature=0.0)
+        return cls(
+            temperature=reader.number("temperature", base.temperature, low=0.0, high=100.0),
+            top_k=reader.integer("top_k", base.top_k, low=0, high=1 << 31),
+            top_p=reader.number("top_p", base.top_p, low=0.0, high=1.0),
+            min_p=reader.number("min_p", base.min_p, low=0.0, high=1.0),
+        )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` changed by a request's `values`; `stop` may be a text or a list.
+
+        Errors:  UsageError for an unknown key or a value out of range
+        """
+        known = {field.name: getattr(defaults, field.name) for field in fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise UsageError(f"unknown option {shown(unknown[0])}; known are {', '.join(known)}")
+        changed = dict(values)
+        if isinstance(changed.get("stop"), str):
+            changed["stop"] = (changed["stop"],)
+        elif isinstance(changed.get("stop"), list):
+            changed["stop"] = tuple(changed["stop"])
+        return cls(**(known | changed))
+
+
+def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
+    """Return the tokens that end a text: generation_config.json's, else config.json's.
+
+    Errors:  ConfigError for a malformed file or an id outside the vocabulary
+    """
+    file = Path(path) / GENERATION_CONFIG
+    if file.exists():
+        reader = ConfigReader(read_json_object(file), str(file))
+        if reader.has("eos_token_id"):
+            return reader.token_ids("eos_token_id", (), config.vocab_size)
+    return config.eos_token_ids
+
+
+def _require_int(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise _out_of_range(name, value, f"a whole number from {low} to {high}")
+
+
+def _require_number(name: str, value: Any, low: float, high: float) -> None:
+    if type(value) not in (int, float) or not low <= value <= high or math.isnan(value):
+        raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
+
+
+def _out_of_range(name: str, value: Any, wanted: str) -> HotcoldError:
+    return UsageError(f"{name} is {shown(value)}; give {wanted}")

@@ -1,0 +1,152 @@
+"""Tiny random models of every supported variant, written by transformers itself.
+
+Weights, norms and biases are random and large enough that a mistake in any of them shows clearly in
+the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+VOCAB_SIZE = 101
+MAX_POSITIONS = 128
+
+
+def _llama(**changes: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "hidden_act": "relu",
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def _opt(**changes: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "ffn_dim": 92,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "word_embed_proj_dim": 48,
+    }
+    return OPTForCausalLM(OPTConfig(**(sizes | changes)))
+
+
+def _falcon(**changes: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "ffn_hidden_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "max_position_embeddings": MAX_POSITIONS,
+        "activation": "relu",
+        "attention_dropout": 0.0,
+    }
+    return FalconForCausalLM(FalconConfig(**(sizes | changes)))
+
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+_GROUPED: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama-relu": _llama,
+    "llama-silu": lambda: _llama(hidden_act="silu"),
+    "llama-gqa": lambda: _llama(num_key_value_heads=2),
+    "llama-tied": lambda: _llama(tie_word_embeddings=True),
+    "llama-attention-bias": lambda: _llama(attention_bias=True, num_key_value_heads=2),
+    "llama-mlp-bias": lambda: _llama(mlp_bias=True),
+    "llama-rope-theta": lambda: _llama(rope_parameters=_ROPES["theta"]),
+    "llama-rope-linear": lambda: _llama(rope_parameters=_ROPES["linear"]),
+    "llama-rope-llama3": lambda: _llama(rope_parameters=_ROPES["llama3"]),
+    "llama-rope-theta-old": lambda: _llama(rope_parameters=_ROPES["theta"]),
+    "llama-rope-linear-old": lambda: _llama(rope_parameters=_ROPES["linear"]),
+    "llama-rope-llama3-old": lambda: _llama(rope_parameters=_ROPES["llama3"]),
+    "llama-head-dim": lambda: _llama(head_dim=20, num_key_value_heads=1),
+    "opt-prenorm": _opt,
+    "opt-postnorm": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt-nobias": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False),
+    "falcon-7b": lambda: _falcon(activation="gelu"),
+    "falcon-relu": _falcon,
+    "falcon-grouped": lambda: _falcon(**_GROUPED),
+    "falcon-grouped-1norm": lambda: _falcon(**_GROUPED, num_ln_in_parallel_attn=1),
+    "falcon-gelu": lambda: _falcon(**_GROUPED, activation="gelu", tie_word_embeddings=False),
+    "falcon-bias": lambda: _falcon(**_GROUPED, bias=True),
+    "falcon-sequential": lambda: _falcon(parallel_attn=False, multi_query=False, bias=True),
+}
+
+
+def make_tiny(
+    variant: str, path: str | Path, dtype: str = "float32", seed: int = 0, shards: int = 1
+) -> Path:
+    """Write the variant's config and random weights to `path`, which is returned.
+
+    `dtype` is float32, float16 or bfloat16; about `shards` files are written where it is above 1.
+    """
+    directory = Path(path)
+    torch.manual_seed(seed)
+    model = VARIANTS[variant]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random_like(name, parameter))
+    model = model.to(getattr(torch, dtype))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    shard_bytes = num_bytes + 1 if shards == 1 else -(-num_bytes // shards)
+    model.save_pretrained(directory, max_shard_size=shard_bytes)
+    if variant.endswith("-old"):
+        _write_old_rope_keys(directory / "config.json")
+    return directory
+
+
+def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.dim() == 2:
+        is_table = "embed" in name or "lm_head" in name
+        return torch.randn_like(parameter) * (0.4 if is_table else 1.5 / parameter.shape[1] ** 0.5)
+    if name.endswith("bias"):
+        return torch.randn_like(parameter) * 0.3
+    return 1 + torch.randn_like(parameter) * 0.3
+
+
+def _write_old_rope_keys(file: Path) -> None:
+    """Spell the rope as files did before rope_parameters."""
+    config = json.loads(file.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    if kind == "linear":
+        config["rope_scaling"] = {"type": kind, **rope}
+    elif kind != "default":
+        config["rope_scaling"] = {"rope_type": kind, **rope}
+    file.write_text(json.dumps(config, indent=1))

@@ -1,0 +1,211 @@
+"""The command line's contract: every failure is one line and a status, a traceback only when asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from jobs.cli import COMMANDS, cli, main
+from jobs.lazy_group import LazyCommand, LazyGroup
+from model.errors import CheckpointError
+
+failure: Exception | KeyboardInterrupt | None = None
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--prompt")
+@click.option("--top-k", type=int)
+def fails(model: str | None, prompt: str | None, top_k: int | None) -> None:
+    if failure is not None:
+        raise failure
+    click.echo(f"{model} {prompt} {top_k}")
+
+
+@click.group()
+def nested() -> None:
+    pass
+
+
+nested.add_command(fails, "inner")
+
+TABLE = {
+    "fails": LazyCommand(f"{__name__}:fails", "Fails."),
+    "nested": LazyCommand(f"{__name__}:nested", "A group."),
+    "absent": LazyCommand("jobs.no_such_module:absent", "Never imported."),
+}
+group = LazyGroup("hotcold", lazy_commands=TABLE)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run_with(
+        *arguments: str, error: Exception | KeyboardInterrupt | None = None
+    ) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys.modules[__name__], "failure", error)
+        status = main(arguments, group)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_with
+
+
+def test_success(run: Run) -> None:
+    assert run("fails", "m", "--top-k", "3") == (0, "m None 3\n", "")
+
+
+def test_a_users_error_is_one_line(run: Run) -> None:
+    error = CheckpointError("model.safetensors is\ntruncated; download it again")
+    status, out, err = run("fails", error=error)
+    assert (status, out) == (1, "")
+    assert err == "hotcold: error: model.safetensors is truncated; download it again\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--debug", "fails"),
+        ("fails", "--debug"),
+        ("fails", "m", "--debug"),
+        ("nested", "--debug", "inner"),
+        ("nested", "inner", "--debug"),
+    ],
+)
+def test_debug_shows_the_traceback_wherever_it_stands(run: Run, arguments: tuple[str]) -> None:
+    status, _out, err = run(*arguments, error=CheckpointError("truncated"))
+    assert status == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "hotcold: error: truncated"
+
+
+def test_debug_can_be_a_value(run: Run) -> None:
+    status, out, err = run("fails", "--prompt", "--debug", error=None)
+    assert (status, out, err) == (0, "None --debug None\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("fails", "--promt", "x"), "Did you mean '--prompt'?"),
+        (("fail",), "Did you mean 'fails'?"),
+        (("fails", "--top-k", "many"), "'many' is not a valid integer"),
+        (("fails", "a", "b"), "unexpected extra argument"),
+        (("--no-such",), "No such option"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(run: Run, arguments: tuple[str], text: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("hotcold: error: ")
+    assert text in err
+    assert "--help'" in err
+    assert err.count("\n") == 1
+
+
+def test_interrupt_is_quiet(run: Run) -> None:
+    status, out, err = run("fails", error=KeyboardInterrupt())
+    assert (status, out, err.strip()) == (130, "", "")
+
+
+def test_end_of_input(run: Run) -> None:
+    status, _out, err = run("fails", error=EOFError())
+    assert (status, err.strip()) == (1, "hotcold: error: standard input ended")
+
+
+def test_a_defect_says_so(run: Run) -> None:
+    status, _out, err = run("fails", error=IndexError("list index out of range"))
+    assert status == 70
+    assert err.count("\n") == 1
+    assert "IndexError: list index out of range (this is a bug; run with --debug" in err
+    assert "Traceback" in run("fails", "--debug", error=IndexError())[2]
+
+
+def test_a_files_error_is_the_users(run: Run, tmp_path: Path) -> None:
+    error = FileNotFoundError(2, "No such file or directory", str(tmp_path / "in.txt"))
+    status, _out, err = run("fails", error=error)
+    assert status == 1
+    assert err == f"hotcold: error: No such file or directory: {tmp_path / 'in.txt'}\n"
+
+
+def test_memory_error(run: Run) -> None:
+    assert run("fails", error=MemoryError())[0] == 1
+
+
+def test_no_command_prints_the_help(run: Run) -> None:
+    status, out, err = run()
+    assert (status, out) == (2, "")
+    assert err.startswith("Usage: hotcold")
+
+
+def test_help_imports_no_command(run: Run) -> None:
+    status, out, err = run("--help")
+    assert (status, err) == (0, "")
+    assert "Never imported." in out
+
+
+def test_help_of_the_real_command_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from jobs.cli import main; status = main(['--help']);"
+        "heavy = {'torch', 'ray', 'numpy', 'numba', 'rich'} & set(sys.modules);"
+        "sys.exit(status or repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert main([name, "--help"], cli) == 0
+        assert "--debug" in capsys.readouterr().out
+
+
+def test_make_model_ends_in_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+    arguments = ["make-model", "--layers", "1", "--density", "0.2", "--json", str(out)]
+    assert main(arguments) == 0
+    stdout, _stderr = capsys.readouterr()
+    report = json.loads(stdout.splitlines()[-1])
+    assert report["path"] == str(out)
+    assert report["density"] == pytest.approx(0.2, rel=0.2)
+    assert len(report["layers"]) == 1
+    assert main(arguments) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_doctor_sizes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["make-model", "--context", "64", str(tmp_path / "m")]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "--no-measure", "--json", str(tmp_path / "m")]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["machine"]["cores"]
+    assert {finding["level"] for finding in report["findings"]} <= {"ok", "note", "problem"}
+    needed = report["model"]
+    assert needed["kv_cache_bytes"] == 64 * 2 * 2 * 2 * 16 * 2
+    assert needed["total_bytes"] == sum(v for k, v in needed.items() if k != "total_bytes")
+
+
+def test_doctor_refuses_what_is_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--no-measure", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("hotcold: error: ")
+    assert err.count("\n") == 1

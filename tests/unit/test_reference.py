@@ -1,0 +1,58 @@
+"""The reference against transformers: this proves configs, tensor names and layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.reference import reference_logits
+from tests.tiny_models import VARIANTS, VOCAB_SIZE, make_tiny
+
+
+def transformers_logits(path: Path, ids: np.ndarray) -> np.ndarray:
+    """Logits (T, V) of transformers in float64, but for what it rounds to float32 itself."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)[None]).logits[0].numpy()
+
+
+def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference as a share of the largest logit."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
+    make_tiny(variant, tmp_path)
+    ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, 90)
+    expected = transformers_logits(tmp_path, ids)
+    assert relative_difference(reference_logits(tmp_path, ids), expected) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama-tied", "opt-postnorm", "falcon-grouped"])
+def test_half_precision_and_shards(variant: str, dtype: str, tmp_path: Path) -> None:
+    make_tiny(variant, tmp_path, dtype=dtype, shards=4)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ids = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20)
+    expected = transformers_logits(tmp_path, ids)
+    assert relative_difference(reference_logits(tmp_path, ids), expected) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("variant", "plain"),
+    [
+        ("llama-rope-theta", "llama-relu"),
+        ("llama-rope-linear", "llama-relu"),
+        ("llama-rope-llama3", "llama-relu"),
+    ],
+)
+def test_rope_settings_matter(variant: str, plain: str, tmp_path: Path) -> None:
+    ids = np.random.default_rng(3).integers(0, VOCAB_SIZE, 90)
+    scaled = reference_logits(make_tiny(variant, tmp_path / "scaled"), ids)
+    unscaled = reference_logits(make_tiny(plain, tmp_path / "plain"), ids)
+    assert relative_difference(scaled, unscaled) > 1e-2

@@ -1,0 +1,105 @@
+"""Sampling settings from a model's files and from requests, and finding the model itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import ModelConfig
+from model.errors import ConfigError, UsageError
+from model.locate import DEMO_DIRECTORY, locate_model
+from model.sampling import SamplingParams, eos_ids
+from tests.unit.test_config import LLAMA
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    (path / "generation_config.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 1.0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "1"},
+        {"temperature": True},
+        {"temperature": None},
+        {"top_k": -1},
+        {"top_p": 1.1},
+        {"min_p": -1},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"stop": ""},
+        {"stop": [""]},
+        {"stop": [1]},
+        {"stop": {"a": 1}},
+        {"ignore_eos": 1},
+        {"max_token": 3},
+        {"temperature": 10**400},
+    ],
+)
+def test_bad_requests_name_the_option(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(values))) as caught:
+        SamplingParams.from_json(values, SamplingParams())
+    assert "\n" not in str(caught.value)
+
+
+def test_requests_change_the_defaults() -> None:
+    defaults = SamplingParams(temperature=0.3)
+    found = SamplingParams.from_json({"top_k": 5, "stop": "end", "seed": None}, defaults)
+    assert found == SamplingParams(temperature=0.3, top_k=5, stop=("end",))
+    assert SamplingParams.from_json({"stop": ["a", "b"]}, defaults).stop == ("a", "b")
+
+
+def test_defaults_of_a_model(tmp_path: Path) -> None:
+    assert SamplingParams.defaults(tmp_path) == SamplingParams()
+    write(tmp_path, {"do_sample": False, "temperature": 0.9})
+    assert SamplingParams.defaults(tmp_path).temperature == 0
+    write(tmp_path, {"do_sample": True, "top_p": 0.9})
+    found = SamplingParams.defaults(tmp_path)
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (1.0, 50, 0.9, 0.0)
+    write(tmp_path, {"temperature": 0.6, "bos_token_id": 1})
+    assert SamplingParams.defaults(tmp_path) == SamplingParams(temperature=0.6)
+    for bad in ({"top_k": "many"}, {"do_sample": 1}, {"top_p": 7}):
+        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+            SamplingParams.defaults(write(tmp_path, bad))
+
+
+def test_end_tokens(tmp_path: Path) -> None:
+    config = ModelConfig.from_dict(LLAMA | {"eos_token_id": 5})
+    assert eos_ids(tmp_path, config) == (5,)
+    assert eos_ids(write(tmp_path, {}), config) == (5,)
+    assert eos_ids(write(tmp_path, {"eos_token_id": 7}), config) == (7,)
+    assert eos_ids(write(tmp_path, {"eos_token_id": [7, 8]}), config) == (7, 8)
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_ids(write(tmp_path, {"eos_token_id": [7, 800]}), config)
+
+
+def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate_model(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("model.locate.DEMO_DIRECTORY", tmp_path)
+    for name in (
+        str(tmp_path / "file"),
+        str(tmp_path / "none"),
+        "x" * 5000,
+        "a\0b",
+        "",
+        None,
+        "a/b/c",
+    ):
+        with pytest.raises(UsageError) as caught:
+            locate_model(name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"nobody/nothing-at-all .* cannot be fetched"):
+        locate_model("nobody/nothing-at-all")
+    assert DEMO_DIRECTORY.name == "demo"
+    (tmp_path / "config.json").touch()
+    assert locate_model(None) == tmp_path

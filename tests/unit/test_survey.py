@@ -1,0 +1,131 @@
+"""The hardware survey, on this machine and on made-up ones."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cuda_kernels.device import Gpu, list_gpus
+from jobs.doctor_checks import Finding, check_machine, check_model
+from placement.bandwidth import measure_read_bandwidth
+from placement.memory import MemoryNeed
+from placement.survey import MachineSurvey, survey
+from placement.sysfs import (
+    parse_core_list,
+    read_cpu,
+    read_huge_page_setting,
+    read_numa_nodes,
+)
+
+CORES_PER_NODE = 16
+NODE_BYTES = 64 << 30
+
+
+@pytest.fixture
+def big_machine(tmp_path: Path) -> Path:
+    """Two sockets of four nodes each, two threads a core; node 7 has lost its memory."""
+    cpuinfo = "processor\t: 0\nmodel name\t: EPYC 9654: 96 cores\nflags\t\t: fpu avx2 fma f16c\n\n"
+    write(tmp_path / "proc/cpuinfo", cpuinfo * 2)
+    write(tmp_path / "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
+    for node in range(8):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        first, second = node * 8, 64 + node * 8
+        write(folder / "cpulist", f"{first}-{first + 7},{second}-{second + 7}\n")
+        total = 0 if node == 7 else NODE_BYTES >> 10
+        write(
+            folder / "meminfo",
+            f"Node {node} MemTotal:       {total} kB\nNode {node} MemFree:  {total // 2} kB\n"
+            f"Node {node} HugePages_Total:     0\n",
+        )
+    write(tmp_path / "sys/devices/system/node/possible", "0-7\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_nodes_of_a_two_socket_machine(big_machine: Path) -> None:
+    nodes = read_numa_nodes(big_machine)
+    assert [node.node_id for node in nodes] == list(range(8))
+    assert all(len(node.cores) == CORES_PER_NODE for node in nodes)
+    assert nodes[2].cores == (*range(16, 24), *range(80, 88))
+    assert nodes[0].total_bytes == NODE_BYTES
+    assert nodes[0].free_bytes == NODE_BYTES // 2
+    assert nodes[7].total_bytes == 0
+
+
+def test_cpu_and_huge_pages(big_machine: Path) -> None:
+    cpu = read_cpu(big_machine)
+    assert cpu.name == "EPYC 9654: 96 cores"
+    assert cpu.features == ("avx2", "fma", "f16c")
+    assert read_huge_page_setting(big_machine) == "never"
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    assert read_numa_nodes(tmp_path) == ()
+    assert read_cpu(tmp_path).name == "unknown"
+    assert read_huge_page_setting(tmp_path) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("0\n", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("\n", ()), ("7,9-10", (7, 9, 10))],
+)
+def test_core_lists(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_core_list(text) == cores
+
+
+def test_survey_of_this_machine() -> None:
+    machine = survey(measure=False)
+    assert machine.cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert machine.available_bytes > 0
+    assert machine.read_gb_per_s is None
+    assert bool(machine.gpus) != bool(machine.no_gpu_reason)
+
+
+def test_survey_follows_its_root(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 64, 17})
+    machine = survey(big_machine, measure=False)
+    assert machine.cores == (0, 1, 2, 17, 64)
+    assert [node.node_id for node in machine.usable_nodes] == [0, 2]
+
+
+def test_read_bandwidth_is_plausible() -> None:
+    assert 0.1 < measure_read_bandwidth(2, 64 << 20, seconds=0.05) < 10_000
+    with pytest.raises(ValueError, match="num_threads"):
+        measure_read_bandwidth(0, 1)
+
+
+def test_gpus_or_a_reason() -> None:
+    gpus, reason = list_gpus()
+    assert all(isinstance(gpu, Gpu) for gpu in gpus)
+    assert bool(gpus) != bool(reason)
+
+
+def finding(machine: MachineSurvey, subject: str) -> Finding:
+    return next(found for found in check_machine(machine) if found.subject == subject)
+
+
+def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
+    machine = replace(survey(big_machine, measure=False), gpus=(), no_gpu_reason="CuPy is broken")
+    assert finding(machine, "NUMA").level == "problem"
+    assert finding(machine, "GPU").level == "problem"
+    assert finding(machine, "huge pages").level == "note"
+    small = replace(machine, shared_memory_free_bytes=1 << 20, cpu_features=())
+    assert finding(small, "shared memory").level == "problem"
+    assert finding(small, "processor").level != "ok"
+    monkeypatch.setenv("RAY_worker_niceness", "15")
+    assert finding(machine, "niceness").level == "problem"
+
+
+def test_check_of_a_models_size() -> None:
+    machine = replace(survey(measure=False), available_bytes=1000)
+    assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100)).level == "ok"
+    assert "--context" in check_model(machine, MemoryNeed(100, 100, 100, 1000, 100)).text
+    assert "smaller model" in check_model(machine, MemoryNeed(100, 100, 5000, 100, 100)).text

@@ -1,0 +1,227 @@
+"""Random-weight checkpoints: transformers reads them, and their neurons fire as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from model.config import WeightDtype
+from model.errors import HotcoldError, UsageError
+from model.safetensors_writer import SafetensorsWriter, TensorSpec
+from model.synthetic import SyntheticReport, make_model
+from model.synthetic_gate import power_law_rates
+from model.synthetic_shape import SHAPES, SyntheticShape, config_json, resolve_shape
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-silu": {"activation": "silu", "kv_heads": 1, "head_dim": 8},
+    "opt": {"family": "opt"},
+    "falcon-7b": {"family": "falcon"},
+    "falcon-40b": {"family": "falcon", "kv_heads": 2, "activation": "gelu"},
+}
+SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
+GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def firing_rates(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return, per layer, how often each neuron's pre-activation is positive."""
+    rates: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda _module, _inputs, output: rates.append(
+                (output.reshape(-1, output.shape[-1]) > 0).float().mean(dim=0)
+            )
+        )
+        for name, module in model.named_modules()
+        if name.endswith(GATE_ENDINGS)
+    ]
+    with torch.inference_mode():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return rates
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "falcon-7b", "falcon-40b"])
+def small_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, SyntheticReport]:
+    shape = resolve_shape("tiny", {**SMALL, **TINY[request.param], "activation": "relu"})
+    path = tmp_path_factory.mktemp("small") / request.param
+    report = make_model(path, shape, density=0.1, dtype="float16", seed=3)
+    return load(path), report
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_transformers_reads_every_family(tmp_path: Path, name: str, dtype: WeightDtype) -> None:
+    shape = resolve_shape("tiny", TINY[name])
+    report = make_model(tmp_path, shape, dtype=dtype)
+    model = load(tmp_path, getattr(torch, dtype))
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        logits = model(ids).logits.float()
+    assert logits.isfinite().all()
+    assert 0.5 < logits.std() < 20
+    assert model.num_parameters() == report.num_parameters
+
+
+def test_density_is_met_on_random_tokens(small_model: tuple[Any, SyntheticReport]) -> None:
+    model, report = small_model
+    ids = torch.randint(1000, (8, 48), generator=torch.Generator().manual_seed(5))
+    for rates, layer in zip(firing_rates(model, ids), report.layers, strict=True):
+        assert float(rates.mean()) == pytest.approx(0.1, rel=0.2)
+        assert float(rates.mean()) == pytest.approx(layer.density, rel=0.15)
+
+
+def test_density_is_met_on_greedy_text(small_model: tuple[Any, SyntheticReport]) -> None:
+    model, _report = small_model
+    ids = torch.randint(1000, (8, 4), generator=torch.Generator().manual_seed(6))
+    with torch.inference_mode():
+        text = model.generate(ids, max_new_tokens=60, do_sample=False)
+        assert model(text).logits.isfinite().all()
+    assert text.shape == (8, 64)
+    assert all(len(set(row.tolist())) > 4 for row in text)  # not one token again and again
+    for rates in firing_rates(model, text):
+        assert float(rates.mean()) == pytest.approx(0.1, rel=0.2)
+
+
+def test_rates_follow_a_power_law(small_model: tuple[Any, SyntheticReport]) -> None:
+    model, _report = small_model
+    ids = torch.randint(1000, (16, 64), generator=torch.Generator().manual_seed(7))
+    for rates in firing_rates(model, ids):
+        ordered = rates.sort(descending=True).values
+        hottest_third = ordered[: len(ordered) // 3].sum() / ordered.sum()
+        assert 0.70 < hottest_third < 0.90
+        assert ordered[:5].min() > 0.9
+        assert ordered[len(ordered) // 2 :].mean() < 0.05
+        assert not torch.equal(rates, ordered)
+
+
+def test_gate_rows_are_low_rank_plus_noise(small_model: tuple[Any, SyntheticReport]) -> None:
+    model, _report = small_model
+    weights = [
+        p
+        for name, p in model.named_parameters()
+        if name.endswith(tuple(f"{ending}.weight" for ending in GATE_ENDINGS))
+    ]
+    for weight in weights:
+        energy = torch.linalg.svdvals(weight.detach()).square()
+        rank = 256 // 8 + 1  # and the shared direction
+        assert 0.75 < energy[:rank].sum() / energy.sum() < 0.95
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_model(tmp_path / name, SHAPES["tiny"], seed=seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize("density", [0.004, 0.1, 0.5, 0.9])
+def test_power_law_rates(density: float) -> None:
+    rates = power_law_rates(1000, density)
+    assert float(rates.mean()) == pytest.approx(density, rel=1e-3)
+    assert rates.min() >= 1e-4
+    assert rates.max() <= 0.999
+    assert (rates.diff() <= 0).all()
+
+
+def test_writer_round_trip_over_shards(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3), "c": torch.randn(40, 2)}
+    specs = [TensorSpec(name, tuple(t.shape)) for name, t in tensors.items()]
+    counted: list[int] = []
+    with SafetensorsWriter(
+        tmp_path, specs, "bfloat16", max_shard_bytes=100, on_bytes=counted.append
+    ) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    assert sum(counted) == writer.num_bytes == 2 * (35 + 3 + 80)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == writer.num_bytes
+    assert len(set(index["weight_map"].values())) == 2
+    for name, tensor in tensors.items():
+        with safe_open(tmp_path / index["weight_map"][name], "pt") as file:
+            assert torch.equal(file.get_tensor(name), tensor.bfloat16())
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_writer_refuses_a_wrong_order_and_leaves_nothing(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", (2,)), TensorSpec("b", (2,))]
+    with (
+        pytest.raises(ValueError, match="expected"),
+        SafetensorsWriter(tmp_path, specs, "float32") as writer,
+    ):
+        writer.write("b", torch.zeros(2))
+    with (
+        pytest.raises(ValueError, match="missing"),
+        SafetensorsWriter(tmp_path, specs, "float32") as writer,
+    ):
+        writer.write("a", torch.zeros(2))
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_directory_in_use_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        make_model(tmp_path, SHAPES["tiny"])
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    make_model(tmp_path, SHAPES["tiny"], force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+
+
+def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(HotcoldError, match="GB free"):
+        make_model(tmp_path, SHAPES["tiny"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("llama-8b", {}, "unknown shape"),
+        ("tiny", {"layers": 0}, "--layers must be at least 1"),
+        ("tiny", {"heads": 6, "kv_heads": 4}, "cannot share"),
+        ("tiny", {"family": "opt", "head_dim": 8}, "heads \\* head-dim"),
+        ("tiny", {"family": "opt", "kv_heads": 2}, "grouped"),
+        ("tiny", {"head_dim": 7}, "odd"),
+    ],
+)
+def test_impossible_shapes(name: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        resolve_shape(name, changes)
+
+
+def test_density_out_of_range(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="density"):
+        make_model(tmp_path, SHAPES["tiny"], density=1.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_named_shapes_are_what_transformers_takes(shape: SyntheticShape) -> None:
+    config = config_json(shape, "float16")
+    loaded = transformers.AutoConfig.for_model(**config)
+    assert loaded.hidden_size == shape.hidden
+    assert loaded.num_hidden_layers == shape.layers
+    if shape.family != "opt":
+        assert loaded.head_dim == shape.head_dim

@@ -1,0 +1,245 @@
+"""Text to ids and back, piece by piece as tokens come, and chat templates that may be hostile."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from model.errors import ConfigError, HotcoldError, PromptError
+from model.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello world, héllo wörld! 你好 🙂🙃",
+    "the quick  brown fox\njumps over",
+    "naïve café 東京",
+] * 5
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """A tokenizer as GPT-2, OPT and Falcon have: bytes are its letters."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """A tokenizer as Llama has: spaces are letters, unknown characters fall back to bytes."""
+    vocab = {token: i for i, token in enumerate(["<unk>", *SPECIAL])}
+    for token in (
+        [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abcdehlortwxyz") + ["▁hello", "▁wo"]
+    ):
+        vocab.setdefault(token, len(vocab))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+BACKENDS = {"byte-level": byte_level, "sentencepiece": sentencepiece_like}
+
+
+def write(path: Path, backend: tokenizers.Tokenizer, **config: Any) -> Path:
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"} | config))
+    return path
+
+
+@pytest.fixture(params=list(BACKENDS))
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    found = Tokenizer.from_directory(write(tmp_path, BACKENDS[request.param]()))
+    assert found is not None
+    return found
+
+
+def test_round_trip_with_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello world the end")
+    assert ids[0] == tokenizer.token_id("<s>") and len(ids) > 4
+    assert tokenizer.decode(ids) == "hello world the end"
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
+    assert tokenizer.encode("hello", add_special_tokens=False)[0] != ids[0]
+    assert tokenizer.vocab_size > max(ids)
+    with pytest.raises(PromptError, match="Unicode"):
+        tokenizer.encode("\ud800")
+
+
+@pytest.mark.parametrize(
+    "text", ["héllo 你好 🙂 world", " hello  hello", "a\n\n b", "🙂🙃", "hello" * 9]
+)
+def test_stream_is_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stream = tokenizer.stream_decoder()
+    pieces = [stream.push(token) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids) == stream.text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stream_after_a_prompt_keeps_the_space(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("hello", add_special_tokens=True)
+    whole = tokenizer.encode("hello wo", add_special_tokens=True)
+    assert whole[: len(prompt)] == prompt
+    stream = tokenizer.stream_decoder(prompt)
+    assert (
+        "".join([stream.push(token) for token in whole[len(prompt) :]]) + stream.finish() == " wo"
+    )
+
+
+def test_stream_of_half_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🙂", add_special_tokens=False)
+    stream = tokenizer.stream_decoder(ids[:-1])  # the context starts or ends inside a character
+    for token in ids[:-1]:
+        stream.push(token)
+    assert "\ufffd" not in stream.text
+    assert stream.finish().startswith("\ufffd")
+    assert stream.finish() == ""
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_ids_can_be_streamed(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    stream = tokenizer.stream_decoder(ids[:3])
+    pieces = [stream.push(token) for token in ids[3:]] + [stream.finish()]
+    assert "".join(pieces) == stream.text
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    assert Tokenizer.from_directory(tmp_path) is None
+    for content in (b"", b"{}", b"\xff", b'{"version": "1.0", "model": {"type": "BPE"}}'):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"tokenizer\.json") as caught:
+            Tokenizer.from_directory(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+CHATML = """{{ bos_token }}{% for message in messages %}
+    {%- if message['role'] not in ['user', 'assistant'] %}
+        {{- raise_exception('only user\\nand assistant') }}
+    {%- endif %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}<|user|>{{ message.content | trim }}{% endif %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ {"é": messages | length} | tojson }}{{ strftime_now("%%") }}
+{% endif %}"""
+MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
+
+
+def chat(path: Path, template: str | list[dict[str, str]] | None) -> Tokenizer:
+    """A tokenizer with the template in tokenizer_config.json."""
+    config = {} if template is None else {"chat_template": template}
+    found = Tokenizer.from_directory(write(path, byte_level(), **config))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_equals_transformers(add_generation_prompt: bool, tmp_path: Path) -> None:
+    ours = chat(tmp_path, CHATML)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert ours.render_chat(MESSAGES, add_generation_prompt) == expected
+    ids = ours.encode_chat(MESSAGES, add_generation_prompt)
+    assert [token for token in ids if token == ours.token_id("<s>")] == ids[:1]
+
+
+def test_where_templates_stand(tmp_path: Path) -> None:
+    assert not chat(tmp_path, None).has_chat_template
+    with pytest.raises(PromptError, match="no chat template"):
+        chat(tmp_path, None).render_chat(MESSAGES)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert chat(tmp_path, named).render_chat(MESSAGES) == "plain"
+    assert chat(tmp_path, named[:1]).render_chat(MESSAGES) == "tools"
+    with pytest.raises(ConfigError, match="default"):
+        chat(tmp_path, [named[0], {"name": "rag", "template": ""}])
+    (tmp_path / "chat_template.jinja").write_text("file {{ bos_token }}")
+    assert chat(tmp_path, "config").render_chat(MESSAGES) == "file <s>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ ''|attr('__class__')|attr('__mro__')|list }}{{ ''.__class__.mro() }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [1] * 10000000000 }}",
+        "{{ messages.append(1) }}",
+        "{{ nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.format_map }}{{ '{0.__class__.mro}'.format(1)() }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_hostile_templates(template: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*template") as caught:
+        print(chat(tmp_path, template).render_chat(MESSAGES))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{", "{% for %}", "{% unknown %}"])
+def test_templates_with_bad_syntax(template: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bad chat template"):
+        chat(tmp_path, template)
+
+
+def test_endless_template_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.chat.RENDER_TIMEOUT_S", 0.3)
+    loops = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="longer than"):
+        chat(tmp_path, loops).render_chat(MESSAGES)
+    assert time.monotonic() - start < 5
+
+
+def test_refused_messages(tmp_path: Path) -> None:
+    tokenizer = chat(tmp_path, CHATML)
+    with pytest.raises(PromptError, match="only user") as caught:
+        tokenizer.render_chat([{"role": "robot", "content": "x"}])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(HotcoldError):
+        tokenizer.render_chat([{"role": "user", "content": object()}])
