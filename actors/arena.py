@@ -53,7 +53,7 @@ class ArenaLayout:
         return np.zeros(self.num_bytes, np.uint8)
 
     def wires(self, arena: np.ndarray) -> Wires:
-        """Writable views of the arena's parts; the caller keeps `arena` alive.
+        """Writable views of the arena's parts, which keep it alive.
 
         Errors:  ValueError if the arena is smaller than this layout
         """
@@ -65,6 +65,7 @@ class ArenaLayout:
         for name, kind, shape in self._parts():
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
             memory = (ctypes.c_uint8 * num_bytes).from_address(address + at)
+            memory.owner = arena  # type: ignore[attr-defined]
             views[name] = np.frombuffer(memory, kind).reshape(shape)
             at += _padded(kind, shape)
         return Wires(**views)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.matrix_products import MatrixProducts
 from actors.service import Service
 from actors.torch_ffn import dense_ffn
 from model.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        self._products = MatrixProducts(self.num_threads)
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))
         self._scratch = FfnScratch(
@@ -68,7 +70,7 @@ class CpuService(Service):
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         x = self.wires.ffn_input[:num_tokens]
         partial = self.wires.partials[self.index, :num_tokens]
-        dense_ffn(self.arrays, layer, x, self.activation_fn, self.num_threads, partial)
+        dense_ffn(self._products, self.arrays, layer, x, self.activation_fn, partial)
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         self.wires.replies[self.index, NUM_COMPUTED] = last - first
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.matrix_products import MatrixProducts
 from actors.service import Service
 from actors.torch_attention import dense_attention, dense_head
 from model.checkpoint import Checkpoint
@@ -54,6 +55,7 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        self._products = MatrixProducts(self.num_threads)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         attention_size = self.shape.num_heads * self.shape.head_dim
         self._scratch = AttentionScratch(
@@ -84,9 +86,9 @@ class GpuService(Service):
         """Attention or head of many tokens, by torch."""
         operation = self.wires.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            dense_attention(self.index, self.wires, self.shape, self.arrays, self.num_threads)
+            dense_attention(self._products, self.index, self.wires, self.shape, self.arrays)
         elif operation == HEAD:
-            dense_head(self.index, self.wires, self.shape, self.arrays, self.num_threads)
+            dense_head(self._products, self.index, self.wires, self.shape, self.arrays)
         else:
             raise ValueError(f"{self.name} knows no operation {operation}")
 

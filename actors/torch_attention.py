@@ -6,7 +6,7 @@ The same layer orders as numba_kernels.serve_attention, as matrix products over 
 import numpy as np
 import torch
 
-from actors.torch_blocks import as_tensor, linear
+from actors.matrix_products import MatrixProducts, as_tensor
 from numba_kernels.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.norm import RMS_NORM
 from numba_kernels.serve_attention import PARALLEL, POST_NORM, AttentionArrays, AttentionShape
@@ -79,13 +79,16 @@ def _attend(
 
 
 def dense_attention(
-    service: int, wires: Wires, shape: AttentionShape, arrays: AttentionArrays, num_threads: int
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
 ) -> None:
     """Answer an ATTENTION request whose tokens are consecutive positions of one sequence.
 
     Errors:  ValueError for tokens of several sequences
     """
-    torch.set_num_threads(num_threads)
     layer = int(wires.requests[service, LAYER])
     num_tokens = int(wires.requests[service, NUM_TOKENS])
     if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
@@ -94,9 +97,9 @@ def dense_attention(
     norm = arrays.norm_weight[layer], arrays.norm_bias[layer]
     ffn_norm = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
     normed = residual if shape.order == POST_NORM else _norm(shape, residual, *norm)
-    qkv = linear(normed, arrays.qkv[layer], arrays.qkv_bias[layer])
+    qkv = products.linear(normed, arrays.qkv[layer], arrays.qkv_bias[layer])
     heads = _attend(wires, layer, num_tokens, qkv, shape, arrays)
-    mixed = residual + linear(heads, arrays.out[layer], arrays.out_bias[layer])
+    mixed = residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
     if shape.order == POST_NORM:
         mixed = ffn_input = _norm(shape, mixed, *norm)
     elif shape.order == PARALLEL:
@@ -108,15 +111,18 @@ def dense_attention(
 
 
 def dense_head(
-    service: int, wires: Wires, shape: AttentionShape, arrays: AttentionArrays, num_threads: int
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
 ) -> None:
     """Answer a HEAD request for many tokens."""
-    torch.set_num_threads(num_threads)
     begin = int(wires.requests[service, FIRST_LOGIT])
     end = int(wires.requests[service, NUM_TOKENS])
     num_layers = arrays.norm_weight.shape[0]
     x = _layer_input(wires.hidden[begin:end], num_layers, shape, arrays)
     x = _norm(shape, x, arrays.final_norm_weight, arrays.final_norm_bias)
     if arrays.project_out.shape[0]:
-        x = linear(x, arrays.project_out, _NO_BIAS)
-    torch.from_numpy(wires.logits[: end - begin]).copy_(linear(x, arrays.head, _NO_BIAS))
+        x = products.linear(x, arrays.project_out, _NO_BIAS)
+    torch.from_numpy(wires.logits[: end - begin]).copy_(products.linear(x, arrays.head, _NO_BIAS))

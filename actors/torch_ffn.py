@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from actors.torch_blocks import as_tensor, linear
+from actors.matrix_products import MatrixProducts
 from numba_kernels.serve_ffn import FfnArrays
 
 _FUNCTIONS = {
@@ -14,32 +14,28 @@ _FUNCTIONS = {
 
 
 def dense_ffn(
+    products: MatrixProducts,
     arrays: FfnArrays,
     layer: int,
     x: np.ndarray,
     activation_fn: str,
-    num_threads: int,
     out: np.ndarray,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
     Shapes:  x, out (T, d) float32
     """
-    torch.set_num_threads(num_threads)
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
 
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
 
     tokens = torch.from_numpy(x)
-    h = _FUNCTIONS[activation_fn](linear(tokens, part(arrays.gate), part(arrays.gate_bias)))
+    h = products.linear(tokens, part(arrays.gate), part(arrays.gate_bias))
+    h = _FUNCTIONS[activation_fn](h)
     if arrays.up.shape[0]:
-        h *= linear(tokens, part(arrays.up), part(arrays.up_bias))
-    down = as_tensor(part(arrays.down))
-    if down.dtype == torch.float32:
-        result = h @ down
-    else:
-        result = (h.to(torch.bfloat16) @ down.to(torch.bfloat16)).to(torch.float32)
+        h *= products.linear(tokens, part(arrays.up), part(arrays.up_bias))
+    result = products.combine(h, part(arrays.down))
     if arrays.down_bias.shape[1]:
         result += torch.from_numpy(arrays.down_bias[layer])
     torch.from_numpy(out).copy_(result)

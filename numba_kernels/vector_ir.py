@@ -283,3 +283,36 @@ def prefetch_row(typingctx, weights, row):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def row_to_bfloat16(typingctx, weights, row, out):  # type: ignore[no-untyped-def]
+    """out[:] = weights[row] rounded to the nearest bfloat16, ties to even; out (d,) int16."""
+    signature = types.void(weights, types.int64, out)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row = _row(context, builder, weights, args[0], args[1])
+        pointer, length = _data(context, builder, out, args[2])
+
+        def convert(index: Any, lanes: int) -> None:
+            def whole(value: int) -> Any:
+                return _i32(value) if lanes == 1 else ir.Constant(
+                    ir.VectorType(_i32, lanes), [_i32(value)] * lanes
+                )  # fmt: skip
+
+            at = _offset(builder, row, index, weights.dtype.bitwidth // 8)
+            wide = _widen(builder, weights.dtype, at, lanes)
+            bits = builder.bitcast(wide, whole(0).type)
+            odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
+            rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
+            kind = ir.VectorType(_i16, lanes) if lanes > 1 else _i16
+            narrow = builder.trunc(builder.lshr(rounded, whole(16)), kind)
+            target = builder.bitcast(_offset(builder, pointer, index, 2), kind.as_pointer())
+            builder.store(narrow, target, align=2)
+
+        vectors = _whole(builder, length, LANES)
+        _loop(builder, _i64(0), vectors, LANES, lambda index: convert(index, LANES))
+        _loop(builder, vectors, length, 1, lambda index: convert(index, 1))
+        return context.get_dummy_value()
+
+    return signature, codegen
