@@ -31,6 +31,7 @@ class Driver:
         engine = Engine(config, load_embedding(Checkpoint(path), config), exchange, system.mode)
         self.engine = engine
         self.generator = Generator(path, config, engine, system.context_length)
+        self.generator.warm_up()
         self._cancelled: set[str] = set()
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._broken: ServiceError | None = None
@@ -39,7 +40,7 @@ class Driver:
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events. Errors: PromptError, ServiceError."""
-        self.generator.prompt_ids(request)
+        self.generator.prompts.ids(request)
         events: queue.Queue[TokenEvent | BaseException] = queue.Queue()
         self._jobs.put((request, events))
         while True:

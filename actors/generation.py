@@ -8,11 +8,10 @@ import numpy as np
 
 from actors.engine import Engine
 from actors.messages import GenerateRequest, Generation, TokenEvent
+from actors.prompts import Prompts
 from actors.stop_strings import StopStrings
 from model.config import ModelConfig
-from model.errors import PromptError
 from model.sampling import SamplingParams, eos_ids
-from model.tokenizer import Tokenizer
 from numba_kernels.sampling import sample
 
 
@@ -24,40 +23,20 @@ class Generator:
         self.config = config
         self.engine = engine
         self.context_length = context_length
-        self.tokenizer = Tokenizer.from_directory(path)
+        self.prompts = Prompts(path, config, context_length)
         self.eos_ids = frozenset(eos_ids(path, config))
 
-    def prompt_ids(self, request: GenerateRequest) -> list[int]:
-        """The request's token ids, checked. Errors: PromptError."""
-        ids = self._encode(request)
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        for token_id in ids:
-            if not 0 <= token_id < self.config.vocab_size:
-                raise PromptError(
-                    f"token id {token_id} is not in the vocabulary 0..{self.config.vocab_size - 1}"
-                )
-        if len(ids) >= self.context_length:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
-                "the answer; shorten the prompt or give a larger --context"
-            )
-        return ids
-
-    def _encode(self, request: GenerateRequest) -> list[int]:
-        if request.prompt_ids is not None:
-            return list(request.prompt_ids)
-        if self.tokenizer is None:
-            raise PromptError("this model has no tokenizer.json; give token ids (--prompt-ids)")
-        if request.messages is not None:
-            return self.tokenizer.encode_chat(request.messages)
-        return self.tokenizer.encode(request.prompt or "")
+    def warm_up(self) -> None:
+        """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
+        logits = self.engine.step([0], [0], [0])[0]
+        for top_k in (0, 1, 2):
+            sample(np.nan_to_num(logits), temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
 
     def run(
         self, request: GenerateRequest, cancelled: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenEvent]:
         """Events of new text; the last one carries the result. Errors: PromptError, ServiceError."""
-        ids = self.prompt_ids(request)
+        ids = self.prompts.ids(request)
         self.engine.times.reset()
         started = time.monotonic()
         logits = self._prefill(ids)
@@ -100,7 +79,7 @@ class _Run:
         self._num_prompt_tokens = len(prompt_ids)
         self._random = np.random.default_rng(sampling.seed)
         self._stop = StopStrings(sampling.stop)
-        tokenizer = generator.tokenizer
+        tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(prompt_ids) if tokenizer else None
         room = generator.context_length - len(prompt_ids)
         self._max_tokens = min(sampling.max_tokens, room)

@@ -21,6 +21,7 @@ RATE_EXPONENT = 1.1
 LOW_RANK = 64
 LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise that no low-rank predictor sees
 _BISECTIONS = 40
+_SHIFT_BISECTIONS = 16  # of a range of 8 deviations
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _fit_weights(
     ratio = (quantiles.square() * along.var() / mean.square()).clip(max=0.75)
     slopes = spread / (mean * (1 - ratio).sqrt())
     low, high = -4.0, 4.0
-    for _ in range(_BISECTIONS):
+    for _ in range(_SHIFT_BISECTIONS):
         shift = (low + high) / 2
         weights = (quantiles + shift) * slopes
         is_low = float((across + along[:, None] * weights > 0).float().mean()) < density

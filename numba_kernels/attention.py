@@ -19,7 +19,7 @@ from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot4
 
 
 @intrinsic
-def narrow(typingctx, array, value):  # type: ignore[no-untyped-def]
+def narrow(typingctx, array, value):
     """`value` (float32) in the format of `array`: itself, or rounded to float16 bits."""
     if array.dtype == types.float32:
         result = types.float32
@@ -38,7 +38,7 @@ def narrow(typingctx, array, value):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def rope_kernel(head, cos_sin):  # type: ignore[no-untyped-def]
+def rope_kernel(head, cos_sin):
     """Rotate one head in place by its position's cosines and sines (2, head_dim / 2); no checks."""
     half = head.shape[0] // 2
     for i in range(half):
@@ -48,14 +48,14 @@ def rope_kernel(head, cos_sin):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def store_kernel(cache, position, values):  # type: ignore[no-untyped-def]
+def store_kernel(cache, position, values):
     """cache[position] = values, in the cache's format; cache (P, head_dim); checks nothing."""
     for i in range(values.shape[0]):
         cache[position, i] = narrow(cache, values[i])
 
 
 @njit(nogil=True, cache=True)
-def attend_kernel(query, keys, values, length, scale, scores, out):  # type: ignore[no-untyped-def]
+def attend_kernel(query, keys, values, length, scale, scores, out):
     """out = softmax(scale * keys[:length] . query) . values[:length] for one head; no checks.
 
     query, out (head_dim,) float32; keys, values (P, head_dim); scores (>= length,) is scratch.

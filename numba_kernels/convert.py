@@ -8,7 +8,7 @@ from numba_kernels.vector_ir import row_to_bfloat16
 
 
 @njit(nogil=True, cache=True)
-def bfloat16_kernel(weights, out, first, last):  # type: ignore[no-untyped-def]
+def bfloat16_kernel(weights, out, first, last):
     """out[n] = weights[n] as bfloat16 bits for rows first..last-1; checks nothing."""
     for row in range(first, last):
         row_to_bfloat16(weights, row, out[row])

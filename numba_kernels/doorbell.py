@@ -33,7 +33,7 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 
 @intrinsic
-def load_word(typingctx, words, index):  # type: ignore[no-untyped-def]
+def load_word(typingctx, words, index):
     """words[index], seen with all that was written before it was stored (acquire)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -44,7 +44,7 @@ def load_word(typingctx, words, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_word(typingctx, words, index, value):  # type: ignore[no-untyped-def]
+def store_word(typingctx, words, index, value):
     """words[index] = value, after all that was written before (release)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -55,7 +55,7 @@ def store_word(typingctx, words, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def add_word(typingctx, words, index, value):  # type: ignore[no-untyped-def]
+def add_word(typingctx, words, index, value):
     """words[index] += value atomically; returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -82,7 +82,7 @@ def _system_call(builder: Any, values: list[Any]) -> Any:
 
 
 @intrinsic
-def _futex_wait(typingctx, words, index, seen, nanoseconds):  # type: ignore[no-untyped-def]
+def _futex_wait(typingctx, words, index, seen, nanoseconds):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.ptrtoint(_word(context, builder, words, *args[:2]), _i64)
         timeout = builder.ptrtoint(_timespec(builder, args[3]), _i64)
@@ -95,7 +95,7 @@ def _futex_wait(typingctx, words, index, seen, nanoseconds):  # type: ignore[no-
 
 
 @intrinsic
-def _futex_wake(typingctx, words, index):  # type: ignore[no-untyped-def]
+def _futex_wake(typingctx, words, index):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.ptrtoint(_word(context, builder, words, *args), _i64)
         return _system_call(
@@ -106,7 +106,7 @@ def _futex_wake(typingctx, words, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _pause(typingctx):  # type: ignore[no-untyped-def]
+def _pause(typingctx):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if platform.machine() == "x86_64":
             kind = ir.FunctionType(ir.VoidType(), [])
@@ -122,7 +122,7 @@ def _pause(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def now_ns(typingctx):  # type: ignore[no-untyped-def]
+def now_ns(typingctx):
     """CLOCK_MONOTONIC in nanoseconds: the same clock in every process of the host."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -138,14 +138,14 @@ def now_ns(typingctx):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def ring(words, cell, value):  # type: ignore[no-untyped-def]
+def ring(words, cell, value):
     """Store `value` in the cell's doorbell and wake everyone who waits on it."""
     store_word(words, cell * WORDS_A_CELL, value)
     _futex_wake(words, cell * WORDS_A_CELL)
 
 
 @njit(nogil=True, cache=True)
-def wait_change(words, cell, seen, spins, timeout_ns):  # type: ignore[no-untyped-def]
+def wait_change(words, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
     spins: looks before the futex. With fewer cores than waiters, spinning starves the worker:
@@ -169,7 +169,7 @@ def wait_change(words, cell, seen, spins, timeout_ns):  # type: ignore[no-untype
 
 
 @njit(nogil=True, cache=True)
-def barrier(words, count_cell, generation_cell, num_threads):  # type: ignore[no-untyped-def]
+def barrier(words, count_cell, generation_cell, num_threads):
     """Return when all `num_threads` threads have come here; the cells are then ready for reuse."""
     if num_threads == 1:
         return
@@ -183,6 +183,6 @@ def barrier(words, count_cell, generation_cell, num_threads):  # type: ignore[no
 
 
 @njit(cache=True)
-def clock_ns():  # type: ignore[no-untyped-def]
+def clock_ns():
     """`now_ns` for callers in Python."""
     return now_ns()

@@ -25,7 +25,7 @@ NO_IDS = np.empty(0, np.int32)
 
 
 @njit(nogil=True, cache=True)
-def activate(code, value):  # type: ignore[no-untyped-def]
+def activate(code, value):
     """relu, silu or gelu (exact, by erf) of one number; a NaN stays NaN."""
     if code == 0:
         return np.float32(0) if value <= 0 else value
@@ -35,7 +35,7 @@ def activate(code, value):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):  # type: ignore[no-untyped-def]
+def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):
     """Activate the products in column num_fired; keep the neuron if one of them is not zero."""
     fires = keep_all
     for t in range(num_tokens):
@@ -49,7 +49,7 @@ def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):  # t
 
 
 @njit(nogil=True, cache=True)
-def _listed_gates(gate, ids, x, candidate, last, gates, column):  # type: ignore[no-untyped-def]
+def _listed_gates(gate, ids, x, candidate, last, gates, column):
     """Products of four listed rows into columns `column`.. of gates; the next four are prefetched."""
     n0, n1, n2, n3 = ids[candidate], ids[candidate + 1], ids[candidate + 2], ids[candidate + 3]
     for ahead in range(candidate + 4, min(candidate + 8, last)):
@@ -61,7 +61,7 @@ def _listed_gates(gate, ids, x, candidate, last, gates, column):  # type: ignore
 
 
 @njit(nogil=True, cache=True)
-def _next_gate(gate, row, following, x, gates, column):  # type: ignore[no-untyped-def]
+def _next_gate(gate, row, following, x, gates, column):
     """Products of one row into a column of gates; row `following` is prefetched."""
     gates[0, column] = dot1_ahead(gate, row, following, x[0])
     for t in range(1, x.shape[0]):
@@ -69,7 +69,7 @@ def _next_gate(gate, row, following, x, gates, column):  # type: ignore[no-untyp
 
 
 @njit(nogil=True, cache=True)
-def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gates):  # type: ignore[no-untyped-def]
+def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gates):
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty. Rows in
@@ -101,7 +101,7 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
 
 
 @njit(nogil=True, cache=True)
-def up_down_kernel(up, bias, down, fired_ids, num_fired, gates, x, out):  # type: ignore[no-untyped-def]
+def up_down_kernel(up, bias, down, fired_ids, num_fired, gates, x, out):
     """out[t] += gates[t, i] * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; no checks.
 
     Where `up` has no rows, that factor is one. Four neurons a pass: `out` is then read and written

@@ -31,6 +31,7 @@ OK, FAILED = 0, 1
 
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
+IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
 
 
 class Wires(NamedTuple):
@@ -56,19 +57,19 @@ class Wires(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def cell(service, kind):  # type: ignore[no-untyped-def]
+def cell(service, kind):
     """Index of a service's doorbell cell."""
     return service * CELLS_A_SERVICE + kind
 
 
 @njit(nogil=True, cache=True)
-def post(words, service, number):  # type: ignore[no-untyped-def]
+def post(words, service, number):
     """Ring a service for request `number`."""
     ring(words, cell(service, REQUEST), np.int32(number))
 
 
 @njit(nogil=True, cache=True)
-def await_done(words, service, number, timeout_ns):  # type: ignore[no-untyped-def]
+def await_done(words, service, number, timeout_ns):
     """True when the service has answered request `number`, False at the timeout."""
     seen = np.int32(number - 1)
     deadline = now_ns() + timeout_ns
@@ -83,7 +84,7 @@ def await_done(words, service, number, timeout_ns):  # type: ignore[no-untyped-d
 
 
 @njit(nogil=True, cache=True)
-def arrive(words, replies, service, number, num_threads, started_ns):  # type: ignore[no-untyped-def]
+def arrive(words, replies, service, number, num_threads, started_ns):
     """A service's thread has done its part; the last one rings the driver."""
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
         store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
@@ -92,7 +93,7 @@ def arrive(words, replies, service, number, num_threads, started_ns):  # type: i
 
 
 @njit(nogil=True, cache=True)
-def ask_all(words, services, number, timeout_ns):  # type: ignore[no-untyped-def]
+def ask_all(words, services, number, timeout_ns):
     """Ring all `services` for request `number`, then `await_all` of them."""
     for service in services:
         post(words, service, number)
@@ -100,7 +101,7 @@ def ask_all(words, services, number, timeout_ns):  # type: ignore[no-untyped-def
 
 
 @njit(nogil=True, cache=True)
-def await_all(words, services, first, number, timeout_ns):  # type: ignore[no-untyped-def]
+def await_all(words, services, first, number, timeout_ns):
     """Wait for services[first:] in order; returns the index of one that timed out, or their number."""
     for i in range(first, services.shape[0]):
         if not await_done(words, services[i], number, timeout_ns):

@@ -4,7 +4,7 @@ from numba import njit
 
 
 @njit(nogil=True, cache=True)
-def merge_partials(mixed, partials, first, num_tokens, hidden):  # type: ignore[no-untyped-def]
+def merge_partials(mixed, partials, first, num_tokens, hidden):
     """hidden[t] = mixed[t] + sum over services s >= first of partials[s, t]; checks nothing.
 
     mixed, hidden (T, d), partials (S, T, d) float32; always summed in the services' order.

@@ -12,7 +12,7 @@ RMS_NORM, LAYER_NORM = 0, 1
 
 
 @njit(nogil=True, cache=True, fastmath=_REORDER)
-def rms_norm_kernel(x, weight, epsilon, out):  # type: ignore[no-untyped-def]
+def rms_norm_kernel(x, weight, epsilon, out):
     """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing."""
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -23,7 +23,7 @@ def rms_norm_kernel(x, weight, epsilon, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, fastmath=_REORDER)
-def layer_norm_kernel(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+def layer_norm_kernel(x, weight, bias, epsilon, out):
     """out = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias; checks nothing."""
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -41,7 +41,7 @@ def layer_norm_kernel(x, weight, bias, epsilon, out):  # type: ignore[no-untyped
 
 
 @njit(nogil=True, cache=True)
-def norm_kernel(kind, x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+def norm_kernel(kind, x, weight, bias, epsilon, out):
     """The norm of kind RMS_NORM or LAYER_NORM; a norm without weights copies x. No checks."""
     if weight.shape[0] == 0:
         out[:] = x

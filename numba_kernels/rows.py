@@ -8,7 +8,7 @@ from numba_kernels.vector_ir import dot1, dot1_ahead
 
 
 @njit(nogil=True, cache=True)
-def rows_kernel(weights, bias, x, out, first, last):  # type: ignore[no-untyped-def]
+def rows_kernel(weights, bias, x, out, first, last):
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
     A row is read once for all tokens, and the one after it is prefetched meanwhile.
@@ -25,7 +25,7 @@ def rows_kernel(weights, bias, x, out, first, last):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True, cache=True)
-def share(length, part, num_parts, unit):  # type: ignore[no-untyped-def]
+def share(length, part, num_parts, unit):
     """First and last of part `part` when `length` is cut into parts of whole `unit`s; no checks."""
     units = (length + unit - 1) // unit
     first = units * part // num_parts * unit

@@ -9,7 +9,7 @@ from numba_kernels.checks import float_array, require
 
 
 @njit(nogil=True, cache=True)
-def argmax_kernel(logits):  # type: ignore[no-untyped-def]
+def argmax_kernel(logits):
     """The lowest index of the largest logit, or -1 if a logit is NaN; checks nothing."""
     best = 0
     for i in range(logits.shape[0]):
@@ -21,7 +21,7 @@ def argmax_kernel(logits):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _sift_down(values, ids, parent):  # type: ignore[no-untyped-def]
+def _sift_down(values, ids, parent):
     while True:
         child = 2 * parent + 1
         if child >= values.shape[0]:
@@ -36,7 +36,7 @@ def _sift_down(values, ids, parent):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def largest(logits, count):  # type: ignore[no-untyped-def]
+def largest(logits, count):
     """Ids of the `count` largest logits, largest first, by a heap of that size; checks nothing."""
     values, ids = logits[:count].copy(), np.arange(count)
     for parent in range(count // 2 - 1, -1, -1):
@@ -49,7 +49,7 @@ def largest(logits, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _choose(logits, ids, temperature, top_p, min_p, total, uniform):  # type: ignore[no-untyped-def]
+def _choose(logits, ids, temperature, top_p, min_p, total, uniform):
     """The chosen id among sorted candidates, or -1 if they hold less than top_p of `total`."""
     top = logits[ids[0]]
     kept, mass = 0, 0.0
@@ -70,7 +70,7 @@ def _choose(logits, ids, temperature, top_p, min_p, total, uniform):  # type: ig
 
 
 @njit(nogil=True, cache=True)
-def _choose_any(logits, best, temperature, total, uniform):  # type: ignore[no-untyped-def]
+def _choose_any(logits, best, temperature, total, uniform):
     target = uniform * total
     for i in range(logits.shape[0]):
         target -= math.exp((logits[i] - logits[best]) / temperature)
@@ -80,7 +80,7 @@ def _choose_any(logits, best, temperature, total, uniform):  # type: ignore[no-u
 
 
 @njit(nogil=True, cache=True)
-def _total(logits, best, temperature):  # type: ignore[no-untyped-def]
+def _total(logits, best, temperature):
     total = 0.0
     for i in range(logits.shape[0]):
         total += math.exp((logits[i] - logits[best]) / temperature)
@@ -88,7 +88,7 @@ def _total(logits, best, temperature):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):  # type: ignore[no-untyped-def]
+def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):
     """One token id; see `sample`. Checks nothing; -1 if a logit is NaN."""
     best = argmax_kernel(logits)
     if best < 0 or temperature == 0.0 or top_k == 1:

@@ -20,7 +20,7 @@ from numba_kernels.mailbox import (
     FIRST_LOGIT,
     HEAD,
     LAYER,
-    LOOK_NS,
+    IDLE_NS,
     NUM_TOKENS,
     OPERATION,
     PING,
@@ -82,12 +82,12 @@ class AttentionScratch(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def _meet(words, service, num_threads):  # type: ignore[no-untyped-def]
+def _meet(words, service, num_threads):
     barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
 @njit(nogil=True, cache=True)
-def _layer_input(hidden, layer, shape, arrays, residual):  # type: ignore[no-untyped-def]
+def _layer_input(hidden, layer, shape, arrays, residual):
     """The layer's input: `hidden`, through the norm that ended the layer before if that is late."""
     for t in range(hidden.shape[0]):
         if shape.order == POST_NORM and layer > 0:
@@ -100,7 +100,7 @@ def _layer_input(hidden, layer, shape, arrays, residual):  # type: ignore[no-unt
 
 
 @njit(nogil=True, cache=True)
-def _layer_norm_before(residual, layer, shape, arrays, normed):  # type: ignore[no-untyped-def]
+def _layer_norm_before(residual, layer, shape, arrays, normed):
     for t in range(residual.shape[0]):
         if shape.order == POST_NORM:
             normed[t] = residual[t]
@@ -112,7 +112,7 @@ def _layer_norm_before(residual, layer, shape, arrays, normed):  # type: ignore[
 
 
 @njit(nogil=True, cache=True)
-def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):  # type: ignore[no-untyped-def]
+def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
     """Rotate query and key heads, write keys and values to the cache: every num_parts-th head."""
     dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
     first_value = shape.num_heads + shape.num_kv_heads
@@ -131,7 +131,7 @@ def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):  # typ
 
 
 @njit(nogil=True, cache=True)
-def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens):  # type: ignore[no-untyped-def]
+def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens):
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
     scale = np.float32(1.0 / np.sqrt(dim))
@@ -148,7 +148,7 @@ def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens): 
 
 
 @njit(nogil=True, cache=True)
-def _mix(first, last, layer, mixed, shape, arrays, scratch, residual):  # type: ignore[no-untyped-def]
+def _mix(first, last, layer, mixed, shape, arrays, scratch, residual):
     """mixed = residual + out . heads for columns first..last-1."""
     num_tokens = mixed.shape[0]
     heads = scratch.heads[:num_tokens]
@@ -159,7 +159,7 @@ def _mix(first, last, layer, mixed, shape, arrays, scratch, residual):  # type: 
 
 
 @njit(nogil=True, cache=True)
-def _ffn_input(t, layer, wires, shape, arrays, residual, normed):  # type: ignore[no-untyped-def]
+def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
     weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
     x = wires.ffn_input[t]
     if shape.order == POST_NORM:
@@ -175,7 +175,7 @@ def _ffn_input(t, layer, wires, shape, arrays, residual, normed):  # type: ignor
 
 
 @njit(nogil=True, cache=True)
-def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):
     """Answer the ATTENTION request that stands in the mailbox: this thread's share; no checks."""
     layer = wires.requests[service, LAYER]
     num_tokens = wires.requests[service, NUM_TOKENS]
@@ -198,7 +198,7 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
 
 
 @njit(nogil=True, cache=True)
-def head_request(thread, num_threads, service, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
     """logits[t - FIRST_LOGIT] = head . norm(hidden[t]) for tokens from FIRST_LOGIT on; no checks."""
     begin, end = wires.requests[service, FIRST_LOGIT], wires.requests[service, NUM_TOKENS]
     count = end - begin
@@ -221,7 +221,7 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):  
 
 
 @njit(nogil=True, cache=True)
-def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, scratch):  # type: ignore[no-untyped-def]
+def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, scratch):
     """Answer requests from `seen` on until one comes that is Python's; returns its number.
 
     Python's are STOP, and more tokens than `scratch` holds. Every thread returns at a Python
@@ -229,7 +229,7 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
     """
     most = scratch.normed.shape[1]
     while True:
-        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, LOOK_NS)
+        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
         if number == seen:
             continue
         started = now_ns()

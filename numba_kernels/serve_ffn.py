@@ -12,7 +12,7 @@ from numba_kernels.mailbox import (
     BARRIER_GENERATION,
     FFN,
     LAYER,
-    LOOK_NS,
+    IDLE_NS,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -54,12 +54,12 @@ class FfnScratch(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def _slice(bias, first, last):  # type: ignore[no-untyped-def]
+def _slice(bias, first, last):
     return bias[first:last] if bias.shape[0] else bias
 
 
 @njit(nogil=True, cache=True)
-def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):  # type: ignore[no-untyped-def]
+def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
 
     Each thread takes an equal run of the candidates and sums into rows of its own; after a barrier
@@ -92,7 +92,7 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):  # 
 
 
 @njit(nogil=True, cache=True)
-def _reduce(thread, num_threads, partial, sums, down_bias, num_tokens):  # type: ignore[no-untyped-def]
+def _reduce(thread, num_threads, partial, sums, down_bias, num_tokens):
     begin, end = share(partial.shape[1], thread, num_threads, 16)
     for t in range(num_tokens):
         target = partial[t, begin:end]
@@ -108,14 +108,14 @@ def _reduce(thread, num_threads, partial, sums, down_bias, num_tokens):  # type:
 
 
 @njit(nogil=True, cache=True)
-def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):  # type: ignore[no-untyped-def]
+def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
     """Answer requests from `seen` on until one comes that is Python's; returns its number.
 
     Python's are STOP, and an FFN of more tokens than `scratch` holds. Every thread returns at a
     Python request; the caller lets one of them answer it.
     """
     while True:
-        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, LOOK_NS)
+        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
         if number == seen:
             continue
         started = now_ns()

@@ -171,7 +171,7 @@ def _prefetch(builder: Any, pointer: Any, offset_bytes: int) -> None:
 
 
 @intrinsic
-def dot4(typingctx, weights, row0, row1, row2, row3, x):  # type: ignore[no-untyped-def]
+def dot4(typingctx, weights, row0, row1, row2, row3, x):
     """(weights[row0] . x, ..., weights[row3] . x); weights (N, d), x (d,) float32."""
     signature = types.UniTuple(types.float32, 4)(
         weights, types.int64, types.int64, types.int64, types.int64, x
@@ -187,7 +187,7 @@ def dot4(typingctx, weights, row0, row1, row2, row3, x):  # type: ignore[no-unty
 
 
 @intrinsic
-def dot1(typingctx, weights, row, x):  # type: ignore[no-untyped-def]
+def dot1(typingctx, weights, row, x):
     """weights[row] . x; weights (N, d), x (d,) float32."""
     signature = types.float32(weights, types.int64, x)
 
@@ -200,7 +200,7 @@ def dot1(typingctx, weights, row, x):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def dot1_ahead(typingctx, weights, row, following, x):  # type: ignore[no-untyped-def]
+def dot1_ahead(typingctx, weights, row, following, x):
     """`dot1`, while the lines of weights[following] are prefetched in step.
 
     One stream a core with the row after it on its way reads as fast as memory gives; four rows side
@@ -236,7 +236,7 @@ def _emit_scaled_sum(
 
 
 @intrinsic
-def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):  # type: ignore[no-untyped-def]
+def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):
     """out += c0 * weights[row0] + ... + c3 * weights[row3]; out (d,) float32, weights (N, d)."""
     ids, scales = (types.int64,) * 4, (types.float32,) * 4
     signature = types.void(out, weights, *ids, *scales)
@@ -251,7 +251,7 @@ def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3)
 
 
 @intrinsic
-def add_scaled1(typingctx, out, weights, row, scale):  # type: ignore[no-untyped-def]
+def add_scaled1(typingctx, out, weights, row, scale):
     """out += scale * weights[row]; out (d,) float32, weights (N, d)."""
     signature = types.void(out, weights, types.int64, types.float32)
 
@@ -265,7 +265,7 @@ def add_scaled1(typingctx, out, weights, row, scale):  # type: ignore[no-untyped
 
 
 @intrinsic
-def prefetch_row(typingctx, weights, row):  # type: ignore[no-untyped-def]
+def prefetch_row(typingctx, weights, row):
     """Ask for the first lines of each 4 KiB page of weights[row], so that a jump there costs less."""
     signature = types.void(weights, types.int64)
 
@@ -286,7 +286,7 @@ def prefetch_row(typingctx, weights, row):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def row_to_bfloat16(typingctx, weights, row, out):  # type: ignore[no-untyped-def]
+def row_to_bfloat16(typingctx, weights, row, out):
     """out[:] = weights[row] rounded to the nearest bfloat16, ties to even; out (d,) int16."""
     signature = types.void(weights, types.int64, out)
 

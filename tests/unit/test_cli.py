@@ -1,4 +1,4 @@
-"""The command line's contract: every failure is one line and a status, a traceback only when asked."""
+"""The command line's contract: a failure is one line and a status, a traceback only when asked."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def test_help_of_the_real_command_imports_nothing_heavy() -> None:
         assert name in done.stdout
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
-        assert main([name, "--help"], cli) == 0
-        assert "--debug" in capsys.readouterr().out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"], cli) == 0
+    assert "--debug" in capsys.readouterr().out
 
 
 def test_make_model_ends_in_one_json_line(

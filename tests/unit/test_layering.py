@@ -87,17 +87,16 @@ def _relative_imports(tree: ast.Module) -> list[str]:
 
 
 def _uses_of_ray_remote(tree: ast.Module) -> list[str]:
-    found = []
-    for node in ast.walk(tree):
-        is_attribute = isinstance(node, ast.Attribute) and ast.unparse(node) == "ray.remote"
-        is_import = (
+    return [
+        f"{node.lineno}: ray.remote outside of actors/launch.py"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "ray.remote")
+        or (
             isinstance(node, ast.ImportFrom)
             and node.module == "ray"
             and any(alias.name == "remote" for alias in node.names)
         )
-        if is_attribute or is_import:
-            found.append(f"{node.lineno}: ray.remote outside of actors/launch.py")
-    return found
+    ]
 
 
 def source_files() -> list[Path]:

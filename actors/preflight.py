@@ -1,0 +1,91 @@
+"""What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.messages import EXCHANGES, MODES, SystemConfig
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import UsageError
+from placement.memory import memory_need, require_memory
+from placement.survey import usable_cores, usable_numa_nodes
+
+_DEFAULT_CONTEXT = 4096
+_KV_ITEM_BYTES = {"float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class SystemOptions:
+    """What a user may choose; None leaves it to us."""
+
+    mode: str | None = None
+    num_threads: int | None = None
+    num_cpu_actors: int | None = None
+    context_length: int | None = None
+    kv_dtype: str | None = None
+    gpu_memory_bytes: int | None = None
+    cpu_memory_bytes: int | None = None
+    exchange: str = "arena"
+
+
+def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
+    """Check the model's files and the options; fill in what was left open.
+
+    Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError
+    """
+    config = ModelConfig.from_directory(path)
+    Checkpoint(path)  # headers of all files, so that a damaged one is found before loading
+    cores = len(usable_cores())
+    num_threads = _within("--threads", options.num_threads, 1, cores, cores)
+    nodes = max(1, min(len(usable_numa_nodes()), num_threads))
+    system = SystemConfig(
+        model_path=str(path.resolve()),
+        mode=_mode(config, options.mode),
+        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, num_threads, nodes),
+        num_threads=num_threads,
+        context_length=_context(config, options.context_length),
+        kv_dtype=_kv_dtype(config, options.kv_dtype),
+        exchange=options.exchange,
+    )
+    if options.exchange not in EXCHANGES:
+        raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
+    if options.gpu_memory_bytes is not None:
+        raise UsageError(
+            "--gpu-memory was given, but this version computes everything on the CPU; leave it out"
+        )
+    item_bytes = _KV_ITEM_BYTES[system.kv_dtype]
+    need = memory_need(config, system.context_length, item_bytes, 2 + system.num_cpu_actors)
+    require_memory(need, options.cpu_memory_bytes)
+    return system, config
+
+
+def _mode(config: ModelConfig, mode: str | None) -> str:
+    """The mode; `exact` skips nothing where no activation is zero, so those default to dense."""
+    if mode is None:
+        return "exact" if config.activation_fn == "relu" else "dense"
+    if mode not in MODES:
+        raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
+    return mode
+
+
+def _context(config: ModelConfig, length: int | None) -> int:
+    if length is None:
+        return min(_DEFAULT_CONTEXT, config.max_positions)
+    return _within("--context", length, 2, config.max_positions, length)
+
+
+def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
+    """float32 keeps a float32 model's results; other models lose nothing by float16."""
+    if dtype is None:
+        return "float32" if config.dtype == "float32" else "float16"
+    if dtype not in _KV_ITEM_BYTES:
+        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(_KV_ITEM_BYTES)}")
+    return dtype
+
+
+def _within(option: str, value: int | None, low: int, high: int, default: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise UsageError(f"{option} is {value}; give a number from {low} to {high}")
+    return value

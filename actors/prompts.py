@@ -1,0 +1,49 @@
+"""From a request's text, messages or ids to checked token ids."""
+
+from pathlib import Path
+
+from actors.messages import GenerateRequest
+from model.config import ModelConfig
+from model.errors import PromptError
+from model.tokenizer import Tokenizer
+
+
+class Prompts:
+    """A model's prompts; needs no weights, so a command can refuse a bad prompt before loading."""
+
+    def __init__(self, path: Path, config: ModelConfig, context_length: int) -> None:
+        """Tokenizer and chat template come from the model's directory `path`."""
+        self.tokenizer = Tokenizer.from_directory(path)
+        self.config = config
+        self.context_length = context_length
+
+    def ids(self, request: GenerateRequest) -> list[int]:
+        """The request's token ids, all in the vocabulary, fewer than the context holds.
+
+        Errors:  PromptError
+        """
+        ids = self._encode(request)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        last = self.config.vocab_size - 1
+        for token_id in ids:
+            if not 0 <= token_id <= last:
+                raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+        if len(ids) >= self.context_length:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
+                f"the answer; shorten it or give a larger --context (this model allows "
+                f"{self.config.max_positions})"
+            )
+        return ids
+
+    def _encode(self, request: GenerateRequest) -> list[int]:
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer.json; give token ids (--prompt-ids)")
+        if request.messages is not None:
+            return self.tokenizer.encode_chat(request.messages)
+        if not request.prompt:
+            return []
+        return self.tokenizer.encode(request.prompt)

@@ -1,0 +1,1 @@
+"""CUDA kernels: sources in csrc/, one thin CuPy wrapper each. CuPy is imported when one is used."""

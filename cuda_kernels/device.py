@@ -1,0 +1,58 @@
+"""Which GPUs this process can use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: the number CUDA gives it, its name, memory in bytes, compute capability (9, 0)."""
+
+    device_id: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+
+
+def list_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs, and where there are none, one line that says why. Raises nothing."""
+    has_driver = _DRIVER_FILE.exists()
+    try:
+        from cupy.cuda import runtime
+    except Exception as problem:  # a CuPy for another CUDA fails in many ways
+        if not has_driver:
+            return (), "no NVIDIA driver on this machine"
+        if isinstance(problem, ModuleNotFoundError):
+            return (), "an NVIDIA driver is here but CuPy is not: pip install 'hotcold[cuda]'"
+        return (), f"CuPy cannot be imported: {_first_line(problem)}"
+    try:
+        gpus = tuple(_describe(runtime, i) for i in range(runtime.getDeviceCount()))
+    except Exception as problem:
+        return (), f"CUDA finds no usable GPU: {_first_line(problem)}"
+    return gpus, "" if gpus else "CUDA finds no GPU"
+
+
+def _describe(runtime: Any, device_id: int) -> Gpu:
+    from cupy.cuda import Device
+
+    properties = runtime.getDeviceProperties(device_id)
+    with Device(device_id):
+        free_bytes, total_bytes = runtime.memGetInfo()
+    return Gpu(
+        device_id=device_id,
+        name=properties["name"].decode(),
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        compute_capability=(properties["major"], properties["minor"]),
+    )
+
+
+def _first_line(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

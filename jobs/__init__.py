@@ -1,0 +1,1 @@
+"""Mains: the command line, and what `ray job submit` runs."""

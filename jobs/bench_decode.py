@@ -1,0 +1,122 @@
+"""`hotcold bench decode` and `prefill`: a running system's speed beside what memory allows."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import click
+
+from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.preflight import prepare_system
+from actors.system import System
+from jobs.console import json_option, print_json
+from jobs.loading import running_system
+from jobs.options import split_system_options, system_options
+from model.config import ModelConfig
+from model.locate import locate_model
+from model.sampling import SamplingParams
+from model.weights import attention_bytes, head_bytes
+from placement.bandwidth import measure_read_bandwidth
+
+_READ_BYTES = 1 << 30
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@system_options
+@json_option
+def decode(
+    model: str | None, prompt_tokens: int, tokens: int, repeat: int, as_json: bool, **values: Any
+) -> None:
+    """Time greedy decoding, batch 1, and say where a token's time goes."""
+
+    def measure(running: System, config: ModelConfig) -> list[Generation]:
+        request = _request(config, prompt_tokens, tokens + 1)
+        return [running.complete(request) for _ in range(repeat)]
+
+    system, config, results, read_gb_per_s = _run(model, values, measure)
+    best = sorted(results, key=lambda result: result.decode_tokens_per_s)[len(results) // 2]
+    token_bytes = _bytes_a_token(config, best.neurons_computed, system.mode)
+    gb_per_s = token_bytes * best.decode_tokens_per_s / 1e9
+    report = {
+        "tokens_per_s": best.decode_tokens_per_s,
+        "runs": [result.decode_tokens_per_s for result in results],
+        "density": best.neurons_computed,
+        "per_token_ms": best.per_token_ms,
+        "bytes_per_token": token_bytes,
+        "gb_per_s": gb_per_s,
+        "read_gb_per_s": read_gb_per_s,
+        "mode": system.mode,
+        "num_threads": system.num_threads,
+    }
+    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in best.per_token_ms.items())
+    click.echo(
+        f"decode, batch 1, {system.mode}: {best.decode_tokens_per_s:.2f} tokens/s; "
+        f"{best.neurons_computed:.1%} of the neurons computed\n"
+        f"  ms a token: {parts}\n  {token_bytes / 1e9:.2f} GB a token: {gb_per_s:.1f} GB/s of "
+        f"{read_gb_per_s:.1f} that a plain read gets"
+    )
+    if as_json:
+        print_json(report)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@system_options
+@json_option
+def prefill(
+    model: str | None, prompt_tokens: int, repeat: int, as_json: bool, **values: Any
+) -> None:
+    """Time a prompt up to its first token; one run before the counted ones warms up."""
+
+    def measure(running: System, config: ModelConfig) -> list[Generation]:
+        request = _request(config, prompt_tokens, 1)
+        return [running.complete(request) for _ in range(repeat + 1)][1:]
+
+    system, _, results, read_gb_per_s = _run(model, values, measure)
+    rates = [result.prefill_tokens_per_s for result in results]
+    report = {
+        "tokens_per_s": median(rates),
+        "runs": rates,
+        "prompt_tokens": prompt_tokens,
+        "read_gb_per_s": read_gb_per_s,
+        "num_threads": system.num_threads,
+    }
+    click.echo(f"prefill of {prompt_tokens} tokens: {median(rates):.1f} tokens/s")
+    if as_json:
+        print_json(report)
+
+
+def _run(
+    model: str | None,
+    values: dict[str, Any],
+    measure: Callable[[System, ModelConfig], list[Generation]],
+) -> tuple[SystemConfig, ModelConfig, list[Generation], float]:
+    """Start a system, measure in it, and read memory once before and once after: the better one."""
+    system, config = prepare_system(locate_model(model), split_system_options(values))
+    with running_system(system) as running:
+        before = measure_read_bandwidth(system.num_threads, _READ_BYTES)
+        results = measure(running, config)
+        after = measure_read_bandwidth(system.num_threads, _READ_BYTES)
+    return system, config, results, max(before, after)
+
+
+def _request(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> GenerateRequest:
+    """A prompt of ids spread over the vocabulary."""
+    ids = [(7 + 31 * i) % config.vocab_size for i in range(prompt_tokens)]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=ids)
+
+
+def _bytes_a_token(config: ModelConfig, computed: float, mode: str) -> int:
+    """Weights that one token reads: attention, head, every gate row, up and down where computed."""
+    row = config.hidden_size * config.item_bytes
+    neurons = config.num_layers * config.ffn_size
+    rest = 2 if config.has_gate else 1
+    ffn = neurons * row * (1 + rest * (1.0 if mode == "dense" else computed))
+    return int(attention_bytes(config) + head_bytes(config) + ffn)

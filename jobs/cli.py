@@ -1,0 +1,101 @@
+"""The `hotcold` command: its table of commands, and how every failure is reported.
+
+Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
+the program; 130 interrupted. Every failure is one line on standard error; `--debug`, anywhere on
+the line, adds the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from jobs.lazy_group import Invocation, LazyCommand, LazyGroup
+from model.errors import HotcoldError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_DEFECT = 70
+EXIT_INTERRUPTED = 130
+
+COMMANDS = {
+    "generate": LazyCommand("jobs.cmd_generate:generate", "Continue a prompt."),
+    "chat": LazyCommand("jobs.cmd_chat:chat", "Talk with a model in the terminal."),
+    "doctor": LazyCommand(
+        "jobs.cmd_doctor:doctor", "Say what this machine has, what fits, what is wrong."
+    ),
+    "make-model": LazyCommand(
+        "jobs.cmd_make_model:make_model", "Write a checkpoint of random weights of a given shape."
+    ),
+    "bench": LazyCommand("jobs.cmd_bench:bench", "Measure one part, beside the hardware's limit."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy_commands=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="hotcold")
+def cli() -> None:
+    """Large language models on one ordinary computer.
+
+    Hot neurons on the GPU, cold ones on the CPU, computed only when they fire. MODEL is a Hugging
+    Face directory, an org/repo id, or left out for the embedded demo model.
+    """
+
+
+def main(arguments: Sequence[str] | None = None, group: click.Group = cli) -> int:
+    """Run the command line and return the exit status. Raises nothing but SystemExit."""
+    invocation = Invocation()
+    try:
+        status = group.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="hotcold",
+            obj=invocation,
+            standalone_mode=False,
+        )
+        return status if isinstance(status, int) else 0
+    except (Exception, KeyboardInterrupt) as error:
+        if invocation.debug and not isinstance(error, click.Abort):
+            traceback.print_exc()
+        text, status = _report(error)
+        if text:
+            _print_error(text)
+        return status
+
+
+def _report(error: BaseException) -> tuple[str, int]:
+    """Return the line to print (without the program's name) and the exit status."""
+    match error:
+        case HotcoldError():
+            return str(error), EXIT_FAILURE
+        case click.exceptions.NoArgsIsHelpError():
+            click.echo(error.format_message(), err=True)
+            return "", EXIT_USAGE
+        case click.UsageError():
+            path = error.ctx.command_path if error.ctx else "hotcold"
+            return f"{error.format_message()} (see '{path} --help')", EXIT_USAGE
+        case click.ClickException():
+            return error.format_message(), error.exit_code
+        case click.Abort() if isinstance(error.__context__, EOFError):
+            return "standard input ended", EXIT_FAILURE
+        case click.Abort() | KeyboardInterrupt():
+            return "", EXIT_INTERRUPTED
+        case MemoryError():
+            return f"not enough memory: {error or 'an allocation was refused'}", EXIT_FAILURE
+        case OSError(filename=str() | bytes()):
+            return f"{error.strerror}: {click.format_filename(error.filename)}", EXIT_FAILURE
+    kind = type(error).__name__
+    return f"{kind}: {error} (this is a bug; run with --debug to see where)", EXIT_DEFECT
+
+
+def _print_error(text: str) -> None:
+    print(f"hotcold: error: {' '.join(text.split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""`hotcold doctor`: what this machine has, what would be used, what is wrong, what fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from jobs.console import json_option, print_json, stderr_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jobs.doctor_checks import Finding
+    from model.config import ModelConfig
+    from placement.memory import MemoryNeed
+    from placement.survey import MachineSurvey
+
+_KV_ITEM_BYTES = 2  # the cache is float16
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--context", type=click.IntRange(min=1), help="Positions in the KV cache.")
+@click.option("--measure/--no-measure", default=True, help="Measure how fast memory is read (2 s).")
+@json_option
+def doctor(model: str | None, context: int | None, measure: bool, as_json: bool) -> None:
+    """Say what this machine has, what would be used, and what is wrong.
+
+    With MODEL, also how many bytes it takes here and whether it fits. Nothing is loaded.
+    """
+    from jobs.doctor_checks import check_machine, check_model
+    from placement.memory import memory_need
+    from placement.survey import survey
+
+    config = None if model is None else _read_config(model, context)
+    with stderr_console().status("looking at this machine"):
+        machine = survey(measure=measure)
+    findings = list(check_machine(machine))
+    need = None
+    if config is not None:
+        num_actors = 2 + max(1, len(machine.usable_nodes))  # driver, GPU service, CPU services
+        need = memory_need(config, context or config.max_positions, _KV_ITEM_BYTES, num_actors)
+        findings.append(check_model(machine, need))
+    _print_report(machine, findings, need)
+    if as_json:
+        print_json(
+            {
+                "machine": asdict(machine),
+                "findings": [asdict(finding) for finding in findings],
+                "model": None
+                if need is None
+                else {**asdict(need), "total_bytes": need.total_bytes},
+            }
+        )
+
+
+def _read_config(model: str, context: int | None) -> ModelConfig:
+    from model.config import ModelConfig
+    from model.errors import UsageError
+    from model.locate import locate_model
+
+    config = ModelConfig.from_directory(locate_model(model))
+    if context is not None and context > config.max_positions:
+        raise UsageError(f"--context {context}: the model has {config.max_positions} positions")
+    return config
+
+
+def _print_report(machine: MachineSurvey, findings: list[Finding], need: MemoryNeed | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.print(_machine_table(machine))
+    if need is not None:
+        console.print(_need_table(machine, need))
+    table = _table("checks")
+    for finding in findings:
+        table.add_row(finding.subject, f"{_MARKS[finding.level]}  {escape(finding.text)}")
+    console.print(table)
+
+
+def _machine_table(machine: MachineSurvey) -> Table:
+    table = _table("this machine")
+    table.add_row("processor", f"{machine.cpu_name}, {len(machine.cores)} logical cores usable")
+    table.add_row("features", " ".join(machine.cpu_features) or "none that matter here")
+    for node in machine.numa_nodes:
+        text = f"{len(node.cores)} cores, {_gb(node.free_bytes)} of {_gb(node.total_bytes)} free"
+        table.add_row(f"NUMA node {node.node_id}", text)
+    table.add_row("memory", f"{_gb(machine.available_bytes)} available")
+    if machine.read_gb_per_s is not None:
+        table.add_row("memory read", f"{machine.read_gb_per_s:.1f} GB/s by all cores")
+    for gpu in machine.gpus:
+        text = f"{gpu.name}, {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} free"
+        table.add_row(f"GPU {gpu.device_id}", text)
+    if not machine.gpus:
+        table.add_row("GPU", f"none: {machine.no_gpu_reason}")
+    return table
+
+
+def _need_table(machine: MachineSurvey, need: MemoryNeed) -> Table:
+    table = _table("the model in memory")
+    for name, num_bytes in asdict(need).items():
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(num_bytes))
+    table.add_row("all", f"{_gb(need.total_bytes)}, {_gb(machine.available_bytes)} available")
+    return table
+
+
+def _table(title: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

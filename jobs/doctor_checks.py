@@ -1,0 +1,118 @@
+"""What `hotcold doctor` finds wrong, or right, with a machine: one Finding a question."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from placement.memory import MemoryNeed
+from placement.survey import MachineSurvey
+
+Level = Literal["ok", "note", "problem"]
+_NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
+_NICENESS_VARIABLE = "RAY_worker_niceness"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer. A problem's text says what to do."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
+    """Yield the findings that need no model."""
+    yield _versions()
+    yield _processor(machine)
+    yield _gpus(machine)
+    yield _nodes(machine)
+    yield _huge_pages(machine)
+    yield _shared_memory(machine)
+    yield _niceness()
+
+
+def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:
+    """Say whether the model's parts fit in the memory that is available."""
+    spare_bytes = machine.available_bytes - need.total_bytes
+    if spare_bytes >= 0:
+        return Finding("ok", "model", f"fits, {spare_bytes / 1e9:.2f} GB to spare")
+    text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or give a smaller --context"
+    if need.total_bytes - need.kv_cache_bytes > machine.available_bytes:
+        text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or take a smaller model"
+    return Finding("problem", "model", text)
+
+
+def _versions() -> Finding:
+    found, missing = [f"Python {platform.python_version()}"], []
+    for package in ("ray", "torch", "numba"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        text = f"{', '.join(missing)} not installed: pip install -e ."
+        return Finding("problem", "software", text)
+    return Finding("ok", "software", ", ".join(found))
+
+
+def _processor(machine: MachineSurvey) -> Finding:
+    features = set(machine.cpu_features)
+    if platform.machine() == "x86_64" and not {"avx2", "fma", "f16c"} <= features:
+        return Finding("problem", "processor", "no AVX2 with FMA and F16C: kernels will be slow")
+    if "avx512f" not in features:
+        return Finding("note", "processor", "no AVX-512: kernels use 256-bit vectors")
+    return Finding("ok", "processor", "AVX-512")
+
+
+def _gpus(machine: MachineSurvey) -> Finding:
+    if not machine.gpus:
+        text = f"{machine.no_gpu_reason}; the CPU computes every neuron"
+        level: Level = "note" if "no NVIDIA driver" in text else "problem"
+        return Finding(level, "GPU", text)
+    return Finding("ok", "GPU", ", ".join(gpu.name for gpu in machine.gpus))
+
+
+def _nodes(machine: MachineSurvey) -> Finding:
+    used = machine.usable_nodes
+    if len(used) < 2:
+        return Finding("ok", "NUMA", "one node")
+    empty = [str(node.node_id) for node in used if not node.total_bytes]
+    if empty:
+        text = f"nodes {', '.join(empty)} have cores but no memory: their reads cross nodes"
+        return Finding("problem", "NUMA", text)
+    return Finding("ok", "NUMA", f"{len(used)} nodes, one CPU actor for each")
+
+
+def _huge_pages(machine: MachineSurvey) -> Finding:
+    if machine.huge_pages in ("always", "madvise"):
+        return Finding("ok", "huge pages", machine.huge_pages)
+    text = "transparent huge pages are off; where allowed, weights are read faster"
+    return Finding("note", "huge pages", text)
+
+
+def _shared_memory(machine: MachineSurvey) -> Finding:
+    free, needed = machine.shared_memory_free_bytes, _NEEDED_SHARED_BYTES
+    text = f"{free / 1e9:.1f} GB free in /dev/shm, {needed / 1e9:.2f} needed"
+    if free < needed:
+        return Finding("problem", "shared memory", f"{text}: in a container give --shm-size=1g")
+    return Finding("ok", "shared memory", text)
+
+
+def _niceness() -> Finding:
+    own, workers = os.nice(0), os.environ.get(_NICENESS_VARIABLE)
+    if own > 0:
+        text = f"this shell runs at niceness {own}, and so will everything started from it"
+        return Finding("problem", "niceness", text)
+    if workers not in (None, "0"):
+        text = f"{_NICENESS_VARIABLE}={workers} slows Ray's workers: set it to 0"
+        return Finding("problem", "niceness", text)
+    if workers is None:
+        text = f"set {_NICENESS_VARIABLE}=0 before a `ray start` of your own; Ray's default is 15"
+        return Finding("note", "niceness", text)
+    return Finding("ok", "niceness", f"{_NICENESS_VARIABLE}=0")

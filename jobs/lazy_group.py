@@ -1,0 +1,83 @@
+"""A click group whose commands are imported when one is named, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+
+
+@dataclass
+class Invocation:
+    """What one run of the command line was asked for, wherever on the line it stood."""
+
+    debug: bool = False
+
+
+class LazyCommand(NamedTuple):
+    """Where a command lives, and the line that the group's help shows for it."""
+
+    target: str  # "module:attribute"
+    short_help: str
+
+
+class LazyGroup(click.Group):
+    """A group over a table of LazyCommand; every command that it loads also takes `--debug`."""
+
+    def __init__(self, *args: Any, lazy_commands: dict[str, LazyCommand], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy_commands = lazy_commands
+        add_debug_option(self)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(self.lazy_commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command, or None where there is no such name."""
+        entry = self.lazy_commands.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        add_debug_option(command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that `args` starts with; an unknown one is told its nearest names."""
+        if not args[0].startswith("-") and args[0] not in self.lazy_commands:
+            raise click.exceptions.NoSuchCommand(
+                args[0], possibilities=self.list_commands(ctx), ctx=ctx
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, e.short_help) for name, e in self.lazy_commands.items()])
+
+
+def add_debug_option(command: click.Command) -> None:
+    """Let `--debug` be given at `command` and at everything below it."""
+    if not any("--debug" in param.opts for param in command.params):
+        option = click.Option(
+            ["--debug"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_remember_debug,
+            help="Show the traceback of an error.",
+        )
+        command.params.append(option)
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            add_debug_option(below)
+
+
+def _remember_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.ensure_object(Invocation).debug = True

@@ -1,0 +1,35 @@
+"""Starting a system with a progress bar."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from actors.messages import LoadProgress, SystemConfig
+from actors.system import System
+from jobs.console import stderr_console
+
+
+@contextmanager
+def running_system(
+    system: SystemConfig, *, name: str | None = None, detached: bool = False
+) -> Iterator[System]:
+    """A started system, stopped at the end; loading is shown on standard error.
+
+    Errors:  HotcoldError
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr_console(), transient=True) as bar:
+        task = bar.add_task("starting Ray", total=None)
+
+        def show(progress: LoadProgress) -> None:
+            bar.update(
+                task,
+                description=progress.stage,
+                completed=min(progress.loaded_bytes, progress.total_bytes),
+                total=progress.total_bytes,
+            )
+
+        running = System.start(system, on_progress=show, name=name, detached=detached)
+    with running:
+        yield running

@@ -1,0 +1,106 @@
+"""Options that several commands share."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actors.messages import EXCHANGES, MODES
+from actors.preflight import SystemOptions
+from model.sampling import SamplingParams
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 8GiB (binary), 8GB (decimal) or a number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """The number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if not match:
+            self.fail(f"{value!r} is no size; write it like 8GiB", param, ctx)
+        unit = (match[2] or "").lower()
+        base = 1024 if unit.endswith("i") else 1000
+        return int(float(match[1]) * base ** _POWERS[unit[:1]])
+
+
+class TokenIds(click.ParamType[list[int]]):
+    """Token ids with commas between them."""
+
+    name = "ids"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        """The list of ids; they are checked against the vocabulary later."""
+        if isinstance(value, list):
+            return value
+        try:
+            return [int(part) for part in value.split(",") if part.strip()]
+        except ValueError:
+            self.fail(f"{value!r} is no list of token ids; write it like 1,2,3", param, ctx)
+
+
+_SYSTEM = [
+    click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all, or up "
+                 "and down only where the gate fired (the same tokens)."),
+    click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
+                 "cold neurons; one a NUMA node without it."),
+    click.option("--context", "context_length", type=int, help="Positions in the KV cache."),
+    click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
+    click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB."),
+    click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB."),
+    click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
+                 help="How the driver asks services: doorbells in shared memory, or actor calls."),
+]  # fmt: skip
+
+_SAMPLING = [
+    click.option("--max-tokens", type=int, help="Longest answer."),
+    click.option("--temperature", type=float, help="0 takes the likeliest token every time."),
+    click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
+    click.option("--top-p", type=float, help="Choose among those that hold so much probability."),
+    click.option("--min-p", type=float, help="Leave out those so much less likely than the first."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end token."),
+]
+
+
+def system_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `SystemOptions`."""
+    return _with(_SYSTEM, command)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `SamplingParams`."""
+    return _with(_SAMPLING, command)
+
+
+def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def split_system_options(values: dict[str, Any]) -> SystemOptions:
+    """Take `SystemOptions` out of a command's keyword arguments."""
+    names = SystemOptions.__dataclass_fields__
+    return SystemOptions(**{name: values.pop(name) for name in names if name in values})
+
+
+def split_sampling(path: Path, values: dict[str, Any]) -> SamplingParams:
+    """Take the sampling options out of a command's keyword arguments; the model's defaults else."""
+    given = {
+        name: value
+        for name in SamplingParams.__dataclass_fields__
+        if (value := values.pop(name, None)) not in (None, ())
+    }
+    return replace(SamplingParams.defaults(path), **given)

@@ -1,0 +1,81 @@
+"""What this machine has: processor, NUMA nodes, memory, GPUs, and how fast memory is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_kernels.device import Gpu, list_gpus
+from model.memory import available_bytes
+from placement.bandwidth import measure_read_bandwidth
+from placement.sysfs import NumaNode, read_cpu, read_huge_page_setting, read_numa_nodes
+
+_BANDWIDTH_BYTES = 2 << 30
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class MachineSurvey:
+    """One machine, as this process may use it."""
+
+    cpu_name: str
+    cpu_features: tuple[str, ...]
+    cores: tuple[int, ...]  # logical cores that this process may run on
+    numa_nodes: tuple[NumaNode, ...]
+    available_bytes: int  # without swapping, within the cgroup's limit
+    shared_memory_free_bytes: int
+    huge_pages: str  # always, madvise, never or unknown
+    gpus: tuple[Gpu, ...]
+    no_gpu_reason: str  # empty where there are GPUs
+    read_gb_per_s: float | None  # by all of `cores` together; None: not measured
+
+    @property
+    def usable_nodes(self) -> tuple[NumaNode, ...]:
+        """The NUMA nodes that have a core which this process may run on."""
+        return tuple(node for node in self.numa_nodes if set(node.cores) & set(self.cores))
+
+
+def survey(root: Path = Path("/"), *, measure: bool = True) -> MachineSurvey:
+    """Look at this machine. Measuring takes about two seconds and at most 2 GiB of memory.
+
+    `root` is where proc and sys are read from, for the parts that tests replace.
+    """
+    cpu = read_cpu(root)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    free_bytes = available_bytes()
+    gpus, no_gpu_reason = list_gpus()
+    read_gb_per_s = None
+    if measure:
+        read_gb_per_s = measure_read_bandwidth(len(cores), min(_BANDWIDTH_BYTES, free_bytes // 4))
+    return MachineSurvey(
+        cpu_name=cpu.name,
+        cpu_features=cpu.features,
+        cores=cores,
+        numa_nodes=read_numa_nodes(root),
+        available_bytes=free_bytes,
+        shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
+        huge_pages=read_huge_page_setting(root),
+        gpus=gpus,
+        no_gpu_reason=no_gpu_reason,
+        read_gb_per_s=read_gb_per_s,
+    )
+
+
+def _free_bytes(path: str) -> int:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Logical cores that this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def usable_numa_nodes() -> tuple[NumaNode, ...]:
+    """NUMA nodes that have one of `usable_cores`."""
+    cores = set(usable_cores())
+    return tuple(node for node in read_numa_nodes() if set(node.cores) & cores)

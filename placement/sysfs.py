@@ -1,0 +1,106 @@
+"""What Linux says of the processor and its NUMA nodes, read from /proc and /sys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# What kernels here can make use of, as /proc/cpuinfo spells it.
+RELEVANT_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node: its logical cores, its memory in bytes."""
+
+    node_id: int
+    cores: tuple[int, ...]
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor's name, and which of RELEVANT_FEATURES it has."""
+
+    name: str
+    features: tuple[str, ...]
+
+
+def read_cpu(root: Path = Path("/")) -> Cpu:
+    """Read proc/cpuinfo below `root`; a processor that says nothing is "unknown"."""
+    entries = _key_values(root / "proc/cpuinfo")
+    flags = set(entries.get("flags", "").split())
+    return Cpu(
+        name=entries.get("model name", "unknown"),
+        features=tuple(name for name in RELEVANT_FEATURES if name in flags),
+    )
+
+
+def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """Read sys/devices/system/node below `root`, in order; empty where there is no such folder.
+
+    Nodes without memory (as on some boards) and without cores (memory expanders) are kept.
+    """
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    nodes = [_read_node(folder) for folder in folders]
+    return tuple(sorted(nodes, key=lambda node: node.node_id))
+
+
+def read_huge_page_setting(root: Path = Path("/")) -> str:
+    """Return always, madvise or never; "unknown" where the kernel does not say."""
+    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    _, bracket, rest = text.partition("[")
+    return rest.partition("]")[0] if bracket else "unknown"
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list as Linux writes it: "0-3,8" is 0, 1, 2, 3, 8."""
+    cores: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
+
+
+def _read_node(folder: Path) -> NumaNode:
+    memory = {}
+    for line in _read(folder / "meminfo").splitlines():  # "Node 0 MemFree:  123 kB"
+        words = line.split()
+        if len(words) >= 4:
+            memory[words[2].rstrip(":")] = int(words[3]) * 1024
+    return NumaNode(
+        node_id=int(folder.name.removeprefix("node")),
+        cores=parse_core_list(_read(folder / "cpulist")),
+        total_bytes=memory.get("MemTotal", 0),
+        free_bytes=memory.get("MemFree", 0),
+    )
+
+
+def _key_values(path: Path) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for line in _read(path).splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            entries.setdefault(key.strip(), value.strip())
+    return entries
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Which cold neurons will fire for a token, and how that is learned."""

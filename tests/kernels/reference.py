@@ -1,0 +1,132 @@
+"""What every kernel package must compute, in float64 NumPy: same names, same order of arguments.
+
+Nothing is checked and nothing is fast. Where a function takes weights, they are bits of float32,
+float16 (uint16) or bfloat16 (int16), widened by torch, not by the code under test.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The float64 values of weight bits."""
+    bits = np.ascontiguousarray(bits)
+    if bits.dtype == np.int16:
+        return torch.from_numpy(bits.copy()).view(torch.bfloat16).to(torch.float64).numpy()
+    return bits.view(np.float16 if bits.dtype == np.uint16 else bits.dtype).astype(np.float64)
+
+
+def narrowed(values: np.ndarray, dtype: type) -> np.ndarray:
+    """Values as weight bits of `dtype`, rounded by torch."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    if dtype is np.int16:
+        return tensor.to(torch.bfloat16).view(torch.int16).numpy().copy()
+    if dtype is np.uint16:
+        return tensor.to(torch.float16).numpy().view(np.uint16).copy()
+    return tensor.numpy().copy()
+
+
+def rows_times_vectors(
+    weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """out[t, n] = weights[n] . x[t] + bias[n]."""
+    out = x.astype(np.float64) @ widened(weights).T
+    return out if bias is None else out + bias
+
+
+def activate(values: np.ndarray, activation_fn: str) -> np.ndarray:
+    """relu, silu or gelu by erf."""
+    if activation_fn == "relu":
+        return np.maximum(values, 0)
+    if activation_fn == "silu":
+        return values / (1 + np.exp(-values))
+    return 0.5 * values * (1 + np.vectorize(math.erf, otypes=[float])(values / math.sqrt(2)))
+
+
+def sparse_ffn(
+    gate: np.ndarray,
+    up: np.ndarray | None,
+    down: np.ndarray,
+    x: np.ndarray,
+    ids: np.ndarray | None = None,
+    *,
+    gate_bias: np.ndarray | None = None,
+    up_bias: np.ndarray | None = None,
+    activation_fn: str = "relu",
+    skip_silent: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The output over `ids`, and those of them whose gate is not zero for some token."""
+    ids = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
+    h = rows_times_vectors(gate, x, gate_bias)[:, ids]
+    h = activate(h, activation_fn)
+    fired = ids[(h != 0).any(axis=0)] if skip_silent else ids
+    if up is not None:
+        h = h * rows_times_vectors(up, x, up_bias)[:, ids]
+    return h @ widened(down)[ids], fired
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + epsilon) * weight."""
+    x = x.astype(np.float64)
+    return x / np.sqrt((x**2).mean() + epsilon) * weight
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
+) -> np.ndarray:
+    """(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias."""
+    x = x.astype(np.float64)
+    out = (x - x.mean()) / np.sqrt(x.var() + epsilon) * weight
+    return out if bias is None else out + bias
+
+
+def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarray:
+    """Cosines and sines (P, 2, half) of the angles p * f[i]."""
+    angles = np.arange(num_positions)[:, None] * inverse_frequencies.astype(np.float64)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    """Each pair (i, half + i) of a head as a complex number, turned by its angle."""
+    half = heads.shape[1] // 2
+    pairs = heads[:, :half].astype(np.float64) + 1j * heads[:, half:]
+    turned = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
+    return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def decode_attention(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, length: int
+) -> np.ndarray:
+    """softmax(keys . query / sqrt(head_dim)) . values, each key-value head for a group of queries."""
+    group = queries.shape[0] // keys.shape[0]
+    k = np.repeat(widened(keys[:, :length]), group, axis=0)
+    v = np.repeat(widened(values[:, :length]), group, axis=0)
+    scores = np.einsum("hpd,hd->hp", k, queries.astype(np.float64)) / math.sqrt(queries.shape[1])
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return np.einsum("hp,hpd->hd", shares, v)
+
+
+def to_bfloat16(weights: np.ndarray) -> np.ndarray:
+    """Weights as the nearest bfloat16's bits."""
+    return narrowed(widened(weights).astype(np.float32), np.int16)
+
+
+def sample_shares(
+    logits: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """The probability with which `sample` must choose each id."""
+    shares = np.zeros(logits.size)
+    if temperature == 0:
+        shares[int(np.argmax(logits))] = 1
+        return shares
+    order = np.argsort(-logits.astype(np.float64), kind="stable")[: top_k or logits.size]
+    weights = np.exp((logits[order].astype(np.float64) - logits.max()) / temperature)
+    before = np.concatenate([[0], np.cumsum(weights)[:-1]]) / weights.sum()
+    kept = order[(before < top_p) & (weights >= min_p)]
+    shares[kept] = weights[: kept.size]
+    return shares / shares.sum()

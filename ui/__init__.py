@@ -1,0 +1,1 @@
+"""Faces: chat page, neuron map, HTTP API."""
