@@ -1,12 +1,13 @@
 """The arena: one zeroed piece of shared memory that holds everything that crosses a service.
 
 The driver puts it into Ray's object store once; every actor of the host maps the same pages. What
-`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the wires are
-views made from its address.
+`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the wires
+are views made from its address.
 """
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,8 @@ class ArenaLayout:
         views = {}
         for name, kind, shape in self._parts():
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
-            memory = (ctypes.c_uint8 * num_bytes).from_address(address + at)
-            memory.owner = arena  # type: ignore[attr-defined]
+            memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address + at)
+            memory.owner = arena
             views[name] = np.frombuffer(memory, kind).reshape(shape)
             at += _padded(kind, shape)
         return Wires(**views)

@@ -1,7 +1,7 @@
 """The exchange over ordinary actor calls: for services that share no memory with the driver.
 
-The driver's wires are then private arrays. What a request reads travels with the call, what it wrote
-comes back as an object in Ray's store; the service answers it through an arena of its own.
+The driver's wires are then private arrays. What a request reads travels with the call, what it
+wrote comes back as an object in Ray's store; the service answers it through an arena of its own.
 """
 
 import time
@@ -101,9 +101,7 @@ class CallExchange:
     def ask(self, services: Sequence[int]) -> int:
         """Call all, wait for all. See `Exchange.ask`."""
         started = time.monotonic_ns()
-        refs = {
-            self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services
-        }
+        refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)

@@ -66,7 +66,7 @@ class Driver:
             try:
                 if self._broken is not None:
                     raise self._broken
-                for event in self.generator.run(request, lambda: self._is_cancelled(request)):
+                for event in self.generator.run(request, self._cancelled):
                     events.put(event)
             except ServiceError as error:
                 self._broken = error
@@ -74,6 +74,3 @@ class Driver:
             except Exception as error:
                 events.put(error)
             self._cancelled.discard(request.request_id)
-
-    def _is_cancelled(self, request: GenerateRequest) -> bool:
-        return request.request_id in self._cancelled

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from actors.call_exchange import CallExchange
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import service_error
-from actors.messages import GenerateRequest, LoadProgress, SystemConfig, TokenEvent
-from actors.service_host import ServiceSpec
+from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
 from model.config import ModelConfig

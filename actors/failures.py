@@ -8,7 +8,7 @@ from model.errors import HotcoldError, ServiceError
 def service_error(name: str, error: BaseException) -> HotcoldError:
     """The error to raise when an actor call to `name` ended with `error`.
 
-    What the service itself raised for the user (a bad checkpoint, no memory) comes through as it was.
+    What the service itself raised for the user (a bad checkpoint, no memory) comes as it was.
     """
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause

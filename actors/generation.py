@@ -1,7 +1,7 @@
 """One request, from prompt to last token, on an engine."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,9 @@ from numba_kernels.sampling import sample
 class Generator:
     """Turns requests into tokens, one request at a time."""
 
-    def __init__(self, path: Path, config: ModelConfig, engine: Engine, context_length: int) -> None:
+    def __init__(
+        self, path: Path, config: ModelConfig, engine: Engine, context_length: int
+    ) -> None:
         """Tokenizer, chat template and eos ids come from the model's directory `path`."""
         self.config = config
         self.engine = engine
@@ -32,10 +34,12 @@ class Generator:
         for top_k in (0, 1, 2):
             sample(np.nan_to_num(logits), temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
 
-    def run(
-        self, request: GenerateRequest, cancelled: Callable[[], bool] = lambda: False
-    ) -> Iterator[TokenEvent]:
-        """Events of new text; the last one carries the result. Errors: PromptError, ServiceError."""
+    def run(self, request: GenerateRequest, cancelled: Container[str] = ()) -> Iterator[TokenEvent]:
+        """Events of new text; the last one carries the result.
+
+        It ends within a token when the request's id is among `cancelled`.
+        Errors:  PromptError, ServiceError
+        """
         ids = self.prompts.ids(request)
         self.engine.times.reset()
         started = time.monotonic()
@@ -45,7 +49,7 @@ class Generator:
         run = _Run(self, request.sampling, ids)
         while True:
             text = run.accept(logits)
-            if run.finish_reason or cancelled():
+            if run.finish_reason or request.request_id in cancelled:
                 break
             if text:
                 yield TokenEvent(text)

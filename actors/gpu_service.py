@@ -4,13 +4,13 @@ On a host without a GPU the same service runs with device="cpu", by compiled loo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from actors.arena import ArenaLayout
 from actors.matrix_products import MatrixProducts
+from actors.messages import CacheSpec
 from actors.service import Service
 from actors.torch_attention import dense_attention, dense_head
 from model.checkpoint import Checkpoint
@@ -33,20 +33,16 @@ from numba_kernels.serve_attention import (
 KERNEL_TOKENS = 8  # requests of more tokens are matrix products
 
 
-@dataclass(frozen=True)
-class CacheSpec:
-    """The KV cache: how many sequences, of how many positions, in which format."""
-
-    num_slots: int
-    num_positions: int
-    dtype: str  # "float32" or "float16"
-
-
 class GpuService(Service):
     """Computes attention and head for every token of a step."""
 
     def __init__(
-        self, name: str, index: int, num_threads: int, shape: AttentionShape, arrays: AttentionArrays
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        shape: AttentionShape,
+        arrays: AttentionArrays,
     ) -> None:
         """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint."""
         super().__init__(name, index, num_threads)

@@ -7,8 +7,8 @@ from typing import Any
 import ray
 
 from actors.driver_host import DriverHost
-from actors.messages import SystemConfig
-from actors.service_host import ServiceHost, ServiceSpec
+from actors.messages import ServiceSpec, SystemConfig
+from actors.service_host import ServiceHost
 
 NAMESPACE = "hotcold"
 _LEAST_OBJECT_STORE_BYTES = 80 << 20

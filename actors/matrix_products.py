@@ -1,8 +1,8 @@
 """Matrix products of prefill by torch, over weights that stay bits of their checkpoint's format.
 
-float32 weights multiply as they are. 16-bit ones go block by block through a small buffer that stays
-in the cache: as bfloat16 where the CPU multiplies that natively (several times as fast as float32;
-docs/lab_log.md has the figures), else as float32.
+float32 weights multiply as they are. 16-bit ones go block by block through a small buffer that
+stays in the cache: as bfloat16 where the CPU multiplies that natively (several times as fast as
+float32; docs/lab_log.md has the figures), else as float32.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,9 @@ import torch
 from numba_kernels.convert import bfloat16_kernel
 from numba_kernels.rows import share
 
-_BLOCK_BYTES = 4 << 20  # of converted weights; both cores' second-level caches and some of the third
+_BLOCK_BYTES = (
+    4 << 20
+)  # of converted weights; both cores' second-level caches and some of the third
 
 
 def as_tensor(bits: np.ndarray) -> torch.Tensor:

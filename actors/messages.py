@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from model.sampling import SamplingParams
 
 MODES = ("dense", "exact")
@@ -21,6 +23,27 @@ class SystemConfig:
     kv_dtype: str = "float16"
     prefill_chunk: int = 256
     exchange: str = "arena"
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The KV cache: how many sequences, of how many positions, in which format."""
+
+    num_slots: int
+    num_positions: int
+    dtype: str  # "float32" or "float16"
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service: service 0 holds attention and head, the others neurons."""
+
+    name: str
+    index: int
+    num_threads: int
+    model_path: str
+    cache: CacheSpec | None = None
+    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Service(ABC):
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
         """As the watch of its own exchange: a service that runs this is alive."""
+        return None
 
     def explain(self, service: int) -> str:
         """The last error's last line, with the service's name."""

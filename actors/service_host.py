@@ -3,32 +3,17 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
-from actors.cpu_service import load_cpu_service
-from actors.gpu_service import CacheSpec, load_gpu_service
+from actors.messages import ServiceSpec
 from actors.service import Service
 from model.config import ModelConfig
 from model.errors import ServiceError
-
-
-@dataclass(frozen=True)
-class ServiceSpec:
-    """One service: service 0 holds attention and head, the others neurons."""
-
-    name: str
-    index: int
-    num_threads: int
-    model_path: str
-    cache: CacheSpec | None = None
-    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
 
 
 class ServiceHost:
@@ -47,6 +32,10 @@ class ServiceHost:
         self._service = self._loader(config)(self._count)
 
     def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
+        # Here, because they import torch: a second that only services need to spend.
+        from actors.cpu_service import load_cpu_service
+        from actors.gpu_service import load_gpu_service
+
         spec, path = self.spec, Path(self.spec.model_path)
         if spec.cache is not None:
             cache = spec.cache

@@ -3,9 +3,7 @@
 import numpy as np
 
 from actors.arena import ArenaLayout
-from actors.gpu_service import CacheSpec
-from actors.messages import SystemConfig
-from actors.service_host import ServiceSpec
+from actors.messages import CacheSpec, ServiceSpec, SystemConfig
 from model.config import ModelConfig
 
 MAX_LOGITS = 32

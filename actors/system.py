@@ -43,10 +43,11 @@ class System:
         owns_ray = not ray.is_initialized()
         if owns_ray:
             config = ModelConfig.from_directory(system.model_path)
-            start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
-        handle = cls(
-            spawn_driver(system, name, detached), owned=not detached, owns_ray=owns_ray
-        )
+            try:
+                start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
+            except Exception as error:  # Ray raises many kinds, none of them its own
+                raise ServiceError(f"Ray could not be started: {error}") from error
+        handle = cls(spawn_driver(system, name, detached), owned=not detached, owns_ray=owns_ray)
         try:
             handle._await_load(on_progress)
         except BaseException:

@@ -32,9 +32,7 @@ def _layer_input(
 ) -> torch.Tensor:
     x = torch.from_numpy(hidden)
     if shape.order == POST_NORM and layer > 0:
-        return _norm(
-            shape, x, arrays.ffn_norm_weight[layer - 1], arrays.ffn_norm_bias[layer - 1]
-        )
+        return _norm(shape, x, arrays.ffn_norm_weight[layer - 1], arrays.ffn_norm_bias[layer - 1])
     return x
 
 

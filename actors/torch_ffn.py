@@ -1,4 +1,4 @@
-"""The FFN of many tokens (prefill): dense matrix products, for few neurons stay silent throughout."""
+"""The FFN of many tokens (prefill): dense products, for few neurons stay silent throughout."""
 
 import numpy as np
 import torch

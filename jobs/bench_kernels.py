@@ -151,4 +151,3 @@ class _Bench:
 def _rate(timing: tuple[float, int]) -> float:
     seconds, num_bytes = timing
     return num_bytes / seconds / 1e9
-

@@ -57,7 +57,7 @@ _SYSTEM = [
     click.option("--context", "context_length", type=int, help="Positions in the KV cache."),
     click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
     click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB."),
-    click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB."),
+    click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
     click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
 
-The cache of a layer is (slots, kv_heads, positions, head_dim); a slot is one sequence. Its pages are
-the operating system's: memory is taken as positions are first written, up to the context length.
+The cache of a layer is (slots, kv_heads, positions, head_dim); a slot is one sequence. Its pages
+are the operating system's: memory is taken as positions are first written, up to the context.
 Items are float32 or float16 (bits in uint16).
 """
 
@@ -136,7 +136,10 @@ def decode_attention(
     require(keys.dtype == values.dtype, "keys and values must have one dtype")
     require(keys.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
     require(queries.shape[1] == keys.shape[2], "head_dim differs between queries and cache")
-    require(queries.shape[0] % keys.shape[0] == 0, "heads must be a multiple of kv heads")
+    require(
+        keys.shape[0] > 0 and queries.shape[0] % keys.shape[0] == 0,
+        "heads must be a multiple of kv heads",
+    )
     require(0 < length <= keys.shape[1], f"length must lie in 1..{keys.shape[1]}")
     queries = float_array("queries", queries, queries.shape)
     keys, values = np.require(keys, None, ["A", "C"]), np.require(values, None, ["A", "C"])

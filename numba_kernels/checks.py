@@ -19,8 +19,9 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(
-        array.dtype.type in WEIGHT_DTYPES,
-        f"{name} must be float32, uint16 (float16 bits) or int16 (bfloat16 bits), not {array.dtype}",
+        array.dtype in WEIGHT_DTYPES,
+        f"{name} must be float32, uint16 (float16 bits) or int16 (bfloat16 bits), "
+        f"not {array.dtype}",
     )
     if columns is not None:
         require(

@@ -50,7 +50,7 @@ def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):
 
 @njit(nogil=True, cache=True)
 def _listed_gates(gate, ids, x, candidate, last, gates, column):
-    """Products of four listed rows into columns `column`.. of gates; the next four are prefetched."""
+    """Products of four listed rows into columns of gates; the next four are prefetched."""
     n0, n1, n2, n3 = ids[candidate], ids[candidate + 1], ids[candidate + 2], ids[candidate + 3]
     for ahead in range(candidate + 4, min(candidate + 8, last)):
         prefetch_row(gate, ids[ahead])
@@ -175,9 +175,9 @@ def sparse_ffn(
     up_biases = optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0)
     code = activation_code(activation_fn)
     out = np.zeros((x.shape[0], width), np.float32)
-    if ids is not None and not ids.size:
-        return out, row_ids("ids", ids, num_neurons)
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
+    if x.shape[0] == 0 or (ids is not None and not ids.size):
+        return out, NO_IDS
     length = num_neurons if ids is None else candidates.size
     fired_ids = np.empty(length, np.int32)
     gates = np.empty((x.shape[0], length + 4), np.float32)

@@ -2,8 +2,8 @@
 
 Each service has five doorbell cells and one row of request words and one of reply words. To ask:
 write the request words, then ring REQUEST with the next number. To answer: every thread of the
-service does its part; the last to arrive writes the reply and rings DONE with that number. A request
-changes nothing that it reads, so asking again gives the same answer.
+service does its part; the last to arrive writes the reply and rings DONE with that number. A
+request changes nothing that it reads, so asking again gives the same answer.
 """
 
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def ask_all(words, services, number, timeout_ns):
 
 @njit(nogil=True, cache=True)
 def await_all(words, services, first, number, timeout_ns):
-    """Wait for services[first:] in order; returns the index of one that timed out, or their number."""
+    """Wait for services[first:] in order; the index of one that timed out, or their number."""
     for i in range(first, services.shape[0]):
         if not await_done(words, services[i], number, timeout_ns):
             return i

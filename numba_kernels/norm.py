@@ -79,7 +79,5 @@ def layer_norm(
     x = float_array("x", x, (x.size,))
     weight = float_array("weight", weight, x.shape)
     out = np.empty_like(x)
-    layer_norm_kernel(
-        x, weight, optional_floats("bias", bias, x.size), np.float32(epsilon), out
-    )
+    layer_norm_kernel(x, weight, optional_floats("bias", bias, x.size), np.float32(epsilon), out)
     return out

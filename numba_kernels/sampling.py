@@ -91,7 +91,7 @@ def _total(logits, best, temperature):
 def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):
     """One token id; see `sample`. Checks nothing; -1 if a logit is NaN."""
     best = argmax_kernel(logits)
-    if best < 0 or temperature == 0.0 or top_k == 1:
+    if best < 0 or temperature == 0.0 or top_k == 1 or logits[best] == np.inf:
         return best
     size = logits.shape[0]
     if 0 < top_k < size:

@@ -19,8 +19,8 @@ from numba_kernels.mailbox import (
     BARRIER_GENERATION,
     FIRST_LOGIT,
     HEAD,
-    LAYER,
     IDLE_NS,
+    LAYER,
     NUM_TOKENS,
     OPERATION,
     PING,
@@ -164,7 +164,9 @@ def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
     x = wires.ffn_input[t]
     if shape.order == POST_NORM:
         kind, epsilon = shape.norm_kind, shape.norm_epsilon
-        norm_kernel(kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x)
+        norm_kernel(
+            kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
+        )
         wires.mixed[t] = x
     elif shape.order == SEQUENTIAL:
         norm_kernel(shape.norm_kind, wires.mixed[t], weight, bias, shape.norm_epsilon, x)
@@ -199,7 +201,7 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
 
 @njit(nogil=True, cache=True)
 def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
-    """logits[t - FIRST_LOGIT] = head . norm(hidden[t]) for tokens from FIRST_LOGIT on; no checks."""
+    """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
     begin, end = wires.requests[service, FIRST_LOGIT], wires.requests[service, NUM_TOKENS]
     count = end - begin
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
@@ -217,7 +219,9 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
         rows_kernel(arrays.project_out, arrays.final_norm_weight[:0], normed, vectors, first, last)
         _meet(wires.words, service, num_threads)
     first, last = share(arrays.head.shape[0], thread, num_threads, 4)
-    rows_kernel(arrays.head, arrays.final_norm_weight[:0], vectors, wires.logits[:count], first, last)
+    rows_kernel(
+        arrays.head, arrays.final_norm_weight[:0], vectors, wires.logits[:count], first, last
+    )
 
 
 @njit(nogil=True, cache=True)

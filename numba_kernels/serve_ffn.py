@@ -11,8 +11,8 @@ from numba_kernels.mailbox import (
     BARRIER_COUNT,
     BARRIER_GENERATION,
     FFN,
-    LAYER,
     IDLE_NS,
+    LAYER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -85,8 +85,17 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     up_bias = _slice(arrays.up_bias, first, last)
     up_down_kernel(up, up_bias, down, fired_ids, num_fired, gates, x, sums)
     scratch.counts[thread] = num_fired
-    barrier(wires.words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
-    _reduce(thread, num_threads, wires.partials[service], scratch.sums, arrays.down_bias[layer], num_tokens)
+    barrier(
+        wires.words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads
+    )
+    _reduce(
+        thread,
+        num_threads,
+        wires.partials[service],
+        scratch.sums,
+        arrays.down_bias[layer],
+        num_tokens,
+    )
     if thread == 0:
         wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
 

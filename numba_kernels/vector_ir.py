@@ -69,7 +69,9 @@ def _sum_lanes(builder: Any, vector: Any) -> Any:
     while width > 1:
         half = width // 2
         kind = ir.VectorType(_i32, half)
-        low = builder.shuffle_vector(vector, vector, ir.Constant(kind, [_i32(i) for i in range(half)]))
+        low = builder.shuffle_vector(
+            vector, vector, ir.Constant(kind, [_i32(i) for i in range(half)])
+        )
         high = builder.shuffle_vector(
             vector, vector, ir.Constant(kind, [_i32(half + i) for i in range(half)])
         )
@@ -266,7 +268,7 @@ def add_scaled1(typingctx, out, weights, row, scale):
 
 @intrinsic
 def prefetch_row(typingctx, weights, row):
-    """Ask for the first lines of each 4 KiB page of weights[row], so that a jump there costs less."""
+    """Ask for the first lines of each 4 KiB page of weights[row]: a jump there then costs less."""
     signature = types.void(weights, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -43,7 +43,8 @@ def activate(values: np.ndarray, activation_fn: str) -> np.ndarray:
     if activation_fn == "relu":
         return np.maximum(values, 0)
     if activation_fn == "silu":
-        return values / (1 + np.exp(-values))
+        with np.errstate(over="ignore"):
+            return values / (1 + np.exp(-values))
     return 0.5 * values * (1 + np.vectorize(math.erf, otypes=[float])(values / math.sqrt(2)))
 
 

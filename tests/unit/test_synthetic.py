@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ TINY: dict[str, dict[str, Any]] = {
 }
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
 GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Such small products gain nothing from threads, and lose much where cores are shared."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,0 +1,211 @@
+"""Doorbells, barriers and mailboxes: between threads, and between processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
+
+import numpy as np
+import pytest
+
+from numba_kernels.doorbell import WORDS_A_CELL, barrier, clock_ns, ring, wait_change
+from numba_kernels.mailbox import (
+    ARRIVED,
+    CELLS_A_SERVICE,
+    DONE,
+    NUM_REPLY_WORDS,
+    REQUEST,
+    arrive,
+    ask_all,
+    await_all,
+    await_done,
+    cell,
+    post,
+)
+
+SECOND = 1_000_000_000
+LONG = 120 * SECOND  # longer than any pause of the whole process in a test
+
+
+def new_words(num_cells: int) -> np.ndarray:
+    return np.zeros(num_cells * WORDS_A_CELL, np.int32)
+
+
+@contextmanager
+def threads(*targets: Callable[[], None]) -> Iterator[None]:
+    """Run the targets beside the block; all must then end, and none may fail."""
+    failures: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as failure:
+            failures.append(failure)
+
+    running = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in targets]
+    for thread in running:
+        thread.start()
+    yield
+    for thread in running:
+        thread.join(150)
+    assert not any(thread.is_alive() for thread in running)
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("spins", [0, 100])
+def test_rounds_between_threads_keep_their_order(spins: int) -> None:
+    words, payload, rounds = new_words(2), np.zeros(2, np.int64), 3000
+
+    def echo() -> None:
+        for number in range(1, rounds + 1):
+            assert wait_change(words, 0, np.int32(number - 1), spins, LONG) == number
+            payload[1] = payload[0] * 3
+            ring(words, 1, np.int32(number))
+
+    with threads(echo):
+        for number in range(1, rounds + 1):
+            payload[0] = number
+            ring(words, 0, np.int32(number))
+            assert wait_change(words, 1, np.int32(number - 1), spins, LONG) == number
+            assert payload[1] == 3 * number
+
+
+def test_wait_ends_at_its_timeout() -> None:
+    words = new_words(1)
+    words[0] = 7
+    for spins in (0, 100):
+        started = clock_ns()
+        assert wait_change(words, 0, np.int32(7), spins, SECOND // 20) == 7
+        assert clock_ns() - started >= SECOND // 20
+    assert wait_change(words, 0, np.int32(7), 0, 0) == 7
+    assert wait_change(words, 0, np.int32(6), 0, 0) == 7
+
+
+def test_every_waiter_is_woken() -> None:
+    words, woken = new_words(1), []
+
+    def wait() -> None:
+        woken.append(int(wait_change(words, 0, np.int32(0), 0, LONG)))
+
+    with threads(wait, wait, wait, wait):
+        time.sleep(0.1)
+        assert not woken
+        ring(words, 0, np.int32(5))
+    assert woken == [5] * 4
+
+
+def test_a_waiting_thread_uses_no_processor() -> None:
+    words = new_words(1)
+    with threads(lambda: wait_change(words, 0, np.int32(0), 100, LONG)):
+        time.sleep(0.05)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.05
+        ring(words, 0, np.int32(1))
+
+
+def test_other_cells_do_not_wake() -> None:
+    words = new_words(3)
+    with threads(lambda: ring(words, 0, np.int32(1)), lambda: ring(words, 2, np.int32(1))):
+        assert wait_change(words, 1, np.int32(0), 10, SECOND // 10) == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+def test_barrier(num_threads: int) -> None:
+    words, rounds = new_words(2), 2000
+    came = np.zeros(num_threads, np.int64)
+
+    def run(thread: int) -> None:
+        for number in range(1, rounds + 1):
+            came[thread] = number
+            barrier(words, 0, 1, num_threads)
+            assert came.min() >= number  # all have come
+            assert came.max() <= number + 1  # none has passed the next one
+
+    with threads(*[lambda i=i: run(i) for i in range(num_threads)]):  # type: ignore[misc]
+        pass
+    assert came.tolist() == [rounds] * num_threads
+    assert words[0] == 0
+    assert words[WORDS_A_CELL] == (rounds if num_threads > 1 else 0)
+
+
+def serve(words: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int) -> None:
+    """One thread of a service that answers up to request `last`."""
+    seen = 0
+    while seen < last:
+        number = wait_change(words, cell(service, REQUEST), np.int32(seen), 100, LONG)
+        assert number == seen + 1
+        arrive(words, replies, service, number, num_threads, clock_ns())
+        seen = number
+
+
+def test_many_requests_to_two_services_of_two_threads() -> None:
+    words, rounds = new_words(2 * CELLS_A_SERVICE), 1000
+    replies, both = np.zeros((2, NUM_REPLY_WORDS), np.int64), np.array([0, 1])
+    loops = [lambda s=s: serve(words, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
+    with threads(*loops):  # type: ignore[arg-type]
+        for number in range(1, rounds + 1):
+            assert ask_all(words, both, number, LONG) == 2
+            for service in both:
+                assert words[cell(service, DONE) * WORDS_A_CELL] == number
+                assert words[cell(service, ARRIVED) * WORDS_A_CELL] == 0
+
+
+def test_the_silent_service_is_told_and_can_be_awaited_again() -> None:
+    words, replies = new_words(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
+    services = np.array([2, 0, 1])
+    with threads(*[lambda s=s: serve(words, replies, s, 1, 1) for s in (2, 1)]):  # type: ignore[misc]
+        assert ask_all(words, services, 1, SECOND) == 1  # service 0 does not run
+    assert await_all(words, services, 1, 1, SECOND // 50) == 1
+    with threads(lambda: serve(words, replies, 0, 1, 1)):
+        assert await_all(words, services, 1, 1, LONG) == 3
+    assert await_done(words, 2, 1, 0)
+    assert not await_done(words, 2, 2, SECOND // 50)
+
+
+def test_an_answer_to_an_older_request_is_not_taken() -> None:
+    words, replies = new_words(CELLS_A_SERVICE), np.zeros((1, NUM_REPLY_WORDS), np.int64)
+    post(words, 0, 5)
+    arrive(words, replies, 0, np.int32(4), 1, clock_ns())
+    assert not await_done(words, 0, 5, SECOND // 50)
+    arrive(words, replies, 0, np.int32(5), 1, clock_ns())
+    assert await_done(words, 0, 5, 0)
+
+
+def echo_in_another_process(name: str, rounds: int) -> None:
+    """Answer `rounds` rings of cell 0 by rings of cell 1, sleeping in the futex between."""
+    memory = SharedMemory(name)
+    words = np.frombuffer(memory.buf, np.int32)
+    for number in range(1, rounds + 1):
+        if wait_change(words, 0, np.int32(number - 1), 0, LONG) != number:
+            break
+        ring(words, 1, np.int32(number))
+    del words
+    memory.close()
+
+
+def test_two_processes_wake_each_other() -> None:
+    rounds, memory = 1000, SharedMemory(create=True, size=2 * WORDS_A_CELL * 4)
+    words = np.frombuffer(memory.buf, np.int32)
+    words[:] = 0
+    child = multiprocessing.get_context("spawn").Process(
+        target=echo_in_another_process, args=(memory.name, rounds)
+    )
+    child.start()
+    try:
+        for number in range(1, rounds + 1):
+            ring(words, 0, np.int32(number))
+            assert wait_change(words, 1, np.int32(number - 1), 0, LONG) == number
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+        del words
+        memory.close()
+        memory.unlink()

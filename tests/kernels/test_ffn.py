@@ -1,0 +1,252 @@
+"""The sparse FFN against the reference, and that silent neurons really are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels import reference
+from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
+
+WIDTHS = [1, 3, 16, 17, 100]
+HEIGHTS = [1, 2, 5, 97]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call."""
+
+    gate: np.ndarray
+    up: np.ndarray | None
+    down: np.ndarray
+    x: np.ndarray
+    ids: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    activation_fn: str = "relu"
+
+    def run(self, package: Any, skip_silent: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Call the package's sparse_ffn."""
+        return package.sparse_ffn(
+            self.gate,
+            self.up,
+            self.down,
+            self.x,
+            self.ids,
+            gate_bias=self.gate_bias,
+            up_bias=self.up_bias,
+            activation_fn=self.activation_fn,
+            skip_silent=skip_silent,
+        )
+
+    def sizes(self) -> np.ndarray:
+        """Sums of the absolute values of all that is added up: what rounding is relative to."""
+        ids = slice(None) if self.ids is None else self.ids
+        gates = self._size(self.gate, self.gate_bias)[:, ids]
+        ups = 1 if self.up is None else self._size(self.up, self.up_bias)[:, ids]
+        return (gates * ups) @ np.abs(reference.widened(self.down))[ids]
+
+    def _size(self, weights: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        return np.abs(self.x) @ np.abs(reference.widened(weights)).T + np.abs(
+            0 if bias is None else bias
+        )
+
+
+def make_case(
+    kind: str, height: int, width: int, num_tokens: int = 1, *, gated: bool = True, bias: bool = False
+) -> Case:
+    seed = height * 1000 + width
+    gate, up, down = (random_bits(seed + i, BITS[kind], height, width) for i in range(3))
+    return Case(
+        gate,
+        up if gated else None,
+        down,
+        random_floats(seed + 4, num_tokens, width),
+        gate_bias=random_floats(seed + 5, height) if bias else None,
+        up_bias=random_floats(seed + 6, height) if bias and gated else None,
+    )
+
+
+def assert_right(backend: SimpleNamespace, case: Case) -> None:
+    expected, fired = case.run(reference)
+    for skip_silent in (True, False):
+        found, found_fired = case.run(backend, skip_silent)
+        assert found.dtype == np.float32 and found.shape == expected.shape
+        assert (np.abs(found - expected) <= 4e-6 * case.sizes()).all()
+        assert found_fired.dtype == np.int32
+        if skip_silent:
+            assert found_fired.tolist() == fired.tolist()
+        else:
+            all_ids = range(case.gate.shape[0]) if case.ids is None else case.ids
+            assert found_fired.tolist() == list(all_ids)
+
+
+def some_ids(height: int) -> list[np.ndarray]:
+    order = np.random.default_rng(height).permutation(height).astype(np.int32)
+    sizes = {0, 1, height // 2, height}
+    return [np.sort(order[:size]) for size in sorted(sizes)] + [order]
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("gated", [True, False], ids=["reglu", "two-matrix"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sparse_ffn(backend: SimpleNamespace, kind: str, gated: bool, width: int) -> None:
+    for height in HEIGHTS:
+        for num_tokens in (1, 3):
+            for bias in (False, True):
+                case = make_case(kind, height, width, num_tokens, gated=gated, bias=bias)
+                assert_right(backend, case)
+                for ids in some_ids(height):
+                    assert_right(backend, replace(case, ids=ids))
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_wide(backend: SimpleNamespace, kind: str) -> None:
+    case = make_case(kind, 41, 4096)
+    assert_right(backend, case)
+    assert_right(backend, replace(case, ids=np.arange(1, 41, 3, dtype=np.int32)))
+
+
+@pytest.mark.parametrize("activation_fn", ["relu", "silu", "gelu"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_functions(backend: SimpleNamespace, activation_fn: str, gated: bool) -> None:
+    case = make_case("f32", 97, 17, 2, gated=gated, bias=True)
+    assert_right(backend, replace(case, activation_fn=activation_fn))
+
+
+@pytest.mark.parametrize("activation_fn", ["relu", "silu", "gelu"])
+def test_activation_far_from_zero(backend: SimpleNamespace, activation_fn: str) -> None:
+    values = np.array([-1e4, -200, -90, -20, -5, -1e-3, 0, 1e-3, 5, 20, 200, 1e4], np.float32)
+    case = Case(
+        gate=values[:, None],
+        up=None,
+        down=np.eye(values.size, dtype=np.float32)[:, :1] * 0 + 1,
+        x=np.ones((1, 1), np.float32),
+        activation_fn=activation_fn,
+    )
+    for i in range(values.size):
+        found, _ = replace(case, ids=np.array([i], np.int32)).run(backend)
+        expected = reference.activate(values[i : i + 1].astype(np.float64), activation_fn)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_silent_neurons_are_never_read_beyond_their_gate(
+    backend: SimpleNamespace, gated: bool, listed: bool
+) -> None:
+    """Their up and down rows hold NaN, which would show in the sum even when weighted by zero."""
+    case = make_case("f32", 97, 33, 2, gated=gated, bias=True)
+    ids = np.sort(np.random.default_rng(0).permutation(97)[:60]).astype(np.int32)
+    case = replace(case, ids=ids if listed else None)
+    expected, fired = case.run(reference)
+    assert 0 < fired.size < 97
+    unread = np.setdiff1d(np.arange(97), fired)
+    for matrix in (case.up, case.down):
+        if matrix is not None:
+            matrix[unread] = np.nan
+    found, found_fired = case.run(backend)
+    assert found_fired.tolist() == fired.tolist()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    if not listed:
+        assert np.isnan(case.run(backend, skip_silent=False)[0]).all()
+
+
+def test_a_neuron_silent_for_one_token_of_two_is_kept(backend: SimpleNamespace) -> None:
+    ones = np.ones((1, 1), np.float32)
+    case = Case(gate=ones, up=None, down=ones, x=np.array([[-1], [2]], np.float32))
+    out, fired = case.run(backend)
+    assert fired.tolist() == [0] and out.tolist() == [[0], [2]]
+
+
+def test_nothing_fires(backend: SimpleNamespace) -> None:
+    case = make_case("f16", 97, 16, gated=True)
+    case = replace(case, gate_bias=np.full(97, -1e6, np.float32))
+    out, fired = case.run(backend)
+    assert not fired.size and not out.any()
+
+
+def test_nan_input_is_not_swallowed(backend: SimpleNamespace) -> None:
+    case = make_case("f32", 5, 17)
+    x = case.x.copy()
+    x[0, 3] = np.nan
+    out, fired = replace(case, x=x).run(backend)
+    assert np.isnan(out).all() and fired.size == 5
+
+
+def test_no_tokens(backend: SimpleNamespace) -> None:
+    case = make_case("f32", 5, 17)
+    out, fired = replace(case, x=case.x[:0]).run(backend)
+    assert out.shape == (0, 17) and not fired.size
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_unaligned_arrays(backend: SimpleNamespace, kind: str) -> None:
+    case = make_case(kind, 13, 35, 2, bias=True)
+    arrays = {k: v for k, v in vars(case).items() if isinstance(v, np.ndarray)}
+    assert len(arrays) == 6
+    moved = replace(case, **{name: unaligned(array) for name, array in arrays.items()})
+    np.testing.assert_array_equal(moved.run(backend)[0], case.run(backend)[0])
+
+
+def test_strided_rows(backend: SimpleNamespace) -> None:
+    case = make_case("f16", 97, 35, 2)
+    assert case.up is not None
+    gate, up, down = bundled(case.gate, case.up, case.down)
+    assert not up.flags.c_contiguous
+    strided = replace(case, gate=gate, up=up, down=down)
+    assert_right(backend, strided)
+    assert_right(backend, replace(strided, ids=np.arange(0, 97, 2, dtype=np.int32)))
+
+
+_IDS_REFUSED = [
+    np.array([5], np.int32),
+    np.array([-1], np.int32),
+    np.array([0], np.int64),
+    np.array([0.0], np.float32),
+    np.array([[0]], np.int32),
+    np.empty(0, np.int64),
+]
+
+
+@pytest.mark.parametrize("ids", _IDS_REFUSED)
+def test_ids_refused(backend: SimpleNamespace, ids: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="ids"):
+        replace(make_case("f32", 5, 3), ids=ids).run(backend)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate": np.zeros((5, 4), np.float32)},
+        {"gate": np.zeros((4, 3), np.float32)},
+        {"gate": np.zeros((5, 3), np.uint16)},
+        {"gate": np.zeros(15, np.float32)},
+        {"up": np.zeros((4, 3), np.float32)},
+        {"up": np.zeros((5, 2), np.float32)},
+        {"up": np.zeros((5, 3), np.int16)},
+        {"up": np.zeros((5, 3), np.float64)},
+        {"down": np.zeros((6, 3), np.float32)},
+        {"down": np.zeros((5, 1), np.float32)},
+        {"down": np.zeros((3, 5), np.float32)},
+        {"x": np.zeros(3, np.float32)},
+        {"x": np.zeros((1, 4), np.float32)},
+        {"x": np.zeros((1, 3), np.float64)},
+        {"gate_bias": np.zeros(4, np.float32)},
+        {"gate_bias": np.zeros(5, np.float16)},
+        {"up_bias": np.zeros(6, np.float32)},
+        {"up": None, "up_bias": np.zeros(5, np.float32)},
+        {"activation_fn": "tanh"},
+        {"activation_fn": ""},
+    ],
+    ids=str,
+)
+def test_mismatches_refused(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
+    case = make_case("f32", 5, 3, bias=True)
+    case.run(backend)
+    with pytest.raises(ValueError):
+        replace(case, **changes).run(backend)

@@ -1,0 +1,181 @@
+"""Norms, rotary positions and decode attention against the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels import reference
+from tests.kernels.arrays import random_bits, random_floats, unaligned
+
+WIDTHS = [1, 3, 16, 17, 100, 4096]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-2])
+def test_rms_norm(backend: SimpleNamespace, width: int, epsilon: float) -> None:
+    x, weight = random_floats(1, width) * 3 + 1, random_floats(2, width)
+    for offer in (np.asarray, unaligned):
+        found = backend.rms_norm(offer(x), offer(weight), epsilon)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, reference.rms_norm(x, weight, epsilon), rtol=3e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm(backend: SimpleNamespace, width: int, has_bias: bool) -> None:
+    x, weight = random_floats(1, width) * 3 + 10, random_floats(2, width)
+    bias = random_floats(3, width) if has_bias else None
+    expected = reference.layer_norm(x, weight, bias, 1e-3)
+    found = backend.layer_norm(x, weight, bias, 1e-3)
+    assert found.dtype == np.float32
+    # the mean, 10, is rounded to float32 before it is taken off
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_norm_of_zeros_and_of_small_numbers(backend: SimpleNamespace) -> None:
+    ones = np.ones(5, np.float32)
+    assert not backend.rms_norm(ones * 0, ones, 1e-6).any()
+    assert not backend.layer_norm(ones * 7, ones, None, 1e-6).any()
+    small = random_floats(1, 5) * np.float32(1e-4)
+    found = backend.rms_norm(small, ones, 1e-8)
+    np.testing.assert_allclose(found, reference.rms_norm(small, ones, 1e-8), rtol=1e-5)
+
+
+def test_norms_let_nan_through(backend: SimpleNamespace) -> None:
+    x = np.ones(20, np.float32)
+    x[7] = np.nan
+    assert np.isnan(backend.rms_norm(x, np.ones_like(x), 1e-5)).all()
+    assert np.isnan(backend.layer_norm(x, np.ones_like(x), None, 1e-5)).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (np.zeros((2, 3), np.float32), np.zeros(6, np.float32), None),
+        (np.zeros(3, np.float64), np.zeros(3, np.float32), None),
+        (np.zeros(3, np.float32), np.zeros(3, np.float64), None),
+        (np.zeros(3, np.float32), np.zeros(4, np.float32), None),
+        (np.zeros(3, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)),
+        (np.zeros(3, np.float32), np.zeros(3, np.float32), np.zeros(3, np.float16)),
+    ],
+)
+def test_norms_refuse(
+    backend: SimpleNamespace, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+) -> None:
+    with pytest.raises(ValueError):
+        backend.layer_norm(x, weight, bias, 1e-5)
+    if bias is None:
+        with pytest.raises(ValueError):
+            backend.rms_norm(x, weight, 1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 20, 64, 128])
+def test_rope(backend: SimpleNamespace, head_dim: int) -> None:
+    heads, frequencies = random_floats(1, 3, head_dim), 1e4 ** -np.linspace(0, 1, head_dim // 2)
+    table = backend.rope_table(frequencies.astype(np.float32), 50)
+    assert table.dtype == np.float32 and table.shape == (50, 2, head_dim // 2)
+    expected_table = reference.rope_table(frequencies, 50)
+    np.testing.assert_allclose(table, expected_table, atol=1e-5)
+    before = heads.copy()
+    for position in (0, 1, 49):
+        expected = reference.rope(heads, expected_table[position])
+        for offer in (np.asarray, unaligned):
+            found = backend.rope(offer(heads), offer(table[position]))
+            np.testing.assert_allclose(found, expected, atol=3e-5)
+    np.testing.assert_array_equal(heads, before)
+
+
+def test_rope_refuses(backend: SimpleNamespace) -> None:
+    heads, table = np.zeros((3, 4), np.float32), np.zeros((2, 2), np.float32)
+    backend.rope(heads, table)
+    for bad_heads, bad_table in [
+        (heads[:, :3], table),
+        (heads[0], table),
+        (heads, table[:1]),
+        (heads, np.zeros((2, 4), np.float32)),
+        (heads.astype(np.float64), table),
+        (heads, table.astype(np.float64)),
+    ]:
+        with pytest.raises(ValueError):
+            backend.rope(bad_heads, bad_table)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 2), (6, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 3, 16, 20, 128])
+def test_decode_attention(
+    backend: SimpleNamespace, dtype: type, heads: tuple[int, int], head_dim: int
+) -> None:
+    num_heads, num_kv_heads = heads
+    queries = random_floats(1, num_heads, head_dim)
+    keys = random_bits(2, dtype, num_kv_heads, 70, head_dim)
+    values = random_bits(3, dtype, num_kv_heads, 70, head_dim)
+    for length in (1, 2, 3, 5, 16, 33, 70):
+        found = backend.decode_attention(queries, keys, values, length)
+        assert found.dtype == np.float32 and found.shape == queries.shape
+        expected = reference.decode_attention(queries, keys, values, length)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_positions_beyond_the_length_are_not_read(backend: SimpleNamespace) -> None:
+    queries, keys, values = random_floats(1, 2, 5), random_floats(2, 2, 9, 5), random_floats(3, 2, 9, 5)
+    expected = backend.decode_attention(queries, keys, values, 6)
+    keys[:, 6:], values[:, 6:] = np.nan, np.nan
+    np.testing.assert_array_equal(backend.decode_attention(queries, keys, values, 6), expected)
+
+
+def test_large_scores_do_not_overflow(backend: SimpleNamespace) -> None:
+    queries, keys = random_floats(1, 2, 16) * 100, random_floats(2, 2, 9, 16) * 100
+    values = random_floats(3, 2, 9, 16)
+    found = backend.decode_attention(queries, keys, values, 9)
+    expected = reference.decode_attention(queries, keys, values, 9)
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+def test_unaligned_and_strided_caches(backend: SimpleNamespace, dtype: type) -> None:
+    queries = random_floats(1, 4, 6)
+    keys, values = random_bits(2, dtype, 2, 9, 6), random_bits(3, dtype, 2, 9, 6)
+    expected = backend.decode_attention(queries, keys, values, 7)
+    moved = backend.decode_attention(unaligned(queries), unaligned(keys), unaligned(values), 7)
+    np.testing.assert_array_equal(moved, expected)
+    both = np.stack([keys, values], axis=2)
+    apart = backend.decode_attention(queries, both[:, :, 0], both[:, :, 1], 7)
+    np.testing.assert_array_equal(apart, expected)
+
+
+_GOOD: dict[str, Any] = {
+    "queries": np.zeros((4, 6), np.float32),
+    "keys": np.zeros((2, 9, 6), np.float32),
+    "values": np.zeros((2, 9, 6), np.float32),
+    "length": 9,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length": 0},
+        {"length": -1},
+        {"length": 10},
+        {"queries": np.zeros((4, 5), np.float32)},
+        {"queries": np.zeros((3, 6), np.float32)},
+        {"queries": np.zeros((4, 6), np.float64)},
+        {"queries": np.zeros(6, np.float32)},
+        {"keys": np.zeros((2, 8, 6), np.float32)},
+        {"keys": np.zeros((2, 9, 6), np.uint16)},
+        {"keys": np.zeros((9, 6), np.float32)},
+        {"values": np.zeros((2, 9, 7), np.float32)},
+        {"keys": np.zeros((2, 9, 6), np.int16), "values": np.zeros((2, 9, 6), np.int16)},
+        {"keys": np.zeros((0, 9, 6), np.float32), "values": np.zeros((0, 9, 6), np.float32)},
+    ],
+    ids=str,
+)
+def test_decode_attention_refuses(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
+    backend.decode_attention(**_GOOD)
+    with pytest.raises(ValueError):
+        backend.decode_attention(**(_GOOD | changes))
