@@ -19,7 +19,8 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot1_ahead, dot4, prefetch_row
+from numba_kernels.rows import row_kernel
+from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot4, prefetch_row
 
 NO_IDS = np.empty(0, np.int32)
 
@@ -49,23 +50,21 @@ def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _listed_gates(gate, ids, x, candidate, last, gates, column):
-    """Products of four listed rows into columns of gates; the next four are prefetched."""
-    n0, n1, n2, n3 = ids[candidate], ids[candidate + 1], ids[candidate + 2], ids[candidate + 3]
-    for ahead in range(candidate + 4, min(candidate + 8, last)):
-        prefetch_row(gate, ids[ahead])
-    for t in range(x.shape[0]):
-        sums = dot4(gate, n0, n1, n2, n3, x[t])
+def _four_rows(weights, ids, at, last, x, out, column):
+    """out[t, column + k] = weights[ids[at + k]] . x[t], k = 0..3; rows before `last` prefetched.
+
+    One token reads the four rows side by side, for a jump in memory then costs less; more tokens
+    read them one by one, widening each once for four tokens.
+    """
+    for ahead in range(at + 4, min(at + 8, last)):
+        prefetch_row(weights, ids[ahead])
+    if x.shape[0] == 1:
+        sums = dot4(weights, ids[at], ids[at + 1], ids[at + 2], ids[at + 3], x[0])
         for k in range(4):
-            gates[t, column + k] = sums[k]
-
-
-@njit(nogil=True, cache=True)
-def _next_gate(gate, row, following, x, gates, column):
-    """Products of one row into a column of gates; row `following` is prefetched."""
-    gates[0, column] = dot1_ahead(gate, row, following, x[0])
-    for t in range(1, x.shape[0]):
-        gates[t, column] = dot1(gate, row, x[t])
+            out[0, column + k] = sums[k]
+    else:
+        for k in range(4):
+            row_kernel(weights, ids[at + k], ids[at + min(k + 1, 3)], x, out, column + k)
 
 
 @njit(nogil=True, cache=True)
@@ -84,11 +83,11 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
         column, group = num_fired, 1
         if listed and candidate + 4 <= last:
             group = 4
-            _listed_gates(gate, ids, x, candidate, last, gates, column)
+            _four_rows(gate, ids, candidate, last, x, gates, column)
         else:
             row = ids[candidate] if listed else candidate
             following = row if listed else min(candidate + 1, last - 1)
-            _next_gate(gate, row, following, x, gates, column)
+            row_kernel(gate, row, following, x, gates, column)
         for k in range(group):
             n = ids[candidate + k] if listed else candidate
             for t in range(num_tokens):
@@ -101,44 +100,46 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
 
 
 @njit(nogil=True, cache=True)
+def _scale_by_up(up, bias, fired_ids, first, count, num_fired, x, products, gates):
+    """gates[t, i] *= up[n] . x[t] + bias[n] for i in first..first+count-1, n = fired_ids[i]."""
+    if count == 4:
+        _four_rows(up, fired_ids, first, num_fired, x, products, 0)
+    else:
+        row_kernel(up, fired_ids[first], fired_ids[first], x, products, 0)
+    for k in range(count):
+        for t in range(x.shape[0]):
+            factor = products[t, k]
+            if bias.shape[0]:
+                factor += bias[fired_ids[first + k]]
+            gates[t, first + k] *= factor
+
+
+@njit(nogil=True, cache=True)
 def up_down_kernel(up, bias, down, fired_ids, num_fired, gates, x, out):
     """out[t] += gates[t, i] * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; no checks.
 
     Where `up` has no rows, that factor is one. Four neurons a pass: `out` is then read and written
-    once for four down rows.
+    once for four down rows. `gates` is overwritten.
     """
-    num_tokens = x.shape[0]
-    has_up = up.shape[0] > 0
+    products = np.empty((x.shape[0], 4), np.float32)
     i = 0
-    while i + 4 <= num_fired:
-        n0, n1, n2, n3 = fired_ids[i], fired_ids[i + 1], fired_ids[i + 2], fired_ids[i + 3]
-        following = min(i + 8, num_fired)
-        if has_up:
-            for k in range(4):
-                prefetch_row(down, fired_ids[i + k])
-            for t in range(num_tokens):
-                sums = dot4(up, n0, n1, n2, n3, x[t])
-                for k in range(4):
-                    n = fired_ids[i + k]
-                    factor = sums[k] + bias[n] if bias.shape[0] else sums[k]
-                    gates[t, i + k] *= factor
-            for ahead in range(i + 4, following):
-                prefetch_row(up, fired_ids[ahead])
-        else:
-            for ahead in range(i + 4, following):
-                prefetch_row(down, fired_ids[ahead])
-        for t in range(num_tokens):
-            h = gates[t]
-            add_scaled4(out[t], down, n0, n1, n2, n3, h[i], h[i + 1], h[i + 2], h[i + 3])
-        i += 4
     while i < num_fired:
-        n = fired_ids[i]
-        for t in range(num_tokens):
-            if has_up:
-                factor = dot1(up, n, x[t])
-                gates[t, i] *= factor + bias[n] if bias.shape[0] else factor
-            add_scaled1(out[t], down, n, gates[t, i])
-        i += 1
+        count = 4 if i + 4 <= num_fired else 1
+        for ahead in range(i, i + count):
+            prefetch_row(down, fired_ids[ahead])
+        if up.shape[0]:
+            _scale_by_up(up, bias, fired_ids, i, count, num_fired, x, products, gates)
+        else:
+            for ahead in range(i + 4, min(i + 8, num_fired)):
+                prefetch_row(down, fired_ids[ahead])
+        for t in range(x.shape[0]):
+            h = gates[t]
+            if count == 4:
+                n0, n1, n2, n3 = fired_ids[i], fired_ids[i + 1], fired_ids[i + 2], fired_ids[i + 3]
+                add_scaled4(out[t], down, n0, n1, n2, n3, h[i], h[i + 1], h[i + 2], h[i + 3])
+            else:
+                add_scaled1(out[t], down, fired_ids[i], h[i])
+        i += count
 
 
 def sparse_ffn(

@@ -105,44 +105,44 @@ def _loop(builder: Any, start: Any, stop: Any, step: int, body: Callable[[Any], 
 
 
 def _emit_dots(
-    builder: Any, dtype: Any, rows: list[Any], x: Any, length: Any, unroll: int, ahead: Any = None
+    builder: Any, dtype: Any, rows: list[Any], xs: list[Any], length: Any, unroll: int, ahead: Any
 ) -> list[Any]:
-    """Dot products of several weight rows with one float32 vector, all rows in flight together.
+    """Dot products of every weight row with every float32 vector, row by row; all in flight.
 
-    `ahead`: a row that is read next; its lines are prefetched in step with this one's.
+    `ahead`: a row that is read next, whose lines are prefetched in step with this one's, or None.
     """
     item_bytes = dtype.bitwidth // 8
     vector = ir.VectorType(_f32, LANES)
     zeros = ir.Constant(vector, [_f32(0)] * LANES)
-    sums = [[_new_cell(builder, zeros) for _ in range(unroll)] for _ in rows]
-    tails = [_new_cell(builder, _f32(0)) for _ in rows]
+    pairs = [(row, x) for row in rows for x in xs]
+    sums = [[_new_cell(builder, zeros) for _ in range(unroll)] for _ in pairs]
+    tails = [_new_cell(builder, _f32(0)) for _ in pairs]
+
+    def add(index: Any, lanes: int, cells: list[Any]) -> None:
+        parts = [_widen(builder, types.float32, _offset(builder, x, index, 4), lanes) for x in xs]
+        weights = [
+            _widen(builder, dtype, _offset(builder, row, index, item_bytes), lanes) for row in rows
+        ]
+        products = [(weight, part) for weight in weights for part in parts]
+        for cell, (weight, part) in zip(cells, products, strict=True):
+            total = builder.load(cell, typ=weight.type)
+            builder.store(_fma(builder, weight, part, total), cell)
 
     def vectors(index: Any, count: int) -> None:
         if ahead is not None:
             for line in range(0, count * LANES * item_bytes, _LINE_BYTES):
                 _prefetch(builder, _offset(builder, ahead, index, item_bytes), line)
         for u in range(count):
-            at = builder.add(index, _i64(u * LANES))
-            part = _widen(builder, types.float32, _offset(builder, x, at, 4), LANES)
-            for row, row_sums in zip(rows, sums, strict=True):
-                weights = _widen(builder, dtype, _offset(builder, row, at, item_bytes), LANES)
-                total = builder.load(row_sums[u], typ=vector)
-                builder.store(_fma(builder, weights, part, total), row_sums[u])
-
-    def scalars(index: Any) -> None:
-        part = _widen(builder, types.float32, _offset(builder, x, index, 4), 1)
-        for row, tail in zip(rows, tails, strict=True):
-            weight = _widen(builder, dtype, _offset(builder, row, index, item_bytes), 1)
-            builder.store(_fma(builder, weight, part, builder.load(tail, typ=_f32)), tail)
+            add(builder.add(index, _i64(u * LANES)), LANES, [cells[u] for cells in sums])
 
     unrolled = _whole(builder, length, LANES * unroll)
     whole = _whole(builder, length, LANES)
     _loop(builder, _i64(0), unrolled, LANES * unroll, lambda index: vectors(index, unroll))
     _loop(builder, unrolled, whole, LANES, lambda index: vectors(index, 1))
-    _loop(builder, whole, length, 1, scalars)
+    _loop(builder, whole, length, 1, lambda index: add(index, 1, tails))
     return [
-        builder.fadd(_sum_cells(builder, row_sums), builder.load(tail, typ=_f32))
-        for row_sums, tail in zip(sums, tails, strict=True)
+        builder.fadd(_sum_cells(builder, cells), builder.load(tail, typ=_f32))
+        for cells, tail in zip(sums, tails, strict=True)
     ]
 
 
@@ -182,7 +182,7 @@ def dot4(typingctx, weights, row0, row1, row2, row3, x):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [_row(context, builder, weights, args[0], row) for row in args[1:5]]
         pointer, length = _data(context, builder, x, args[5])
-        results = _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=2)
+        results = _emit_dots(builder, weights.dtype, rows, [pointer], length, 2, None)
         return context.make_tuple(builder, signature.return_type, results)
 
     return signature, codegen
@@ -196,7 +196,7 @@ def dot1(typingctx, weights, row, x):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [_row(context, builder, weights, args[0], args[1])]
         pointer, length = _data(context, builder, x, args[2])
-        return _emit_dots(builder, weights.dtype, rows, pointer, length, unroll=8)[0]
+        return _emit_dots(builder, weights.dtype, rows, [pointer], length, 8, None)[0]
 
     return signature, codegen
 
@@ -213,7 +213,23 @@ def dot1_ahead(typingctx, weights, row, following, x):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         this, after = (_row(context, builder, weights, args[0], row) for row in args[1:3])
         pointer, length = _data(context, builder, x, args[3])
-        return _emit_dots(builder, weights.dtype, [this], pointer, length, 8, after)[0]
+        return _emit_dots(builder, weights.dtype, [this], [pointer], length, 8, after)[0]
+
+    return signature, codegen
+
+
+@intrinsic
+def dot_tokens4(typingctx, weights, row, following, x, first):
+    """weights[row] . x[first + 0..3], widened once for all; weights[following] is prefetched."""
+    signature = types.UniTuple(types.float32, 4)(weights, types.int64, types.int64, x, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        this, after = (_row(context, builder, weights, args[0], row) for row in args[1:3])
+        tokens = [builder.add(args[4], _i64(t)) for t in range(4)]
+        vectors = [_row(context, builder, x, args[3], t) for t in tokens]
+        length = builder.extract_value(context.make_array(x)(context, builder, args[3]).shape, 1)
+        results = _emit_dots(builder, weights.dtype, [this], vectors, length, 4, after)
+        return context.make_tuple(builder, signature.return_type, results)
 
     return signature, codegen
 
