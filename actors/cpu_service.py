@@ -8,6 +8,7 @@ import numpy as np
 from actors.arena import ArenaLayout
 from actors.matrix_products import MatrixProducts
 from actors.service import Service
+from actors.steps import KERNEL_TOKENS
 from actors.torch_ffn import dense_ffn
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -15,8 +16,6 @@ from model.weights import load_ffn
 from numba_kernels.checks import activation_code
 from numba_kernels.mailbox import FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
 from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
-
-KERNEL_TOKENS = 8  # requests of more tokens are matrix products
 
 
 class CpuService(Service):
@@ -46,6 +45,10 @@ class CpuService(Service):
             gates=np.zeros((self.num_threads, tokens, most + 4), np.float32),
             counts=np.zeros(self.num_threads, np.int64),
         )
+
+    def release(self) -> None:
+        """End the threads of matrix products."""
+        self._products.close()
 
     def serve(self, thread: int, seen: int) -> int:
         """Run the compiled loop; see `numba_kernels.serve_ffn`."""

@@ -1,6 +1,7 @@
 """The driver's process: starts the services, watches their loading, serves requests."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import ray
 
 from actors.call_exchange import CallExchange
+from actors.cluster import await_actors
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import service_error
@@ -37,19 +39,38 @@ class DriverHost:
         self._stage = "starting services"
         self._driver: Driver | None = None
         self._arena_ref: Any = None
+        self._loading = threading.Lock()
+        self._failure: BaseException | None = None
 
     def load(self) -> None:
-        """Load all services and connect them. Errors: HotcoldError."""
+        """Return when all services are loaded and connected, whoever else waits for it.
+
+        Errors:  HotcoldError, the same to all who wait
+        """
+        with self._loading:
+            if self._failure is not None:
+                raise self._failure
+            if self._driver is None:
+                self._load()
+
+    def _load(self) -> None:
         try:
-            self._each("ping", timeout_s=_START_S)
+            self._await_services()
             self._stage = "loading weights"
             self._each("load")
             self._stage = "compiling kernels"
             self._driver = Driver(self._system, self._connect())
             self._stage = "ready"
-        except BaseException:
+        except BaseException as error:
+            self._failure = error
             self._kill()
             raise
+
+    def _await_services(self) -> None:
+        """Wait for the services' processes, which start when their CPUs are free."""
+        num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
+        await_actors(self._handles, num_cpus, _START_S)
+        self._each("ping", timeout_s=5.0)
 
     def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
         calls = [getattr(handle, method).remote(*args) for handle in self._handles]

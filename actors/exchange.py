@@ -13,6 +13,8 @@ import numpy as np
 from model.errors import ServiceError
 from numba_kernels.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
 
+_LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start anew
+
 
 class Exchange(Protocol):
     """Asks services and waits for their answers."""
@@ -52,7 +54,7 @@ class ArenaExchange:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
         started = time.monotonic_ns()
         wires, number = self.wires, self._number
-        self._number += 1
+        self._number = number % _LAST_NUMBER + 1
         asked = np.asarray(services, np.int64)
         wires.replies[asked, STATUS] = OK
         answered = ask_all(wires.words, asked, number, LOOK_NS)

@@ -9,6 +9,7 @@ import numpy as np
 from actors.engine import Engine
 from actors.messages import GenerateRequest, Generation, TokenEvent
 from actors.prompts import Prompts
+from actors.steps import step_sizes
 from actors.stop_strings import StopStrings
 from model.config import ModelConfig
 from model.sampling import SamplingParams, eos_ids
@@ -60,12 +61,14 @@ class Generator:
         yield TokenEvent(text + run.flush(), run.result(first_token - started, ended - first_token))
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
-        size = self.engine.max_tokens
-        for first in range(0, len(ids), size):
-            chunk = ids[first : first + size]
-            positions = list(range(first, first + len(chunk)))
-            is_last = first + len(chunk) == len(ids)
-            logits = self.engine.step(chunk, positions, [0] * len(chunk), int(is_last))
+        first = 0
+        for size in step_sizes(len(ids), self.engine.max_tokens):
+            last = first + size
+            positions = list(range(first, last))
+            logits = self.engine.step(
+                ids[first:last], positions, [0] * size, num_logits=int(last == len(ids))
+            )
+            first = last
         return logits[0]
 
 

@@ -12,6 +12,7 @@ from actors.arena import ArenaLayout
 from actors.matrix_products import MatrixProducts
 from actors.messages import CacheSpec
 from actors.service import Service
+from actors.steps import KERNEL_TOKENS
 from actors.torch_attention import dense_attention, dense_head
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -29,8 +30,6 @@ from numba_kernels.serve_attention import (
     AttentionShape,
     serve_attention,
 )
-
-KERNEL_TOKENS = 8  # requests of more tokens are matrix products
 
 
 class GpuService(Service):
@@ -62,6 +61,10 @@ class GpuService(Service):
             scores=np.zeros((self.num_threads, self.arrays.keys.shape[3]), np.float32),
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
         )
+
+    def release(self) -> None:
+        """End the threads of matrix products."""
+        self._products.close()
 
     def serve(self, thread: int, seen: int) -> int:
         """Run the compiled loop; see `numba_kernels.serve_attention`."""

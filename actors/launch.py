@@ -6,11 +6,11 @@ from typing import Any
 
 import ray
 
+from actors.cluster import NAMESPACE
 from actors.driver_host import DriverHost
 from actors.messages import ServiceSpec, SystemConfig
 from actors.service_host import ServiceHost
 
-NAMESPACE = "hotcold"
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_CALLS = 64  # streams of requests that wait or run, besides control calls
 
@@ -49,7 +49,10 @@ def spawn_driver(
     detached: bool,
     spawn: Callable[[ServiceSpec], Any] = spawn_service,
 ) -> Any:
-    """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job."""
+    """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job.
+
+    Errors:  ValueError where the name is taken
+    """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS}
     if name:
         options |= {"name": name, "namespace": NAMESPACE}

@@ -10,6 +10,7 @@ import numpy as np
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.exchange import ArenaExchange
+from model.errors import ServiceError
 from numba_kernels.doorbell import WORDS_A_CELL, clock_ns
 from numba_kernels.mailbox import (
     ARRIVED,
@@ -38,6 +39,7 @@ class Service(ABC):
         self.index = index
         self.num_threads = num_threads
         self.last_error = ""
+        self._broken = False
         self._threads: list[threading.Thread] = []
         self._calls: ArenaExchange | None = None
 
@@ -52,6 +54,10 @@ class Service(ABC):
     @abstractmethod
     def prepare(self, layout: ArenaLayout) -> None:
         """Make work space for requests of this layout."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """End what `prepare` started; called at a STOP request."""
 
     def attach(self, layout: ArenaLayout, arena: np.ndarray) -> None:
         """Map the arena and start the threads; the arena may hold a request already."""
@@ -78,7 +84,9 @@ class Service(ABC):
         return Answer.read(self.wires, self.index)
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
-        """As the watch of its own exchange: a service that runs this is alive."""
+        """Raise ServiceError if a thread has failed for good: nothing will be answered any more."""
+        if self._broken:
+            raise ServiceError(self.explain(self.index))
         return None
 
     def explain(self, service: int) -> str:
@@ -92,11 +100,14 @@ class Service(ABC):
                 number = self.serve(thread, seen)
             except Exception:  # a kernel that cannot be compiled must not leave the driver waiting
                 self._fail()
+                self._broken = True
                 return
             request = self.wires.requests[self.index]
             stop = request[OPERATION] == STOP
             started = clock_ns()
-            if thread == 0 and not stop:
+            if thread == 0 and stop:
+                self.release()
+            elif thread == 0:
                 try:
                     self.answer_in_python()
                 except Exception:

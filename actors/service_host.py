@@ -64,7 +64,12 @@ class ServiceHost:
         self._require_service().attach(layout, arena)
 
     def ping(self) -> int:
-        """The process id; an answer says that the process lives."""
+        """The process id; an answer says that the process lives and its threads too.
+
+        Errors:  ServiceError if a thread has failed
+        """
+        if self._service is not None:
+            self._service.check([self.spec.index], 0.0)
         return os.getpid()
 
     def explain_failure(self) -> str:

@@ -38,6 +38,7 @@ class System:
     ) -> "System":
         """Start a system, in the Ray that this process is connected to, else in one of its own.
 
+        Where another has taken the name meanwhile, it is a handle on that one's system.
         Errors:  HotcoldError of whatever could not be loaded; nothing is left running then
         """
         owns_ray = not ray.is_initialized()
@@ -47,19 +48,38 @@ class System:
                 start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
             except Exception as error:  # Ray raises many kinds, none of them its own
                 raise ServiceError(f"Ray could not be started: {error}") from error
-        handle = cls(spawn_driver(system, name, detached), owned=not detached, owns_ray=owns_ray)
+        try:
+            driver = spawn_driver(system, name, detached)
+        except ValueError:
+            found = cls.attach(name or "", on_progress=on_progress)
+            if found is None:
+                raise ServiceError(f"the system {name!r} has just ended; start again") from None
+            return found
+        handle = cls(driver, owned=not detached, owns_ray=owns_ray)
         try:
             handle._await_load(on_progress)
         except BaseException:
+            handle._owned = True
             handle.stop()
             raise
         return handle
 
     @classmethod
-    def attach(cls, name: str) -> "System | None":
-        """A handle on the running system of that name, or None."""
+    def attach(
+        cls, name: str, *, on_progress: Callable[[LoadProgress], None] | None = None
+    ) -> "System | None":
+        """A handle on the running system of that name, or None.
+
+        With `on_progress` it waits until a system that is still loading is ready.
+        Errors:  HotcoldError of what could not be loaded
+        """
         driver = find_driver(name)
-        return None if driver is None else cls(driver, owned=False)
+        if driver is None:
+            return None
+        handle = cls(driver, owned=False)
+        if on_progress is not None:
+            handle._await_load(on_progress)
+        return handle
 
     def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
         loading = self._driver.load.remote()
@@ -83,7 +103,11 @@ class System:
             raise service_error("driver", error) from error
         finally:
             if not finished:
-                self._driver.cancel.remote(request.request_id)
+                self.cancel(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within a token, or before it starts."""
+        self._driver.cancel.remote(request_id)
 
     def complete(self, request: GenerateRequest) -> Generation:
         """Run a request to its end."""
@@ -99,11 +123,15 @@ class System:
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
         if self._owned:
-            with suppress(ray.exceptions.RayError):
-                ray.get(self._driver.stop.remote(), timeout=30)
-            ray.kill(self._driver, no_restart=True)
+            self.end()
         if self._owns_ray:
             ray.shutdown()
+
+    def end(self) -> None:
+        """End the system, whoever started it."""
+        with suppress(ray.exceptions.RayError):
+            ray.get(self._driver.stop.remote(), timeout=30)
+        ray.kill(self._driver, no_restart=True)
 
     def __enter__(self) -> "System":
         return self

@@ -19,8 +19,8 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.rows import row_kernel
-from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot4, prefetch_row
+from numba_kernels.rows import four_rows_kernel, row_kernel
+from numba_kernels.vector_ir import add_scaled1, add_scaled4, prefetch_row
 
 NO_IDS = np.empty(0, np.int32)
 
@@ -50,29 +50,21 @@ def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _four_rows(weights, ids, at, last, x, out, column):
-    """out[t, column + k] = weights[ids[at + k]] . x[t], k = 0..3; rows before `last` prefetched.
-
-    One token reads the four rows side by side, for a jump in memory then costs less; more tokens
-    read them one by one, widening each once for four tokens.
-    """
+def _four_listed(weights, ids, at, last, x, out, column):
+    """out[t, column + k] = weights[ids[at + k]] . x[t], k = 0..3; rows before `last` prefetched."""
     for ahead in range(at + 4, min(at + 8, last)):
         prefetch_row(weights, ids[ahead])
-    if x.shape[0] == 1:
-        sums = dot4(weights, ids[at], ids[at + 1], ids[at + 2], ids[at + 3], x[0])
-        for k in range(4):
-            out[0, column + k] = sums[k]
-    else:
-        for k in range(4):
-            row_kernel(weights, ids[at + k], ids[at + min(k + 1, 3)], x, out, column + k)
+    n0, n1, n2, n3 = ids[at], ids[at + 1], ids[at + 2], ids[at + 3]
+    four_rows_kernel(weights, n0, n1, n2, n3, x, out, column)
 
 
 @njit(nogil=True, cache=True)
 def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gates):
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
-    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty. Rows in
-    order are read one by one; listed ones four side by side, for a jump costs less when shared.
+    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty. For one
+    token rows in order are read one by one; listed ones four side by side, for a jump in memory
+    then costs less; so are all for several tokens.
     fired_ids (>= last - first,) int32 and gates (T, >= last - first + 4) float32 receive, for each
     neuron that fired for at least one token, its row and fn(gate . x + bias). Returns their number.
     """
@@ -80,16 +72,20 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
     listed = ids.shape[0] > 0
     candidate = first
     while candidate < last:
-        column, group = num_fired, 1
-        if listed and candidate + 4 <= last:
-            group = 4
-            _four_rows(gate, ids, candidate, last, x, gates, column)
+        column, group = num_fired, 4
+        n = ids[candidate] if listed else candidate
+        if candidate + 4 > last or (num_tokens == 1 and not listed):
+            group = 1
+            following = n if listed else min(n + 1, last - 1)
+            row_kernel(gate, n, following, x, gates, column)
+        elif listed:
+            _four_listed(gate, ids, candidate, last, x, gates, column)
         else:
-            row = ids[candidate] if listed else candidate
-            following = row if listed else min(candidate + 1, last - 1)
-            row_kernel(gate, row, following, x, gates, column)
+            for ahead in range(n + 4, min(n + 8, last)):
+                prefetch_row(gate, ahead)
+            four_rows_kernel(gate, n, n + 1, n + 2, n + 3, x, gates, column)
         for k in range(group):
-            n = ids[candidate + k] if listed else candidate
+            n = ids[candidate + k] if listed else candidate + k
             for t in range(num_tokens):
                 gates[t, num_fired] = gates[t, column + k]
                 if bias.shape[0]:
@@ -103,7 +99,7 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
 def _scale_by_up(up, bias, fired_ids, first, count, num_fired, x, products, gates):
     """gates[t, i] *= up[n] . x[t] + bias[n] for i in first..first+count-1, n = fired_ids[i]."""
     if count == 4:
-        _four_rows(up, fired_ids, first, num_fired, x, products, 0)
+        _four_listed(up, fired_ids, first, num_fired, x, products, 0)
     else:
         row_kernel(up, fired_ids[first], fired_ids[first], x, products, 0)
     for k in range(count):

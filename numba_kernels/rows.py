@@ -4,31 +4,49 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
-from numba_kernels.vector_ir import dot1_ahead, dot_tokens4
+from numba_kernels.vector_ir import dot1_ahead, dot4, dot_tile, prefetch_row
 
 
 @njit(nogil=True, cache=True)
 def row_kernel(weights, row, following, x, out, column):
-    """out[t, column] = weights[row] . x[t] for all tokens; checks nothing.
+    """out[t, column] = weights[row] . x[t]; row `following` is prefetched; checks nothing."""
+    for t in range(x.shape[0]):
+        out[t, column] = dot1_ahead(weights, row, following, x[t])
 
-    Four tokens at a time, so that a row is widened once for four; row `following` is prefetched.
-    """
+
+@njit(nogil=True, cache=True)
+def four_rows_kernel(weights, n0, n1, n2, n3, x, out, column):
+    """out[t, column + r] = weights[n_r] . x[t] for four rows and all tokens; checks nothing."""
     t = 0
     while t + 4 <= x.shape[0]:
-        sums = dot_tokens4(weights, row, following, x, t)
-        for k in range(4):
-            out[t + k, column] = sums[k]
+        tile = dot_tile(weights, n0, n1, n2, n3, x, t)
+        for r in range(4):
+            for k in range(4):
+                out[t + k, column + r] = tile[4 * r + k]
         t += 4
     while t < x.shape[0]:
-        out[t, column] = dot1_ahead(weights, row, following, x[t])
+        sums = dot4(weights, n0, n1, n2, n3, x[t])
+        for r in range(4):
+            out[t, column + r] = sums[r]
         t += 1
 
 
 @njit(nogil=True, cache=True)
 def rows_kernel(weights, bias, x, out, first, last):
-    """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing."""
-    for row in range(first, last):
+    """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
+
+    For one token rows are read one after the other, as fast as memory gives; for more, when
+    multiplying takes longer than reading, four side by side.
+    """
+    row = first
+    while x.shape[0] > 1 and row + 4 <= last:
+        for ahead in range(row + 4, min(row + 8, last)):
+            prefetch_row(weights, ahead)
+        four_rows_kernel(weights, row, row + 1, row + 2, row + 3, x, out, row)
+        row += 4
+    while row < last:
         row_kernel(weights, row, min(row + 1, last - 1), x, out, row)
+        row += 1
     if bias.shape[0]:
         for t in range(x.shape[0]):
             for n in range(first, last):

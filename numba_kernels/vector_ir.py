@@ -219,16 +219,21 @@ def dot1_ahead(typingctx, weights, row, following, x):
 
 
 @intrinsic
-def dot_tokens4(typingctx, weights, row, following, x, first):
-    """weights[row] . x[first + 0..3], widened once for all; weights[following] is prefetched."""
-    signature = types.UniTuple(types.float32, 4)(weights, types.int64, types.int64, x, types.int64)
+def dot_tile(typingctx, weights, row0, row1, row2, row3, x, first):
+    """weights[row_r] . x[first + t] for 4 rows and 4 tokens, as 16 numbers, row by row.
+
+    A row is widened once for four tokens and a token's vector loaded once for four rows, so that
+    vectors which do not fit the first-level cache do not hold up the multiplication.
+    """
+    ids = (types.int64,) * 4
+    signature = types.UniTuple(types.float32, 16)(weights, *ids, x, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        this, after = (_row(context, builder, weights, args[0], row) for row in args[1:3])
-        tokens = [builder.add(args[4], _i64(t)) for t in range(4)]
-        vectors = [_row(context, builder, x, args[3], t) for t in tokens]
-        length = builder.extract_value(context.make_array(x)(context, builder, args[3]).shape, 1)
-        results = _emit_dots(builder, weights.dtype, [this], vectors, length, 4, after)
+        rows = [_row(context, builder, weights, args[0], row) for row in args[1:5]]
+        tokens = [builder.add(args[6], _i64(t)) for t in range(4)]
+        vectors = [_row(context, builder, x, args[5], t) for t in tokens]
+        length = builder.extract_value(context.make_array(x)(context, builder, args[5]).shape, 1)
+        results = _emit_dots(builder, weights.dtype, rows, vectors, length, 1, None)
         return context.make_tuple(builder, signature.return_type, results)
 
     return signature, codegen

@@ -1,0 +1,63 @@
+"""The Ray cluster that this process is told to use: as a job, by the job's environment."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from model.errors import ServiceError, UsageError
+
+NAMESPACE = "hotcold"
+_ADDRESS = "RAY_ADDRESS"
+
+
+def in_cluster() -> bool:
+    """Whether the environment names a cluster, as that of a submitted job does."""
+    return bool(os.environ.get(_ADDRESS))
+
+
+def connect(address: str | None = None) -> None:
+    """Connect to the cluster at `address`, or at RAY_ADDRESS; never starts a Ray.
+
+    Errors:  UsageError for what is no address, ServiceError where no cluster answers
+    """
+    address = os.environ.get(_ADDRESS) or address or ""
+    if not address or "://" in address:
+        raise UsageError(
+            f"{_ADDRESS} is {address!r}, no address of a Ray head such as 127.0.0.1:6379; submit "
+            "this with `ray job submit`, which sets it"
+        )
+    try:
+        ray.init(address=address, namespace=NAMESPACE, logging_level="error", log_to_driver=False)
+    except Exception as error:  # Ray raises many kinds, none of them its own
+        first = str(error).strip().split("\n")[0]
+        raise ServiceError(f"no connection to the Ray cluster at {address}: {first}") from error
+
+
+def num_cpus() -> int:
+    """CPUs of the largest node of the connected cluster; at least 1."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return max(1, *(int(node["Resources"].get("CPU", 0)) for node in nodes))
+
+
+def await_actors(handles: Sequence[Any], num_cpus: Sequence[int], timeout_s: float) -> None:
+    """Wait until actors that were just made run; actor i takes `num_cpus[i]`.
+
+    Errors:  ServiceError where the CPUs for them are not to be had
+    """
+    total = int(ray.cluster_resources().get("CPU", 0))
+    _require_cpus(sum(num_cpus), total, total)
+    pings = [handle.ping.remote() for handle in handles]
+    _, waiting = ray.wait(pings, num_returns=len(pings), timeout=timeout_s)
+    if waiting:
+        needed = [count for count, ping in zip(num_cpus, pings, strict=True) if ping in waiting]
+        _require_cpus(sum(needed), int(ray.available_resources().get("CPU", 0)), total)
+
+
+def _require_cpus(needed: int, free: int, total: int) -> None:
+    if needed > free:
+        raise ServiceError(
+            f"the system needs {needed} CPUs of Ray; {free} of the cluster's {total} are free: "
+            "give fewer --threads, or stop another system"
+        )
