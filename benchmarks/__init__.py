@@ -1,0 +1,1 @@
+"""Side-by-side measurements; nothing imports this package."""
