@@ -84,6 +84,15 @@ def await_done(words, service, number, timeout_ns):
 
 
 @njit(nogil=True, cache=True)
+def next_request(words, service, seen):
+    """Wait for a service's request after number `seen`; returns its number."""
+    while True:
+        number = wait_change(words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
+        if number != seen:
+            return number
+
+
+@njit(nogil=True, cache=True)
 def arrive(words, replies, service, number, num_threads, started_ns):
     """A service's thread has done its part; the last one rings the driver."""
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:

@@ -12,22 +12,20 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.attention import attend_kernel, rope_kernel, store_kernel
-from numba_kernels.doorbell import barrier, now_ns, wait_change
+from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.mailbox import (
     ATTENTION,
     BARRIER_COUNT,
     BARRIER_GENERATION,
     FIRST_LOGIT,
     HEAD,
-    IDLE_NS,
     LAYER,
     NUM_TOKENS,
     OPERATION,
     PING,
-    REQUEST,
-    SPINS,
     arrive,
     cell,
+    next_request,
 )
 from numba_kernels.norm import norm_kernel
 from numba_kernels.rows import rows_kernel, share
@@ -233,9 +231,7 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
     """
     most = scratch.normed.shape[1]
     while True:
-        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
-        if number == seen:
-            continue
+        number = next_request(wires.words, service, seen)
         started = now_ns()
         request = wires.requests[service]
         if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:

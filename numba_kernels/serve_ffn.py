@@ -5,24 +5,22 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.doorbell import barrier, now_ns, wait_change
+from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.ffn import NO_IDS, gate_kernel, up_down_kernel
 from numba_kernels.mailbox import (
     BARRIER_COUNT,
     BARRIER_GENERATION,
     FFN,
-    IDLE_NS,
     LAYER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
     PING,
-    REQUEST,
     SKIP_SILENT,
-    SPINS,
     arrive,
     cell,
+    next_request,
 )
 from numba_kernels.rows import share
 
@@ -124,9 +122,7 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
     Python request; the caller lets one of them answer it.
     """
     while True:
-        number = wait_change(wires.words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
-        if number == seen:
-            continue
+        number = next_request(wires.words, service, seen)
         started = now_ns()
         operation = wires.requests[service, OPERATION]
         if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
