@@ -92,10 +92,13 @@ def _outputs(wires: Wires, service: int) -> dict[str, np.ndarray]:
 class CallExchange:
     """Asks by `handle.answer.remote(question)`, one call a service."""
 
-    def __init__(self, wires: Wires, watch: Watch, handles: Sequence[Any]) -> None:
-        """`handles[s]` is the actor of service s."""
+    def __init__(
+        self, wires: Wires, watch: Watch, names: Sequence[str], handles: Sequence[Any]
+    ) -> None:
+        """`names[s]` and `handles[s]` are of the actor of service s."""
         self.wires = wires
         self._watch = watch
+        self._names = names
         self._handles = handles
 
     def ask(self, services: Sequence[int]) -> int:
@@ -117,5 +120,5 @@ class CallExchange:
         try:
             answer: Answer = ray.get(ref)
         except ray.exceptions.RayError as error:
-            raise service_error(f"service {service}", error) from error
+            raise service_error(f"{self._names[service]} service", error) from error
         answer.write(self.wires, service)

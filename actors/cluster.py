@@ -1,6 +1,7 @@
 """The Ray cluster that this process is told to use: as a job, by the job's environment."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,21 +19,32 @@ def in_cluster() -> bool:
 
 
 def connect(address: str | None = None) -> None:
-    """Connect to the cluster at `address`, or at RAY_ADDRESS; never starts a Ray.
+    """Connect to the cluster at RAY_ADDRESS, else at `address`; never starts a Ray.
 
     Errors:  UsageError for what is no address, ServiceError where no cluster answers
     """
     address = os.environ.get(_ADDRESS) or address or ""
-    if not address or "://" in address:
-        raise UsageError(
-            f"{_ADDRESS} is {address!r}, no address of a Ray head such as 127.0.0.1:6379; submit "
-            "this with `ray job submit`, which sets it"
-        )
     try:
+        if address != "auto":
+            _require_listener(address)
         ray.init(address=address, namespace=NAMESPACE, logging_level="error", log_to_driver=False)
+    except UsageError:
+        raise
     except Exception as error:  # Ray raises many kinds, none of them its own
         first = str(error).strip().split("\n")[0]
-        raise ServiceError(f"no connection to the Ray cluster at {address}: {first}") from error
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise ServiceError(f"no Ray cluster answers {where}: {first}") from error
+
+
+def _require_listener(address: str) -> None:
+    """Fail at once where nothing listens: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        raise UsageError(
+            f"{_ADDRESS} is {address!r}, no address of a Ray head such as 127.0.0.1:6379; unset "
+            "it, or use `ray job submit`, which sets it for the job"
+        )
+    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def num_cpus() -> int:

@@ -35,6 +35,7 @@ class Driver:
         self._cancelled: set[str] = set()
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._broken: ServiceError | None = None
+        self._current_id = ""
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
         self._thread.start()
 
@@ -56,13 +57,16 @@ class Driver:
         self._cancelled.add(request_id)
 
     def close(self) -> None:
-        """End the engine's thread after the request in progress."""
+        """End the engine's thread within a token; the request in progress is cancelled."""
+        self._broken = self._broken or ServiceError("the system is being stopped")
+        self._cancelled.add(self._current_id)
         self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             request, events = job
+            self._current_id = request.request_id  # before `_broken` is read: see `close`
             try:
                 if self._broken is not None:
                     raise self._broken

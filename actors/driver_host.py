@@ -43,10 +43,7 @@ class DriverHost:
         self._failure: BaseException | None = None
 
     def load(self) -> None:
-        """Return when all services are loaded and connected, whoever else waits for it.
-
-        Errors:  HotcoldError, the same to all who wait
-        """
+        """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
         with self._loading:
             if self._failure is not None:
                 raise self._failure
@@ -55,22 +52,19 @@ class DriverHost:
 
     def _load(self) -> None:
         try:
-            self._await_services()
+            num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
+            await_actors(self._handles, num_cpus, _START_S)
+            self._each("ping", timeout_s=5.0)
             self._stage = "loading weights"
             self._each("load")
             self._stage = "compiling kernels"
             self._driver = Driver(self._system, self._connect())
+            self._watch.starting = False
             self._stage = "ready"
         except BaseException as error:
             self._failure = error
             self._kill()
             raise
-
-    def _await_services(self) -> None:
-        """Wait for the services' processes, which start when their CPUs are free."""
-        num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
-        await_actors(self._handles, num_cpus, _START_S)
-        self._each("ping", timeout_s=5.0)
 
     def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
         calls = [getattr(handle, method).remote(*args) for handle in self._handles]
@@ -85,7 +79,8 @@ class DriverHost:
         if self._system.exchange == "calls":
             self._each("attach", layout, [])
             wires = layout.wires(layout.new_arena())
-            exchange: Exchange = CallExchange(wires, self._watch, self._handles)
+            names = [spec.name for spec in self._specs]
+            exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
         else:
             self._arena_ref = ray.put(layout.new_arena())
             self._arena = ray.get(self._arena_ref)

@@ -7,6 +7,7 @@ from actors.messages import EXCHANGES, MODES, SystemConfig
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import UsageError
+from model.sampling import eos_ids
 from placement.memory import memory_need, require_memory
 from placement.survey import usable_cores, usable_numa_nodes
 
@@ -35,6 +36,7 @@ def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, Mo
     """
     config = ModelConfig.from_directory(path)
     Checkpoint(path)  # headers of all files, so that a damaged one is found before loading
+    eos_ids(path, config)
     cores = len(usable_cores())
     num_threads = _within("--threads", options.num_threads, 1, cores, cores)
     nodes = max(1, min(len(usable_numa_nodes()), num_threads))

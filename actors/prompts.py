@@ -7,6 +7,8 @@ from model.config import ModelConfig
 from model.errors import PromptError
 from model.tokenizer import Tokenizer
 
+_MAX_CHARS_A_TOKEN = 1000
+
 
 class Prompts:
     """A model's prompts; needs no weights, so a command can refuse a bad prompt before loading."""
@@ -23,6 +25,8 @@ class Prompts:
         Errors:  PromptError
         """
         ids = self._encode(request)
+        if request.sampling.stop and self.tokenizer is None:
+            raise PromptError("this model has no tokenizer.json, so no text; leave out --stop")
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
         last = self.config.vocab_size - 1
@@ -43,7 +47,13 @@ class Prompts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer.json; give token ids (--prompt-ids)")
         if request.messages is not None:
-            return self.tokenizer.encode_chat(request.messages)
-        if not request.prompt:
-            return []
-        return self.tokenizer.encode(request.prompt)
+            text = self.tokenizer.render_chat(request.messages)
+        else:
+            text = request.prompt or ""
+        if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode
+            raise PromptError(
+                f"the prompt has {len(text)} characters, far more than the context of "
+                f"{self.context_length} tokens holds; shorten it"
+            )
+        # A chat template writes the special tokens itself.
+        return self.tokenizer.encode(text, request.messages is None) if text else []

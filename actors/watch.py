@@ -1,6 +1,5 @@
 """Liveness of services, looked at while the driver waits for them."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,11 @@ import ray
 from actors.failures import service_error
 from model.errors import ServiceError
 
-_PATIENCE_S = 1.0  # a live actor answers a ping in milliseconds, even at work
+# Unanswered looks, 100 ms apart, at which an actor counts as stuck. A live one answers a ping in
+# milliseconds, even at work, but not while it compiles kernels, which may keep the interpreter for
+# seconds. Looks are counted, not seconds: time in which all processes are stopped is no silence.
+_PATIENCE_LOOKS = 15
+_STARTING_LOOKS = 1200
 _LONGEST_REQUEST_S = 600.0
 
 
@@ -20,10 +23,11 @@ class ActorWatch:
         """`names[s]` and `handles[s]` belong to service s."""
         self._names = names
         self._handles = handles
-        self._pings: dict[int, tuple[Any, float]] = {}
+        self._pings: dict[int, tuple[Any, int]] = {}
+        self.starting = True  # until the driver says that all kernels are compiled
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceError if one of `services` is dead, or has not answered a ping for 1 s."""
+        """Raise ServiceError if one of `services` is dead or leaves a ping unanswered."""
         for service in services:
             self._look(service)
         if waited_s > _LONGEST_REQUEST_S:
@@ -33,10 +37,9 @@ class ActorWatch:
             )
 
     def _look(self, service: int) -> None:
-        now = time.monotonic()
         if service not in self._pings:
-            self._pings[service] = (self._handles[service].ping.remote(), now)
-        ref, asked = self._pings[service]
+            self._pings[service] = (self._handles[service].ping.remote(), 0)
+        ref, num_looks = self._pings[service]
         done, _ = ray.wait([ref], timeout=0)
         name = f"{self._names[service]} service"
         if done:
@@ -45,9 +48,11 @@ class ActorWatch:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
                 raise service_error(name, error) from error
-        elif now - asked > _PATIENCE_S:
+            return
+        if num_looks >= (_STARTING_LOOKS if self.starting else _PATIENCE_LOOKS):
             del self._pings[service]
             raise service_error(name, ray.exceptions.GetTimeoutError())
+        self._pings[service] = (ref, num_looks + 1)
 
     def explain(self, service: int) -> str:
         """What the service says of its last failure."""

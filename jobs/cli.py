@@ -48,13 +48,17 @@ def cli() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None, group: click.Group = cli) -> int:
-    """Run the command line and return the exit status. Raises nothing but SystemExit."""
+def main(
+    arguments: Sequence[str] | None = None,
+    command: click.Command = cli,
+    program: str = "hotcold",
+) -> int:
+    """Run a command line and return the exit status. Raises nothing but SystemExit."""
     invocation = Invocation()
     try:
-        status = group.main(
+        status = command.main(
             args=None if arguments is None else list(arguments),
-            prog_name="hotcold",
+            prog_name=program,
             obj=invocation,
             standalone_mode=False,
         )

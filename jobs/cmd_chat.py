@@ -1,6 +1,7 @@
 """`hotcold chat`: a conversation in the terminal, by the model's chat template."""
 
 import contextlib
+import io
 import sys
 from typing import Any
 
@@ -28,14 +29,20 @@ def chat(model: str | None, system_prompt: str | None, **values: Any) -> None:
     """Talk with MODEL (the embedded demo model without it)."""
     path = locate_model(model)
     system, config = prepare_system(path, split_system_options(values))
+    sampling = split_sampling(path, values)
     prompts = Prompts(path, config, system.context_length)
     if prompts.tokenizer is None or not prompts.tokenizer.has_chat_template:
         raise PromptError(f"{path.name} has no tokenizer with a chat template; use generate")
+    if sys.stdin is None:
+        raise PromptError("standard input is closed, but chat reads its questions there; open it")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # What is no UTF-8 is then refused as a prompt, and the chat goes on.
+        sys.stdin.reconfigure(errors="surrogateescape")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     with running_system(system) as running:
         click.echo(_HELP, err=True)
-        _Conversation(running, split_sampling(path, values), system_prompt).run()
+        _Conversation(running, sampling, system_prompt).run()
 
 
 class _Conversation:
@@ -44,22 +51,32 @@ class _Conversation:
         self._sampling = sampling
         self._opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._messages = list(self._opening)
+        self._is_terminal = sys.stdin.isatty()
 
     def run(self) -> None:
         """Read lines and answer them until the input ends."""
         while True:
             try:
-                line = input("> " if sys.stdin.isatty() else "").strip()
+                line = input("> " if self._is_terminal else "").strip()
+                if line == "/exit":
+                    return
+                self._act(line)
             except EOFError:
+                if self._is_terminal:
+                    click.echo()  # what the terminal shows next begins on a line of its own
                 return
-            if line == "/exit":
-                return
-            if line == "/reset":
-                self._messages = list(self._opening)
-            elif line.startswith("/"):
-                click.echo(_HELP, err=True)
-            elif line:
-                self._answer(line)
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    raise
+                click.echo(f"\n{_HELP}", err=True)
+
+    def _act(self, line: str) -> None:
+        if line == "/reset":
+            self._messages = list(self._opening)
+        elif line.startswith("/"):
+            click.echo(_HELP, err=True)
+        elif line:
+            self._answer(line)
 
     def _answer(self, line: str) -> None:
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -72,8 +89,11 @@ class _Conversation:
                 sys.stdout.flush()
         except KeyboardInterrupt:
             stream.close()  # type: ignore[attr-defined]
+            if not self._is_terminal:
+                raise
         except PromptError as error:  # the conversation has outgrown the context
-            click.echo(f"{error}; /reset starts anew", err=True)
+            has_past = len(self._messages) > len(self._opening)
+            click.echo(f"{error}{'; /reset starts anew' if has_past else ''}", err=True)
             return
         click.echo()
         self._messages = [*messages, {"role": "assistant", "content": answer}]

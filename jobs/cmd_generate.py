@@ -43,14 +43,15 @@ def generate(
     options = split_system_options(values)
     system, config = prepare_system(path, options)
     request = _request(prompt, prompt_ids, chat, split_sampling(path, values))
-    Prompts(path, config, system.context_length).ids(request)
+    prompts = Prompts(path, config, system.context_length)
+    prompts.ids(request)
     with running_system(system) as running:
         for event in running.generate(request):
             click.echo(event.text, nl=False)
             sys.stdout.flush()
             if event.result is not None:
                 result = event.result
-    _show_end(result, config.ffn_size * config.num_layers)
+    _show_end(result, config.ffn_size * config.num_layers, prompts.tokenizer is not None)
     if as_json:
         print_json(result.as_json() | {"system": asdict(system)})
 
@@ -60,12 +61,12 @@ def _request(
 ) -> GenerateRequest:
     if prompt is not None and prompt_ids is not None:
         raise PromptError("--prompt and --prompt-ids were both given; leave one out")
+    if prompt_ids is not None and chat:
+        raise PromptError("--chat asks a question in text; give --prompt, not --prompt-ids")
     if prompt_ids is not None:
         return GenerateRequest(sampling, prompt_ids=prompt_ids)
     if prompt is None:
-        if sys.stdin.isatty():
-            raise PromptError("there is no prompt; give --prompt TEXT or --prompt-ids 1,2,3")
-        prompt = sys.stdin.read()
+        prompt = _read_prompt()
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token")
     if chat:
@@ -73,9 +74,18 @@ def _request(
     return GenerateRequest(sampling, prompt=prompt)
 
 
-def _show_end(result: Generation, num_neurons: int) -> None:
-    if not result.text:
-        click.echo(",".join(map(str, result.ids)), nl=False)  # a model without a tokenizer
+def _read_prompt() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise PromptError("there is no prompt; give --prompt TEXT or --prompt-ids 1,2,3")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
+
+
+def _show_end(result: Generation, num_neurons: int, has_text: bool) -> None:
+    if not has_text:
+        click.echo(",".join(map(str, result.ids)), nl=False)
     click.echo()
     click.echo(
         f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "

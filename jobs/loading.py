@@ -19,7 +19,9 @@ def running_system(
     Errors:  HotcoldError
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr_console(), transient=True) as bar:
+    console = stderr_console()
+    hidden = not console.is_interactive  # it would leave an empty line in a file or a pipe
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("starting Ray", total=None)
 
         def show(progress: LoadProgress) -> None:

@@ -10,9 +10,10 @@ import click
 
 from actors.messages import EXCHANGES, MODES
 from actors.preflight import SystemOptions
+from model.errors import shown
 from model.sampling import SamplingParams
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -27,7 +28,7 @@ class Bytes(click.ParamType[int]):
             return value
         match = _SIZE.fullmatch(value.strip())
         if not match:
-            self.fail(f"{value!r} is no size; write it like 8GiB", param, ctx)
+            self.fail(f"{shown(value)} is no size; write it like 8GiB", param, ctx)
         unit = (match[2] or "").lower()
         base = 1024 if unit.endswith("i") else 1000
         return int(float(match[1]) * base ** _POWERS[unit[:1]])
@@ -43,9 +44,9 @@ class TokenIds(click.ParamType[list[int]]):
         if isinstance(value, list):
             return value
         try:
-            return [int(part) for part in value.split(",") if part.strip()]
+            return [int(part) for part in value.split(",")] if value.strip() else []
         except ValueError:
-            self.fail(f"{value!r} is no list of token ids; write it like 1,2,3", param, ctx)
+            self.fail(f"{shown(value)} is no list of token ids; write it like 1,2,3", param, ctx)
 
 
 _SYSTEM = [

@@ -8,24 +8,18 @@ A function of this package without a leading underscore either checks its argume
 ValueError on any mismatch) or says in its docstring that it checks nothing (kernels, for the
 serving loops, whose arguments were checked when the weights were loaded).
 
-Importing the package points Numba's on-disk cache at a folder named after a hash of its sources:
-`cache=True` alone misses a change in a function that was imported from another module.
+Compiled kernels are kept on disk as `kernel_cache` says.
 """
-
-import hashlib
-import os
-from pathlib import Path
 
 import numba
 
-
-def _cache_folder() -> Path:
-    digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "hotcold" / "numba" / digest.hexdigest()[:16]
-
-
-if not os.environ.get("NUMBA_CACHE_DIR"):
-    numba.config.CACHE_DIR = str(_cache_folder())
+numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
+    [
+        "numba_kernels.kernel_cache.SourceHashLocator",
+        "UserProvidedCacheLocator",
+        "InTreeCacheLocator",
+        "UserWideCacheLocator",
+        "IPythonCacheLocator",
+        "ZipCacheLocator",
+    ]
+)

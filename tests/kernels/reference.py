@@ -102,7 +102,7 @@ def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 def decode_attention(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, length: int
 ) -> np.ndarray:
-    """softmax(keys . query / sqrt(head_dim)) . values, each key-value head for a group of queries."""
+    """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group."""
     group = queries.shape[0] // keys.shape[0]
     k = np.repeat(widened(keys[:, :length]), group, axis=0)
     v = np.repeat(widened(values[:, :length]), group, axis=0)
@@ -118,7 +118,12 @@ def to_bfloat16(weights: np.ndarray) -> np.ndarray:
 
 
 def sample_shares(
-    logits: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: np.ndarray,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> np.ndarray:
     """The probability with which `sample` must choose each id."""
     shares = np.zeros(logits.size)

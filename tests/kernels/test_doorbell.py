@@ -127,14 +127,16 @@ def test_barrier(num_threads: int) -> None:
             assert came.min() >= number  # all have come
             assert came.max() <= number + 1  # none has passed the next one
 
-    with threads(*[lambda i=i: run(i) for i in range(num_threads)]):  # type: ignore[misc]
+    with threads(*[lambda i=i: run(i) for i in range(num_threads)]):
         pass
     assert came.tolist() == [rounds] * num_threads
     assert words[0] == 0
     assert words[WORDS_A_CELL] == (rounds if num_threads > 1 else 0)
 
 
-def serve(words: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int) -> None:
+def serve(
+    words: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
+) -> None:
     """One thread of a service that answers up to request `last`."""
     seen = 0
     while seen < last:
@@ -148,7 +150,7 @@ def test_many_requests_to_two_services_of_two_threads() -> None:
     words, rounds = new_words(2 * CELLS_A_SERVICE), 1000
     replies, both = np.zeros((2, NUM_REPLY_WORDS), np.int64), np.array([0, 1])
     loops = [lambda s=s: serve(words, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
-    with threads(*loops):  # type: ignore[arg-type]
+    with threads(*loops):
         for number in range(1, rounds + 1):
             assert ask_all(words, both, number, LONG) == 2
             for service in both:
@@ -159,7 +161,7 @@ def test_many_requests_to_two_services_of_two_threads() -> None:
 def test_the_silent_service_is_told_and_can_be_awaited_again() -> None:
     words, replies = new_words(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
     services = np.array([2, 0, 1])
-    with threads(*[lambda s=s: serve(words, replies, s, 1, 1) for s in (2, 1)]):  # type: ignore[misc]
+    with threads(*[lambda s=s: serve(words, replies, s, 1, 1) for s in (2, 1)]):
         assert ask_all(words, services, 1, SECOND) == 1  # service 0 does not run
     assert await_all(words, services, 1, 1, SECOND // 50) == 1
     with threads(lambda: serve(words, replies, 0, 1, 1)):
@@ -180,7 +182,7 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
 def echo_in_another_process(name: str, rounds: int) -> None:
     """Answer `rounds` rings of cell 0 by rings of cell 1, sleeping in the futex between."""
     memory = SharedMemory(name)
-    words = np.frombuffer(memory.buf, np.int32)
+    words = np.ndarray(2 * WORDS_A_CELL, np.int32, memory.buf)
     for number in range(1, rounds + 1):
         if wait_change(words, 0, np.int32(number - 1), 0, LONG) != number:
             break
@@ -191,7 +193,7 @@ def echo_in_another_process(name: str, rounds: int) -> None:
 
 def test_two_processes_wake_each_other() -> None:
     rounds, memory = 1000, SharedMemory(create=True, size=2 * WORDS_A_CELL * 4)
-    words = np.frombuffer(memory.buf, np.int32)
+    words = np.ndarray(2 * WORDS_A_CELL, np.int32, memory.buf)
     words[:] = 0
     child = multiprocessing.get_context("spawn").Process(
         target=echo_in_another_process, args=(memory.name, rounds)

@@ -57,7 +57,13 @@ class Case:
 
 
 def make_case(
-    kind: str, height: int, width: int, num_tokens: int = 1, *, gated: bool = True, bias: bool = False
+    kind: str,
+    height: int,
+    width: int,
+    num_tokens: int = 1,
+    *,
+    gated: bool = True,
+    bias: bool = False,
 ) -> Case:
     seed = height * 1000 + width
     gate, up, down = (random_bits(seed + i, BITS[kind], height, width) for i in range(3))
@@ -187,7 +193,7 @@ def test_no_tokens(backend: SimpleNamespace) -> None:
 @pytest.mark.parametrize("kind", BITS)
 def test_unaligned_arrays(backend: SimpleNamespace, kind: str) -> None:
     case = make_case(kind, 13, 35, 2, bias=True)
-    arrays = {k: v for k, v in vars(case).items() if isinstance(v, np.ndarray)}
+    arrays: dict[str, Any] = {k: v for k, v in vars(case).items() if isinstance(v, np.ndarray)}
     assert len(arrays) == 6
     moved = replace(case, **{name: unaligned(array) for name, array in arrays.items()})
     np.testing.assert_array_equal(moved.run(backend)[0], case.run(backend)[0])

@@ -122,7 +122,11 @@ def test_decode_attention(
 
 
 def test_positions_beyond_the_length_are_not_read(backend: SimpleNamespace) -> None:
-    queries, keys, values = random_floats(1, 2, 5), random_floats(2, 2, 9, 5), random_floats(3, 2, 9, 5)
+    queries, keys, values = (
+        random_floats(1, 2, 5),
+        random_floats(2, 2, 9, 5),
+        random_floats(3, 2, 9, 5),
+    )
     expected = backend.decode_attention(queries, keys, values, 6)
     keys[:, 6:], values[:, 6:] = np.nan, np.nan
     np.testing.assert_array_equal(backend.decode_attention(queries, keys, values, 6), expected)

@@ -1,0 +1,149 @@
+"""Answer a file of requests, as a job of a Ray cluster.
+
+    ray job submit --working-dir . -- python -m jobs.generate --requests /data/in.jsonl \
+        --out /data/out.jsonl
+
+A line of the requests is an object of `id`, one of `prompt`, `messages` and `ids`, and perhaps
+`sampling` with the keys of model.sampling.SamplingParams. A line of the answers has the request's
+`id` and what it gave, or an `error`; answers stand in the order of the requests, and each is
+written as its request ends. Requests stand in a file because a job's command line is public on the
+dashboard. A job runs in a copy of the working directory: give absolute paths.
+
+With --system NAME the job uses the running system of that name, or starts it: for itself and for
+those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
+"""
+
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actors.messages import Generation
+from actors.system import System
+from jobs.answer_file import AnswerFile
+from jobs.cli import main
+from jobs.cluster_system import job_system
+from jobs.lazy_group import add_debug_option
+from jobs.options import split_system_options, system_options
+from jobs.request_lines import RequestLine, read_requests
+from model.errors import HotcoldError, ServiceError, UsageError
+from model.sampling import SamplingParams
+
+NUM_AHEAD = 4  # requests at the driver, so that it never waits for this process
+_LINE_EVERY_S = 5.0
+
+_Pending = tuple[RequestLine, "Future[Generation]"]
+
+
+@click.command()
+@click.option("--requests", type=click.Path(path_type=Path), required=True, help="JSON lines.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines.")
+@click.option("--resume", is_flag=True, help="Keep the answers in --out; skip their ids.")
+@click.option("--model", help="A directory or org/repo; the embedded demo model without it.")
+@click.option("--system", "name", help="The running system of that name, else start it so named.")
+@click.option("--keep", is_flag=True, help="Leave a system that this job starts running.")
+@system_options
+def generate(
+    requests: Path,
+    out: Path,
+    resume: bool,
+    model: str | None,
+    name: str | None,
+    keep: bool,
+    **values: Any,
+) -> None:
+    """Answer the requests of a file; to be submitted with `ray job submit`."""
+    requests.open("rb").close()
+    if out.exists() and out.samefile(requests):
+        raise UsageError(f"--requests and --out are both {out}; name another file for the answers")
+    with closing(AnswerFile(out, resume=resume)) as answers:
+        started = time.monotonic()
+        system, config = job_system(model, split_system_options(values), name, keep)
+        with system:
+            click.echo(f"system ready after {time.monotonic() - started:.1f} s: {config}")
+            answers.begin()
+            lines = read_requests(requests, SamplingParams.defaults(config.model_path))
+            counts = _serve(lines, answers, system)
+    click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
+
+
+class _Counts:
+    """What has become of the lines so far; shown every few seconds."""
+
+    def __init__(self) -> None:
+        self.answered = self.failed = self.skipped = 0
+        self._shown = time.monotonic()
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} were there already" if self.skipped else ""
+        return f"{self.answered} requests answered, {self.failed} with an error{skipped}"
+
+    def show(self) -> None:
+        """Print a line if the last one is some time ago."""
+        if time.monotonic() - self._shown > _LINE_EVERY_S:
+            self._shown = time.monotonic()
+            click.echo(self)
+
+
+def _serve(lines: Iterator[RequestLine], answers: AnswerFile, system: System) -> _Counts:
+    """Answer `lines` in their order. Errors: ServiceError, OSError; running requests end then."""
+    counts = _Counts()
+    pending: deque[_Pending] = deque()
+    with ThreadPoolExecutor(NUM_AHEAD) as pool:
+        try:
+            for line in lines:
+                if answers.holds(_failure(line, line.error)):
+                    counts.skipped += 1
+                    continue
+                pending.append(_submit(line, system, pool))
+                while len(pending) >= NUM_AHEAD:
+                    _write_oldest(pending, answers, counts)
+            while pending:
+                _write_oldest(pending, answers, counts)
+        finally:
+            for line, _ in pending:
+                if line.request is not None:
+                    system.cancel(line.request.request_id)
+    return counts
+
+
+def _submit(line: RequestLine, system: System, pool: ThreadPoolExecutor) -> _Pending:
+    if line.request is None:
+        bad: Future[Generation] = Future()
+        bad.set_exception(UsageError(line.error))
+        return line, bad
+    request = replace(line.request, request_id=uuid.uuid4().hex)
+    return replace(line, request=request), pool.submit(system.complete, request)
+
+
+def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts) -> None:
+    line, future = pending[0]
+    try:
+        result = future.result()
+        times = {"prefill_s": result.prefill_s, "decode_s": result.decode_s}
+        answers.write({"id": line.request_id} | result.as_json() | times)
+        counts.answered += 1
+    except ServiceError:  # not this request's fault: those after it would fare no better
+        raise
+    except HotcoldError as problem:
+        answers.write(_failure(line, problem))
+        counts.failed += 1
+    pending.popleft()
+    counts.show()
+
+
+def _failure(line: RequestLine, problem: object) -> dict[str, Any]:
+    return {"id": line.request_id, "error": line.failure(problem)}
+
+
+if __name__ == "__main__":
+    add_debug_option(generate)
+    sys.exit(main(command=generate, program="python -m jobs.generate"))

@@ -1,0 +1,39 @@
+"""End a system that a job has left running.
+
+ray job submit --working-dir . -- python -m jobs.stop --system NAME
+"""
+
+import sys
+import time
+
+import click
+
+from actors.cluster import connect
+from actors.system import System
+from jobs.cli import main
+from jobs.lazy_group import add_debug_option
+from model.errors import ServiceError, UsageError
+
+_PATIENCE_S = 30.0
+
+
+@click.command()
+@click.option("--system", "name", required=True, help="The name that it was started with.")
+def stop(name: str) -> None:
+    """End the running system of a name; requests in progress fail."""
+    connect("auto")
+    system = System.attach(name)
+    if system is None:
+        raise UsageError(f"no system named {name!r} is running")
+    system.end()
+    deadline = time.monotonic() + _PATIENCE_S
+    while System.attach(name) is not None:
+        if time.monotonic() > deadline:
+            raise ServiceError(f"the system {name!r} does not end; see `ray list actors`")
+        time.sleep(0.05)
+    click.echo(f"the system {name!r} has ended")
+
+
+if __name__ == "__main__":
+    add_debug_option(stop)
+    sys.exit(main(command=stop, program="python -m jobs.stop"))

@@ -1,0 +1,164 @@
+"""A whole system in one process, without Ray: services as plain objects on one arena."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from actors.call_exchange import Question
+from actors.cpu_service import load_cpu_service
+from actors.engine import Engine
+from actors.exchange import ArenaExchange, Exchange
+from actors.gpu_service import CacheSpec, load_gpu_service
+from actors.service import Service
+from actors.shards import deal_neurons
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ServiceError
+from model.weights import load_embedding
+from numba_kernels.mailbox import OPERATION, STOP
+
+_MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
+
+
+@dataclass
+class ThreadWatch:
+    """Asks the services themselves; counts how often, for a service that hangs."""
+
+    services: list[Service]
+    looks: int = 0
+    most_looks: int = _MOST_LOOKS
+
+    def check(self, services: Sequence[int], waited_s: float) -> None:
+        """Raise ServiceError for a broken service, or at the last look."""
+        self.looks += 1
+        for index in services:
+            self.services[index].check([index], waited_s)
+        if self.looks > self.most_looks:
+            raise ServiceError(f"{[self.services[index].name for index in services]} hang")
+
+    def explain(self, service: int) -> str:
+        """What the service says."""
+        return self.services[service].explain(service)
+
+
+class CopyingExchange:
+    """As the exchange over actor calls, but for the calls: each service has an arena of its own."""
+
+    def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
+        self.wires = layout.wires(layout.new_arena())
+        self._services = services
+
+    def ask(self, services: Sequence[int]) -> int:
+        """See `Exchange.ask`."""
+        for index in services:
+            question = pickle.dumps(Question.read(self.wires, index))
+            answer = pickle.dumps(self._services[index].answer(pickle.loads(question)))
+            pickle.loads(answer).write(self.wires, index)
+        return 0
+
+
+@dataclass
+class InProcessSystem:
+    """Threads of all services run from the constructor to `stop`."""
+
+    path: Path
+    num_services: int = 1
+    num_threads: int = 1
+    kv_dtype: str = "float32"
+    num_slots: int = 1
+    num_positions: int = 128
+    first_number: int = 1
+    max_tokens: int = 64
+    copying: bool = False  # a CopyingExchange instead of the arena's
+    python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
+
+    def __post_init__(self) -> None:
+        self.config = ModelConfig.from_directory(self.path)
+        self.services: list[Service] = [self._gpu(), *self._cpus()]
+        config = self.config
+        self.layout = ArenaLayout(
+            1 + self.num_services,
+            self.max_tokens,
+            config.hidden_size,
+            config.ffn_size,
+            config.vocab_size,
+            self.max_tokens,
+        )
+        self.arena = self.layout.new_arena()
+        self.watch = ThreadWatch(self.services)
+        for service in self.services:
+            self._count_python_answers(service)
+            arena = self.layout.new_arena() if self.copying else self.arena
+            service.attach(self.layout, arena)
+        if self.copying:
+            self.exchange: Exchange = CopyingExchange(self.layout, self.services)
+        else:
+            wires = self.layout.wires(self.arena)
+            self.exchange = ArenaExchange(wires, self.watch, self.first_number)
+
+    def _gpu(self) -> Service:
+        cache = CacheSpec(self.num_slots, self.num_positions, self.kv_dtype)
+        return load_gpu_service(
+            self.path, self.config, 0, self.num_threads, cache, lambda num_bytes: None
+        )
+
+    def _cpus(self) -> list[Service]:
+        shards = deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
+        return [
+            load_cpu_service(
+                self.path,
+                self.config,
+                index,
+                self.num_threads,
+                [ids] * self.config.num_layers,
+                index == 1,
+                lambda num_bytes: None,
+            )
+            for index, ids in enumerate(shards, start=1)
+        ]
+
+    def _count_python_answers(self, service: Service) -> None:
+        answer = service.answer_in_python
+
+        def counted() -> None:
+            self.python_answers.append(service.name)
+            answer()
+
+        service.answer_in_python = counted  # type: ignore[method-assign]
+
+    def engine(self, mode: str) -> Engine:
+        """A new engine on these services."""
+        embedding = load_embedding(Checkpoint(self.path), self.config)
+        return Engine(self.config, embedding, self.exchange, mode)
+
+    def logits(self, mode: str, ids: np.ndarray, sizes: Sequence[int], slot: int = 0) -> np.ndarray:
+        """Logits (T, V) of `ids` run in steps of `sizes` tokens, in turn."""
+        engine, first = self.engine(mode), 0
+        parts: list[np.ndarray] = []
+        while first < len(ids):
+            last = min(first + sizes[len(parts) % len(sizes)], len(ids))
+            step = range(first, last)
+            found = engine.step(ids[first:last].tolist(), step, [slot] * len(step), len(step))
+            parts.append(found.copy())
+            first = last
+        return np.concatenate(parts)
+
+    def stop(self) -> None:
+        """Ask all services to stop; raises unless all their threads end."""
+        self.exchange.wires.requests[:, OPERATION] = STOP
+        self.exchange.ask(range(len(self.services)))
+        for service in self.services:
+            if not service.join(60):
+                raise AssertionError(f"a thread of {service.name} still runs")
+
+    def __enter__(self) -> InProcessSystem:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()

@@ -1,0 +1,145 @@
+"""The driver in one process: its queue, cancelling, closing, and what a broken service does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from actors.driver import Driver
+from actors.messages import GenerateRequest, SystemConfig, TokenEvent
+from model.errors import PromptError, ServiceError
+from model.sampling import SamplingParams
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+
+LONG = 50_000
+
+
+@pytest.fixture
+def system(tiny: Callable[..., TinyCheckpoint]) -> Iterator[InProcessSystem]:
+    path = tiny("llama-relu").path
+    with InProcessSystem(path, num_positions=LONG) as running:
+        yield running
+
+
+@pytest.fixture
+def driver(system: InProcessSystem) -> Driver:
+    config = SystemConfig(str(system.path), context_length=LONG, kv_dtype="float32")
+    return Driver(config, system.exchange)
+
+
+@pytest.fixture
+def request_(tiny: Callable[..., TinyCheckpoint]) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    ids = tiny("llama-relu").ids[:10].tolist()
+    return GenerateRequest(sampling, prompt_ids=ids, request_id="short")
+
+
+def endless(request: GenerateRequest) -> GenerateRequest:
+    sampling = replace(request.sampling, max_tokens=LONG)
+    return replace(request, sampling=sampling, request_id="endless")
+
+
+class Running:
+    """A request in a thread of its own."""
+
+    def __init__(self, driver: Driver, request: GenerateRequest) -> None:
+        self.outcome: TokenEvent | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(driver, request), daemon=True)
+        self._thread.start()
+
+    def _run(self, driver: Driver, request: GenerateRequest) -> None:
+        try:
+            *_, self.outcome = driver.generate(request)
+        except BaseException as error:
+            self.outcome = error
+
+    def end(self) -> TokenEvent | BaseException | None:
+        self._thread.join(100)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+def wait_for_work(driver: Driver) -> None:
+    """Return once the engine has run some steps of decoding."""
+    pause = threading.Event()
+    while driver.engine.times.num_tokens < 20:
+        assert not pause.wait(0.01)
+
+
+def reason(outcome: object) -> str:
+    assert isinstance(outcome, TokenEvent) and outcome.result is not None, outcome
+    return outcome.result.finish_reason
+
+
+def test_requests_wait_for_each_other(
+    driver: Driver, request_: GenerateRequest, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    runs = [Running(driver, request_) for _ in range(5)]
+    for run in runs:
+        assert reason(run.end()) == "length"
+        assert run.outcome.result.ids == tiny("llama-relu").greedy_ids  # type: ignore[union-attr]
+    driver.close()
+
+
+def test_cancel(driver: Driver, request_: GenerateRequest) -> None:
+    long = Running(driver, endless(request_))
+    wait_for_work(driver)
+    waiting = Running(driver, request_)
+    driver.cancel("endless")
+    assert reason(long.end()) == "cancelled"
+    assert reason(waiting.end()) == "length"
+    again = Running(driver, endless(request_))  # the id was cancelled once, not for ever
+    wait_for_work(driver)
+    driver.cancel("another")
+    driver.cancel("endless")
+    assert 1 < len(again.end().result.ids) < LONG - 10  # type: ignore[union-attr]
+    driver.close()
+
+
+def test_close_does_not_wait_for_a_long_request(driver: Driver, request_: GenerateRequest) -> None:
+    long = Running(driver, endless(request_))
+    wait_for_work(driver)
+    waiting = Running(driver, request_)
+    while driver._jobs.empty():
+        pass
+    driver.close()
+    outcome = long.end()
+    assert reason(outcome) == "cancelled"
+    assert len(outcome.result.ids) < LONG - 10  # type: ignore[union-attr]
+    stopped = waiting.end()
+    assert isinstance(stopped, ServiceError) and "stopped" in str(stopped)
+
+
+def test_bad_prompts_are_refused_before_they_wait(
+    driver: Driver, request_: GenerateRequest
+) -> None:
+    long = Running(driver, endless(request_))
+    with pytest.raises(PromptError):
+        next(driver.generate(replace(request_, prompt_ids=[1000])))
+    assert long.outcome is None
+    driver.close()
+
+
+def test_a_broken_service_ends_the_request_and_all_later_ones(
+    system: InProcessSystem, driver: Driver, request_: GenerateRequest
+) -> None:
+    long = Running(driver, endless(request_))
+    wait_for_work(driver)
+    gpu = system.services[0]
+    gpu.last_error, gpu._broken = "RuntimeError: lost", True
+    ask = system.exchange.ask
+
+    def fail(services: object) -> int:
+        raise ServiceError(gpu.explain(0))
+
+    system.exchange.ask = fail  # type: ignore[method-assign]
+    for run in (long, Running(driver, request_)):
+        error = run.end()
+        assert isinstance(error, ServiceError)
+        assert str(error) == "the gpu service failed: RuntimeError: lost"
+    driver.close()
+    system.exchange.ask = ask  # type: ignore[method-assign]

@@ -1,0 +1,256 @@
+"""The services and the engine in one process, against transformers, for every variant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.errors import ServiceError
+from numba_kernels.mailbox import FAILED, STATUS
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VARIANTS
+from tests.unit.test_reference import relative_difference
+
+Tiny = Callable[..., TinyCheckpoint]
+# How many tokens each step takes, in turn. Kernels take up to 8, torch more.
+WAYS = {
+    "token by token": [1],
+    "a few at once": [2, 8, 3, 7, 4, 5, 6],
+    "one prefill": [40],
+    "chunks": [12, 9, 3, 16],
+    "prefill then decode": [25, 1, 1],
+}
+MODES = ["dense", "exact"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[InProcessSystem]:
+    """One variant: the GPU service and three CPU services, two threads each."""
+    with InProcessSystem(tiny(request.param).path, num_services=3, num_threads=2) as running:
+        running.tiny = tiny(request.param)  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_equal_transformers(system: InProcessSystem, way: str, mode: str) -> None:
+    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
+    del system.python_answers[:]
+    found = system.logits(mode, checkpoint.ids, WAYS[way])
+    assert found.dtype == np.float32
+    assert relative_difference(found, checkpoint.logits) < 1e-4
+    assert bool(system.python_answers) == any(size > 8 for size in WAYS[way])
+
+
+@pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+def test_any_number_of_services_and_threads(
+    tiny: Tiny, variant: str, num_services: int, num_threads: int
+) -> None:
+    """The same to rounding in whatever number, and the same bits in another run."""
+    checkpoint = tiny(variant)
+    results = []
+    for _ in range(2):
+        with InProcessSystem(checkpoint.path, num_services, num_threads) as system:
+            ways = ([1], [5], [20])
+            results.append([system.logits("exact", checkpoint.ids, way) for way in ways])
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(first, second)
+        assert relative_difference(first, checkpoint.logits) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "opt-postnorm", "falcon-grouped"])
+def test_questions_and_answers_can_be_copied(tiny: Tiny, variant: str) -> None:
+    """What the exchange over actor calls carries is all that a service reads and writes."""
+    checkpoint = tiny(variant)
+    with InProcessSystem(checkpoint.path, 3, 2, copying=True) as system:
+        for way in ([1], [5], [20]):
+            found = system.logits("exact", checkpoint.ids, way)
+            assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-prenorm", "falcon-relu"])
+def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> None:
+    checkpoint = tiny(variant)
+    ids = checkpoint.ids.tolist()
+    with InProcessSystem(checkpoint.path, 2, 2) as system:
+        engine = system.engine("exact")
+        for first, last in ((0, 20), (20, 25), (25, 26)):
+            step, ask = range(first, last), system.exchange.ask
+            plain = engine.step(ids[first:last], step, [0] * len(step)).copy()
+
+            def twice(services, ask=ask):
+                ask(services)
+                return ask(services)
+
+            system.exchange.ask = twice  # type: ignore[method-assign]
+            again = engine.step(ids[first:last], step, [0] * len(step)).copy()
+            system.exchange.ask = ask  # type: ignore[method-assign]
+            np.testing.assert_array_equal(again, plain)
+
+
+def test_two_sequences_in_one_step(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-gqa")
+    one, other = checkpoint.ids[:12], checkpoint.ids[20:32]
+    with InProcessSystem(checkpoint.path, 1, 2, num_slots=2) as system:
+        apart = [system.logits("exact", ids, [1]) for ids in (one, other)]
+        engine = system.engine("exact")
+        for position in range(12):
+            tokens = [int(one[position]), int(other[position])]
+            found = engine.step(tokens, [position] * 2, [0, 1], 2)
+            for row, expected in zip(found, apart, strict=True):
+                assert relative_difference(row, expected[position]) < 1e-6
+
+
+def test_only_the_logits_asked_for(tiny: Tiny) -> None:
+    checkpoint = tiny("opt-postnorm")
+    ids, logits = checkpoint.ids.tolist(), checkpoint.logits
+    with InProcessSystem(checkpoint.path) as system:
+        engine = system.engine("dense")
+        for size in (7, 30):
+            assert engine.step(ids[:size], range(size), [0] * size, 0).shape[0] == 0
+            found = engine.step(ids[:size], range(size), [0] * size, 3)
+            assert relative_difference(found, logits[size - 3 : size]) < 1e-4
+
+
+def fired_neurons(checkpoint: TinyCheckpoint) -> int:
+    """How many neurons transformers' own activation function leaves above zero, in all."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
+    counts = []
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(
+            lambda module, inputs, output: counts.append(int((output > 0).sum()))
+        )
+    with torch.no_grad():
+        model(torch.from_numpy(checkpoint.ids)[None])
+    return sum(counts)
+
+
+def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    expected = fired_neurons(checkpoint)
+    with InProcessSystem(checkpoint.path, 3, 2) as system:
+        num_computed = {}
+        for mode in MODES:
+            engine = system.engine(mode)
+            for position, token in enumerate(checkpoint.ids.tolist()):
+                engine.step([token], [position], [0])
+            num_computed[mode] = engine.times.num_neurons
+    config = system.config
+    assert num_computed["dense"] == config.num_layers * config.ffn_size * checkpoint.ids.size
+    assert abs(num_computed["exact"] - expected) <= 3  # gates within rounding of zero
+    assert num_computed["exact"] < 0.7 * num_computed["dense"]
+
+
+# Weights in 16 bits are widened exactly; a float16 cache rounds keys and values.
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"), [("float16", "float16", 4e-3), ("bfloat16", "float32", 1e-5)]
+)
+@pytest.mark.parametrize("variant", ["llama-gqa", "llama-mlp-bias", "opt-postnorm", "falcon-bias"])
+def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bound: float) -> None:
+    checkpoint = tiny(variant, dtype)
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
+        for way in ([1], [3, 5]):
+            found = system.logits("exact", checkpoint.ids, way)
+            assert relative_difference(found, checkpoint.logits) < bound, way
+        for service in system.services:  # products in float32, as on a CPU without bfloat16
+            service._products._native_bfloat16 = False  # type: ignore[attr-defined]
+        found = system.logits("exact", checkpoint.ids, [40])
+        assert relative_difference(found, checkpoint.logits) < bound
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+def test_prefill_rounds_like_bfloat16_of_transformers(tiny: Tiny, variant: str, dtype: str) -> None:
+    checkpoint = tiny(variant, dtype)
+    kv_dtype = "float16" if dtype == "float16" else "float32"
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
+        for way in ([40], [15, 25]):
+            found = system.logits("exact", checkpoint.ids, way)
+            difference = relative_difference(found, checkpoint.logits)
+            assert difference < 2 * checkpoint.bfloat16_difference, way
+
+
+@pytest.mark.parametrize("sizes", [[1], [9, 1]], ids=str)
+def test_stop_ends_all_threads(tiny: Tiny, sizes: list[int]) -> None:
+    checkpoint = tiny("llama-gqa", "float16")
+    before = set(threading.enumerate())
+    system = InProcessSystem(checkpoint.path, 3, 2, kv_dtype="float16")
+    system.logits("exact", checkpoint.ids, sizes)
+    assert len(set(threading.enumerate()) - before) >= 8
+    system.stop()
+    assert set(threading.enumerate()) <= before
+
+
+def test_stop_before_any_request(tiny: Tiny) -> None:
+    before = set(threading.enumerate())
+    InProcessSystem(tiny("llama-relu").path, 1, 2).stop()
+    assert set(threading.enumerate()) <= before
+
+
+def test_request_numbers_start_anew(tiny: Tiny) -> None:
+    """Doorbells are 32-bit words: a system that runs for weeks comes to their end."""
+    checkpoint = tiny("llama-relu")
+    last = 2**31 - 1
+    with InProcessSystem(checkpoint.path, 2, 2, first_number=last - 20) as system:
+        found = system.logits("exact", checkpoint.ids, [1])
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+        assert system.exchange._number < last - 20  # type: ignore[attr-defined]
+
+
+def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
+    """A service that starts anew goes on where its predecessor ended."""
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 1) as system:
+        expected = system.logits("exact", checkpoint.ids, [1])
+        old = system.services[2]
+        successor = system._cpus()[1]
+        old.wires.requests[2, 0] = 0  # STOP
+        system.exchange.ask([2])
+        assert old.join(60)
+        successor.attach(system.layout, system.arena)
+        system.services[2] = successor
+        np.testing.assert_array_equal(system.logits("exact", checkpoint.ids, [1]), expected)
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "gpu"), (2, "cpu1")])
+def test_an_unknown_operation_is_named_and_survived(tiny: Tiny, index: int, name: str) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 2) as system:
+        wires = system.exchange.wires
+        wires.requests[index, 0] = 99
+        with pytest.raises(ServiceError, match=rf"the {name} service failed: .*no operation 99"):
+            system.exchange.ask([index])
+        assert wires.replies[index, STATUS] == FAILED
+        found = system.logits("exact", checkpoint.ids, [1])
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+def test_a_failing_matrix_product_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 3, 1) as system:
+
+        def fail(*arguments: object) -> None:
+            raise MemoryError("no room for 7 numbers")
+
+        monkeypatch.setattr(system.services[2]._products, "combine", fail)  # type: ignore[attr-defined]
+        with pytest.raises(ServiceError, match=r"the cpu1 service failed: .*no room for 7"):
+            system.logits("dense", checkpoint.ids, [20])
+        monkeypatch.undo()
+        found = system.logits("dense", checkpoint.ids, [20])
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+def test_prefill_of_two_sequences_is_refused(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, num_slots=2) as system:
+        ids = checkpoint.ids[:10].tolist()
+        for positions, slots in ((range(10), [0] * 9 + [1]), ([0, *range(9)], [0] * 10)):
+            with pytest.raises(ServiceError, match=r"the gpu service failed: .*one sequence"):
+                system.engine("dense").step(ids, positions, slots)

@@ -1,0 +1,141 @@
+"""Stop strings, the dealing of neurons, the arena, and a service whose thread fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.arena import ArenaLayout
+from actors.cpu_service import CpuService
+from actors.gpu_service import GpuService
+from actors.service import Service
+from actors.shards import deal_neurons
+from actors.stop_strings import StopStrings
+from model.errors import ServiceError
+from numba_kernels.mailbox import OPERATION, STOP
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+
+_TEXTS = st.text("ab\n", max_size=6)
+_STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
+def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    """The text up to the first stop string, looked for in all the text after every piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        places = [text.find(stop) for stop in stops if stop in text]
+        if places:
+            return text[: min(places)], True
+    return text, False
+
+
+@given(st.lists(_TEXTS, max_size=12), _STOPS)
+def test_stop_strings(pieces: list[str], stops: list[str]) -> None:
+    expected, found = cut(pieces, stops)
+    machine, shown, received = StopStrings(stops), "", ""
+    for piece in pieces:
+        shown += machine.push(piece)
+        received += piece
+        if not machine.found:
+            held = received[len(shown) :]
+            assert received.startswith(shown)
+            assert not held or any(stop.startswith(held) for stop in stops)
+    shown += machine.flush()
+    assert (shown, machine.found) == (expected, found)
+    assert machine.text == shown
+    assert machine.push("more") == ("" if found else "more")
+
+
+@given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=4))
+def test_pieces_do_not_matter_to_one_stop_string(text: str, stop: str) -> None:
+    results = []
+    for size in (1, 2, 3, 20):
+        machine = StopStrings([stop])
+        for first in range(0, len(text), size):
+            machine.push(text[first : first + size])
+        machine.flush()
+        results.append(machine.text)
+    assert results == [text.split(stop)[0]] * 4
+
+
+def test_no_stop_strings_hold_nothing_back() -> None:
+    assert StopStrings([]).push("text") == "text"
+    assert StopStrings([""]).push("text") == "text"
+
+
+@given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6))
+def test_each_neuron_is_dealt_once(num_neurons: int, num_services: int, num_threads: int) -> None:
+    shards = deal_neurons(num_neurons, num_services, num_threads)
+    assert len(shards) == num_services
+    assert all(shard.dtype == np.int32 for shard in shards)
+    assert np.sort(np.concatenate(shards)).tolist() == list(range(num_neurons))
+    sizes = [shard.size for shard in shards]
+    assert max(sizes) - min(sizes) <= num_threads
+
+
+@given(st.integers(8, 300), st.integers(1, 4), st.integers(2, 4))
+def test_neighbours_are_dealt_apart(num_neurons: int, num_services: int, num_threads: int) -> None:
+    """No thread's run of a shard holds two neurons that stand side by side in the checkpoint."""
+    for shard in deal_neurons(num_neurons, num_services, num_threads):
+        falls = np.flatnonzero(np.diff(shard) < 0)
+        assert falls.size <= num_threads - 1
+        assert (np.diff(shard) != 1).all() or num_neurons < 2 * num_services * num_threads
+
+
+def test_arena_parts_do_not_overlap_and_are_shared() -> None:
+    layout = ArenaLayout(3, 5, 7, 11, 13, 2)
+    arena = layout.new_arena()
+    assert arena.nbytes == layout.num_bytes and not arena.any()
+    wires, others = layout.wires(arena), layout.wires(arena)
+    for number, part in enumerate(wires, start=1):
+        assert part.ctypes.data % 64 == 0
+        part[...] = number
+    for number, part in enumerate(others, start=1):
+        assert (part == number).all()
+    assert wires.partials.shape == (3, 5, 7) and wires.logits.shape == (2, 13)
+    assert wires.active_ids.shape == (3, 11)
+
+
+def test_arena_keeps_its_memory_alive() -> None:
+    wires = ArenaLayout(1, 1, 4, 4, 4, 1).wires(ArenaLayout(1, 1, 4, 4, 4, 1).new_arena())
+    wires.hidden[:] = 5
+    np.empty(1 << 20, np.uint8).fill(1)
+    assert (wires.hidden == 5).all()
+
+
+def test_arena_too_small() -> None:
+    small, large = ArenaLayout(1, 1, 4, 4, 4, 1), ArenaLayout(1, 1, 4, 4, 4000, 1)
+    with pytest.raises(ValueError, match="the arena has"):
+        large.wires(small.new_arena())
+
+
+@pytest.mark.parametrize("copying", [False, True])
+@pytest.mark.parametrize("service", [GpuService, CpuService])
+def test_a_thread_that_fails_is_named(
+    tiny: Callable[..., TinyCheckpoint],
+    service: type[Service],
+    copying: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a kernel cannot be compiled: nobody answers, yet the driver must not wait on."""
+
+    def fail(self: Service, thread: int, seen: int) -> int:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(service, "serve", fail)
+    system = InProcessSystem(tiny("llama-relu").path, copying=copying)
+    name = "gpu" if service is GpuService else "cpu0"
+    with pytest.raises(ServiceError, match=rf"the {name} service failed: .*no such instruction"):
+        system.logits("exact", tiny("llama-relu").ids, [1])
+    assert system.watch.looks < 5
+    monkeypatch.undo()
+    if service is CpuService:  # the other one can still be stopped
+        system.exchange.wires.requests[0, OPERATION] = STOP
+        system.exchange.ask([0])
+        assert system.services[0].join(60)

@@ -1,0 +1,125 @@
+"""A real Ray head with dashboard and token, beside whatever else runs on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+_RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+_START_S = 150
+
+
+@dataclass
+class Head:
+    """A running head: submits jobs to it as a user does, from the checkout's folder."""
+
+    process: psutil.Process
+    environment: dict[str, str]
+    folder: Path
+
+    def submit(self, *entrypoint: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `ray job submit`, which ends with the job and shows its log."""
+        command = ["job", "submit", "--working-dir", ".", "--log-style", "record", "--"]
+        return subprocess.Popen(
+            [*_RAY, *command, *entrypoint],
+            cwd=ROOT,
+            env=self.environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, *entrypoint: str, **environment: str) -> tuple[int, str]:
+        """Submit a job and wait: exit status, and all that was printed."""
+        job = self.submit(*entrypoint, **environment)
+        out, _ = job.communicate(timeout=300)
+        return job.returncode, out
+
+    def actors(self) -> dict[int, str]:
+        """Process ids and titles of the running system's actors on this head."""
+        found = {}
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                if title.startswith(("ray::DriverHost", "ray::ServiceHost")):
+                    found[process.pid] = title.strip()
+        return found
+
+
+@contextlib.contextmanager
+def running_head(num_cpus: int) -> Iterator[Head]:
+    """A head with a token of its own; at the end every process that it started is gone."""
+    folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    port, dashboard, client, agent = _free_ports(4)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "PYTHONPATH")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = [*_RAY, "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--port={port}"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
+    command += [f"--temp-dir={folder}/ray", f"--object-store-memory={100 << 20}"]
+    with (folder / "log").open("wb") as log:
+        started = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    head = Head(psutil.Process(started.pid), environment, folder)
+    try:
+        _await_dashboard(started, environment, token.read_text(), folder / "log")
+        yield head
+    finally:
+        _end(head.process)
+        started.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _await_dashboard(
+    started: subprocess.Popen[bytes], environment: dict[str, str], token: str, log: Path
+) -> None:
+    url = environment["RAY_API_SERVER_ADDRESS"] + "/api/jobs/"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    deadline = time.monotonic() + _START_S
+    while started.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=10):
+            return
+        time.sleep(0.3)
+    raise RuntimeError(f"the head did not start:\n{log.read_text()[-3000:]}")
+
+
+def _end(process: psutil.Process) -> None:
+    """End a process and all that it started, those that left its group too."""
+    family = [process, *process.children(recursive=True)] if process.is_running() else []
+    with contextlib.suppress(psutil.Error):
+        process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    for one in alive:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(alive, timeout=10)

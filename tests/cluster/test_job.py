@@ -1,0 +1,161 @@
+"""Jobs as users submit them, to a real head: one system, started, shared, resumed, ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from tests.cluster.head import Head, running_head
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+GENERATE = ("python", "-m", "jobs.generate")
+GREEDY = {"temperature": 0, "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with running_head(num_cpus=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny: Callable[..., TinyCheckpoint]) -> TinyCheckpoint:
+    return tiny("llama-relu")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with a tokenizer, in which token 5 is the word w5, and a chat template."""
+    path = tmp_path_factory.mktemp("cluster") / "model"
+    shutil.copytree(checkpoint.path, path)
+    vocab = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def write_lines(path: Path, lines: list[dict[str, Any] | str]) -> Path:
+    path.write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jobs_share_a_system(
+    head: Head, checkpoint: TinyCheckpoint, model: Path, tmp_path: Path
+) -> None:
+    ids, expected = checkpoint.ids[:10].tolist(), checkpoint.greedy_ids
+    text = " ".join(f"w{token_id}" for token_id in ids)
+    mixed = write_lines(
+        tmp_path / "mixed.jsonl",
+        [
+            {"id": "ids", "ids": ids, "sampling": GREEDY},
+            "not json",
+            {"id": "ids", "ids": ids},
+            {"id": "high", "ids": [VOCAB_SIZE]},
+            {"id": "empty", "prompt": ""},
+            {"id": "long", "ids": [1] * 200},
+            {"id": "extra", "ids": ids, "temperature": 0},
+            {"id": "top", "ids": ids, "sampling": {"top_k": -1}},
+            {"id": 9, "ids": ids, "sampling": GREEDY | {"max_tokens": 3}},
+        ],
+    )
+    message = {"role": "user", "content": text}
+    texts = write_lines(
+        tmp_path / "texts.jsonl",
+        [
+            {"id": "text", "prompt": text, "sampling": GREEDY},
+            {"id": "chat", "messages": [message], "sampling": GREEDY},
+        ],
+    )
+    system = ("--system", "shared", "--keep", "--model", str(model))
+    outs = [tmp_path / "out" / "mixed.jsonl", tmp_path / "out" / "texts.jsonl"]
+    outs[0].parent.mkdir()
+    jobs = [
+        head.submit(*GENERATE, "--requests", str(requests), "--out", str(out), *system)
+        for requests, out in zip((mixed, texts), outs, strict=True)
+    ]
+    logs = [job.communicate(timeout=300)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(logs)
+    assert sorted(head.actors().values()) == ["ray::DriverHost"] + 2 * ["ray::ServiceHost"]
+
+    assert "2 requests answered, 7 with an error in " in logs[0]
+    assert str(outs[0]) in logs[0]
+    answers = read_lines(outs[0])
+    assert [answer["id"] for answer in answers] == [
+        "ids", None, "ids", "high", "empty", "long", "extra", "top", 9,
+    ]  # fmt: skip
+    errors = ["not JSON", "used by a line above", "not in the vocabulary 0..100", "is empty"]
+    errors += ["200 tokens", "unknown key 'temperature'", "top_k is -1"]
+    for number, (answer, error) in enumerate(zip(answers[1:-1], errors, strict=True), 2):
+        assert set(answer) == {"id", "error"}
+        assert answer["error"].startswith(f"line {number}: ")
+        assert error in answer["error"]
+    assert answers[0]["ids"] == expected
+    assert answers[0]["finish_reason"] == "length"
+    assert answers[0]["prefill_s"] > 0
+    assert answers[0]["decode_s"] > 0
+    assert answers[-1]["ids"] == expected[:3]
+    for answer in read_lines(outs[1]):
+        assert answer["ids"] == expected
+        assert answer["text"].split() == [f"w{token_id}" for token_id in expected]
+
+    resumes(head, mixed, outs[0], answers)
+    ends(head)
+
+
+def resumes(head: Head, requests: Path, out: Path, answers: list[dict[str, Any]]) -> None:
+    """A later job attaches by name alone and completes a file that was cut off within a line."""
+    running = head.actors()
+    out.write_bytes(out.read_bytes()[:-20])
+    resume = ("--requests", str(requests), "--out", str(out), "--system", "shared", "--resume")
+    status, log = head.run(*GENERATE, *resume)
+    assert status == 0, log
+    assert "1 requests answered, 0 with an error, 8 were there already" in log
+    found = read_lines(out)
+    assert found[:-1] == answers[:-1]
+    assert found[-1]["ids"] == answers[-1]["ids"]
+    assert head.actors() == running
+
+
+def ends(head: Head) -> None:
+    """jobs.stop leaves no process; there is nothing to stop then, and it says so."""
+    stop = ("python", "-m", "jobs.stop", "--system", "shared")
+    status, log = head.run(*stop)
+    assert status == 0, log
+    deadline = time.monotonic() + 20
+    while head.actors() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert head.actors() == {}
+    status, log = head.run(*stop)
+    assert status == 1
+    assert "hotcold: error: no system named 'shared' is running" in log
+    assert "Traceback" not in log
+
+
+def test_a_wrong_token_is_refused(head: Head, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("0" * 64)
+    ran = tmp_path / "ran"
+    status, log = head.run("touch", str(ran), RAY_AUTH_TOKEN_PATH=str(wrong))
+    assert status != 0
+    assert "authentication" in log.lower()
+    assert not ran.exists()

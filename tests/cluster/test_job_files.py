@@ -1,0 +1,128 @@
+"""What a job reads and writes, without a cluster, and where it is told to look for one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cluster import connect
+from jobs.answer_file import AnswerFile
+from jobs.request_lines import RequestLine, read_requests
+from model.errors import HotcoldError, ServiceError, UsageError
+from model.sampling import SamplingParams
+
+DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
+
+
+def read(tmp_path: Path, content: bytes) -> list[RequestLine]:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(content)
+    return list(read_requests(file, DEFAULTS))
+
+
+def test_good_requests(tmp_path: Path) -> None:
+    content = b"""\xef\xbb\xbf{"id": "a", "prompt": "Hi", "sampling": {"top_k": 3, "stop": "x"}}
+
+    {"id": 1, "ids": [1, 2], "prompt": null, "sampling": null}\r
+    {"id": "1", "messages": [{"role": "user", "content": ""}]}"""
+    first, second, third = read(tmp_path, content)
+    assert (first.request_id, second.request_id, third.request_id) == ("a", 1, "1")
+    assert first.request and second.request and third.request
+    assert first.request.prompt == "Hi"
+    assert first.request.sampling == SamplingParams(temperature=0.5, top_k=3, stop=("x",))
+    assert second.request.prompt_ids == [1, 2]
+    assert second.request.sampling == DEFAULTS
+    assert third.request.messages == [{"role": "user", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ("{", "not JSON"),
+        ("\udcff", "not JSON in UTF-8"),
+        ("[]", "not a JSON object"),
+        ('{"prompt": "x"}', "there is no id"),
+        ('{"id": true, "prompt": "x"}', "the id is True"),
+        ('{"id": 1.5, "prompt": "x"}', "the id is 1.5"),
+        ('{"id": 1}', "found none of them"),
+        ('{"id": 1, "prompt": "x", "ids": [1]}', "found prompt and ids"),
+        ('{"id": 1, "prompt": 7}', "prompt is 7; give a text"),
+        ('{"id": 1, "ids": "1,2"}', "give a list of token ids"),
+        ('{"id": 1, "ids": [true]}', "give a list of token ids"),
+        ('{"id": 1, "messages": [{"role": "user"}]}', "a role and a content"),
+        ('{"id": 1, "messages": "x"}', "a role and a content"),
+        ('{"id": 1, "prompt": "x", "sampling": []}', "sampling is []"),
+        ('{"id": 1, "prompt": "x", "sampling": {"topk": 1}}', "unknown option 'topk'"),
+        ('{"id": 1, "prompt": "x", "sampling": {"stop": 3}}', "stop is 3"),
+        ('{"id": 1, "prompt": "x", "sampling": {"temperature": NaN}}', "temperature is nan"),
+        ('{"id": 1, "prompt": "x", "max_tokens": 1}', "unknown key 'max_tokens'"),
+    ],
+)
+def test_bad_requests(line: str, error: str, tmp_path: Path) -> None:
+    bad, good = read(
+        tmp_path, line.encode(errors="surrogateescape") + b'\n{"id": "next", "prompt": "x"}'
+    )
+    assert bad.request is None
+    assert error in bad.error
+    text = bad.failure(bad.error)
+    assert text.startswith("line 1: ")
+    assert "\n" not in text
+    assert good.request is not None
+
+
+def write(path: Path, *answers: dict[str, Any], resume: bool = False) -> None:
+    file = AnswerFile(path, resume=resume)
+    file.begin()
+    for answer in answers:
+        file.write(answer)
+        assert path.read_bytes().endswith(b"}\n")
+    file.close()
+
+
+def test_answers_are_kept_only_to_resume(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    write(out, {"id": 1, "text": "é\n"}, {"id": None, "error": "line 2: x"})
+    out.write_bytes(out.read_bytes() + b'{"id": 3, "te')
+    file = AnswerFile(out, resume=True)
+    assert file.holds({"id": 1})
+    assert file.holds({"id": None, "error": "line 2: x"})
+    assert not file.holds({"id": None, "error": "line 3: x"})
+    assert not file.holds({"id": 3})
+    file.close()
+    write(out, {"id": 3}, resume=True)
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [1, None, 3]
+    AnswerFile(out, resume=False).close()  # a system that does not start costs no answers
+    assert len(out.read_text().splitlines()) == 3
+    write(out, {"id": 4})
+    assert out.read_text() == '{"id": 4}\n'
+
+
+@pytest.mark.parametrize("content", ["text\n", "[]\n", "{}\n", '{"id": [1]}\n', "3\n"])
+def test_another_file_is_not_resumed(content: str, tmp_path: Path) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    with pytest.raises(UsageError, match="line 1, is no answer"):
+        AnswerFile(out, resume=True)
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://a:10001", "host", "a:b", ":1"])
+def test_what_is_no_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UsageError, match="no address of a Ray head"):
+        connect()
+
+
+def test_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(ServiceError, match="no Ray cluster answers at") as caught:
+            connect()
+    assert isinstance(caught.value, HotcoldError)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,77 @@
+"""Tiny checkpoints, written once a run, and what transformers says of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.tiny_models import VOCAB_SIZE, make_tiny
+
+GREEDY_TOKENS = 64
+
+
+class TinyCheckpoint:
+    """A tiny checkpoint and transformers' answers on it, in float32, each computed once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @functools.cached_property
+    def ids(self) -> np.ndarray:
+        """A random prompt."""
+        return np.random.default_rng(11).integers(0, VOCAB_SIZE, 40)
+
+    @functools.cached_property
+    def logits(self) -> np.ndarray:
+        """Logits (T, V) of `ids`."""
+        return self._logits(torch.float32)
+
+    @functools.cached_property
+    def bfloat16_difference(self) -> float:
+        """How far transformers' own logits move when it computes in bfloat16, of the largest."""
+        difference = np.abs(self._logits(torch.bfloat16) - self.logits).max()
+        return float(difference / np.abs(self.logits).max())
+
+    @functools.cached_property
+    def greedy_ids(self) -> list[int]:
+        """The tokens that greedily follow the first ten of `ids`."""
+        prompt = torch.from_numpy(self.ids[:10])[None]
+        out = self._model().generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=GREEDY_TOKENS,
+            min_new_tokens=GREEDY_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out[0, prompt.shape[1] :].tolist()
+
+    def most_likely_after(self, ids: list[int]) -> int:
+        """The token that greedily follows `ids`."""
+        with torch.no_grad():
+            return int(self._model()(torch.tensor([ids])).logits[0, -1].argmax())
+
+    def _logits(self, dtype: torch.dtype) -> np.ndarray:
+        with torch.no_grad():
+            return self._model(dtype)(torch.from_numpy(self.ids)[None]).logits[0].float().numpy()
+
+    def _model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
+    """tiny(variant, dtype="float32"): that checkpoint, the same one at each call."""
+
+    @functools.cache
+    def make(variant: str, dtype: str = "float32") -> TinyCheckpoint:
+        return TinyCheckpoint(make_tiny(variant, tmp_path_factory.mktemp(variant), dtype=dtype))
+
+    return make

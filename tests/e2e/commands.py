@@ -1,0 +1,106 @@
+"""Runs the command line as its users do: in a process of its own, with a Ray folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+_NO_PROCESS_LEFT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+    started_ray: bool
+    left: list[str]  # processes that outlived the command
+
+    @property
+    def error_lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+@contextmanager
+def ray_folder() -> Iterator[Path]:
+    """A folder for RAY_TMPDIR; its name is short, as the paths of Ray's sockets must be."""
+    folder = Path(tempfile.mkdtemp(prefix="hc-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment(folder: Path, changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a command whose Ray lives in `folder`."""
+    python_path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path,
+        "PYTHONUNBUFFERED": "",
+        "RAY_TMPDIR": str(folder),
+        **(changes or {}),
+    }
+
+
+def command_line(arguments: Sequence[str | Path]) -> list[str]:
+    return [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
+
+
+def run(
+    *arguments: str | Path,
+    stdin: str | bytes | None = "",
+    changes: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Outcome:
+    """Run a command to its end. `stdin` None: there is no standard input at all."""
+    line = command_line(arguments)
+    if stdin is None:
+        line = ["sh", "-c", 'exec "$@" <&-', "sh", *line]
+    given = stdin.encode() if isinstance(stdin, str) else stdin
+    with ray_folder() as folder:
+        done = subprocess.run(
+            line, input=given, capture_output=True, env=environment(folder, changes),
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+        return Outcome(
+            status=done.returncode,
+            out=done.stdout.decode(),
+            err=done.stderr.decode(),
+            started_ray=any(folder.iterdir()),
+            left=processes_left(folder),
+        )
+
+
+def processes_left(folder: Path, patience_s: float = _NO_PROCESS_LEFT_S) -> list[str]:
+    """Names of the processes that still have `folder` as their Ray folder."""
+    end = time.monotonic() + patience_s
+    while (names := _names(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return names
+
+
+def _names(folder: Path) -> list[str]:
+    wanted = f"RAY_TMPDIR={folder}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            content = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if wanted in content.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.name())
+        except (OSError, psutil.Error):
+            continue
+    return found

@@ -1,0 +1,382 @@
+"""Whatever a user gets wrong ends in one line that says what and what to do, and in a status."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.commands import Outcome, run
+from tests.e2e.word_model import add_tokenizer
+from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE, make_tiny
+
+FAILURE, USAGE = 1, 2
+IDS = ["--prompt-ids", "1,2,3"]
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+UP_SHOWN, QUERY_SHOWN = UP.removeprefix("model."), QUERY.removeprefix("model.")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama-relu", tmp_path_factory.mktemp("good"))
+
+
+Damage = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mistake: what is done to a good model, the arguments, and words of the line expected."""
+
+    name: str
+    says: tuple[str, ...]
+    damage: Damage = lambda model: None
+    arguments: tuple[str, ...] | None = None  # after "generate MODEL"
+    status: int = FAILURE
+    model: str = "{model}"
+    command: str = "generate"
+    stdin: str | bytes | None = ""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    starts_ray: bool = False
+
+
+def change_config(**values: Any) -> Damage:
+    def damage(model: Path) -> None:
+        file = model / "config.json"
+        config = json.loads(file.read_text()) | values
+        file.write_text(json.dumps(config))
+
+    return damage
+
+
+def write(name: str, content: str | bytes) -> Damage:
+    def damage(model: Path) -> None:
+        data = content.encode() if isinstance(content, str) else content
+        (model / name).unlink(missing_ok=True)
+        (model / name).write_bytes(data)
+
+    return damage
+
+
+def remove(name: str) -> Damage:
+    return lambda model: (model / name).unlink()
+
+
+def index_names(file_name: str) -> Damage:
+    def damage(model: Path) -> None:
+        (model / WEIGHTS).unlink()
+        (model / INDEX).write_text(json.dumps({"weight_map": {UP: file_name}}))
+
+    return damage
+
+
+def make_folder(name: str) -> Damage:
+    def damage(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        (model / name).mkdir()
+
+    return damage
+
+
+def truncate(num_bytes: int) -> Damage:
+    return lambda model: os.truncate(model / WEIGHTS, num_bytes)
+
+
+def change_header(change: Callable[[dict[str, Any]], None]) -> Damage:
+    def damage(model: Path) -> None:
+        data = (model / WEIGHTS).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return damage
+
+
+def overlap(header: dict[str, Any]) -> None:
+    first, last = header[UP]["data_offsets"]
+    header[UP]["data_offsets"] = [first - 4, last - 4]
+
+
+def misdeclare(header: dict[str, Any]) -> None:
+    header[UP]["dtype"] = "F16"
+
+
+def reshape(header: dict[str, Any]) -> None:
+    rows, columns = header[UP]["shape"]
+    header[UP]["shape"] = [rows // 2, columns * 2]
+
+
+def set_weight(name: str, value: float) -> Damage:
+    """Put `value` in the middle of a tensor."""
+
+    def damage(model: Path) -> None:
+        data = bytearray((model / WEIGHTS).read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        first, last = json.loads(data[8 : 8 + length])[name]["data_offsets"]
+        at = 8 + length + (first + last) // 8 * 4
+        data[at : at + 4] = np.float32(value).tobytes()
+        (model / WEIGHTS).write_bytes(data)
+
+    return damage
+
+
+def huge_checkpoint(model: Path) -> None:
+    """Terabytes, of which the disk holds only the header."""
+    change_config(hidden_size=8192, intermediate_size=28672, num_hidden_layers=1000)(model)
+    num_bytes = 2 << 40
+    entry = {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]}
+    text = json.dumps({"model.norm.weight": entry}).encode()
+    (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)
+    try:
+        os.truncate(model / WEIGHTS, 8 + len(text) + num_bytes)
+    except OSError:
+        pytest.skip("this file system holds no file of 2 TiB, even an empty one")
+
+
+class _Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = str(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self._file, "w")
+
+
+def pickle_weights(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    content = {"model.norm.weight": _Payload(model / "executed")}
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(content, protocol=2))
+
+
+def add_template(text: str) -> Damage:
+    def damage(model: Path) -> None:
+        add_tokenizer(model)
+        (model / "chat_template.jinja").write_text(text)
+
+    return damage
+
+
+CHAT = ("--chat", "--prompt", "w1")
+TEXT = ("--prompt", "w1")
+
+
+def option(name: str, value: str, *says: str, status: int = FAILURE) -> Case:
+    return Case(
+        f"{name}={value[:20]}", says or (name.strip("-").replace("-", "_"),),
+        arguments=(*IDS, name, value), status=status,
+    )  # fmt: skip
+
+
+CASES = [
+    # weights
+    Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS)),
+    Case("truncated-data", ("model.safetensors", "truncated", "download"), truncate(150_000)),
+    Case("truncated-header", ("header is incomplete", "download"), truncate(100)),
+    Case("empty-file", ("header is incomplete", "download"), truncate(0)),
+    Case("text-as-weights", ("model.safetensors", "download"), write(WEIGHTS, "<html>" * 99)),
+    Case("weights-a-folder", (WEIGHTS, "directory"), make_folder(WEIGHTS)),
+    Case("overlap", ("overlaps", "download"), change_header(overlap)),
+    Case("misdeclared", ("declared F16", "download"), change_header(misdeclare)),
+    Case("index-names-missing-file", ("model-7.safetensors", "not there", "download"),
+         index_names("model-7.safetensors")),
+    Case("index-leads-elsewhere", ("../../etc/passwd", "download"),
+         index_names("../../etc/passwd")),
+    Case("pickle", ("pytorch_model.bin", "download"), pickle_weights),
+    # config.json
+    Case("no-config", ("config.json", "not found", "give a directory"), remove("config.json")),
+    Case("config-not-json", ("config.json", "not valid JSON"), write("config.json", "{'a': 1}")),
+    Case("config-empty", ("config.json", "not valid JSON"), write("config.json", "")),
+    Case("config-a-list", ("config.json", "not an object"), write("config.json", "[1, 2]")),
+    Case("config-binary", ("config.json", "not valid JSON"), write("config.json", b"\x93\0\xff")),
+    Case("config-deep", ("config.json", "not valid JSON"), write("config.json", "[" * 200_000)),
+    Case("config-a-folder", ("config.json", "directory"), make_folder("config.json")),
+    Case("huge-number", ("hidden_size", "give a whole number"), change_config(hidden_size=10**40)),
+    Case("huge-float", ("num_hidden_layers", "give"), change_config(num_hidden_layers=1e300)),
+    Case("endless-number", ("config.json", "not valid JSON"),
+         write("config.json", '{"hidden_size": ' + "9" * 100_000 + "}")),
+    Case("architecture", ("MambaForCausalLM", "LlamaForCausalLM"),
+         change_config(architectures=["MambaForCausalLM"], model_type="mamba")),
+    Case("activation", ("hidden_act", "swiglu_oai", "supported"),
+         change_config(hidden_act="swiglu_oai")),
+    Case("generation-config", ("generation_config.json", "not valid JSON"),
+         write("generation_config.json", "{")),
+    Case("end-token-out-of-range", ("generation_config.json", "eos_token_id", "give token ids"),
+         write("generation_config.json", '{"eos_token_id": 5000}')),
+    # memory
+    Case("terabytes", ("needs", "bytes", "free", "use a smaller model"), huge_checkpoint),
+    Case("cpu-memory", ("needs", "bytes", "--cpu-memory"), arguments=(*IDS, "--cpu-memory", "1MB")),
+    # MODEL
+    Case("model-a-file", ("is a file", "give the directory"), model="{model}/config.json"),
+    Case("model-missing", ("neither a directory",), model="{model}/no/such"),
+    Case("model-empty", ("neither a directory",), model=""),
+    Case("model-offline", ("org/no-such-model", "Hugging Face", "give a directory"),
+         model="org/no-such-model", changes={"HF_HUB_OFFLINE": "1"}),
+    Case("model-no-network", ("org/no-such-model", "Hugging Face", "give a directory"),
+         model="org/no-such-model", changes={"HF_ENDPOINT": "http://127.0.0.1:9"}),
+    # options
+    Case("unknown-option", ("--max-token", "--max-tokens"), arguments=(*IDS, "--max-token", "3"),
+         status=USAGE),
+    Case("unknown-command", ("generat", "generate"), command="generat", status=USAGE),
+    option("--threads", "0", "--threads", "from 1 to"),
+    option("--threads", "2.5", "--threads", status=USAGE),
+    option("--cpu-actors", "99", "--cpu-actors", "from 1 to"),
+    option("--context", str(10**9), "--context", f"to {MAX_POSITIONS}"),
+    option("--mode", "xyz", "--mode", "dense", "exact", status=USAGE),
+    option("--exchange", "xyz", "--exchange", "arena", status=USAGE),
+    option("--top-p", "7"),
+    option("--temperature", "nan"),
+    option("--temperature", "-1"),
+    option("--min-p", "inf"),
+    option("--top-k", "-1"),
+    option("--max-tokens", "0"),
+    option("--seed", str(10**30)),
+    option("--stop", ""),
+    option("--stop", "x", "--stop", "tokenizer.json"),
+    option("--gpu-memory", "8GiB", "--gpu-memory", "leave it out"),
+    option("--cpu-memory", "lots", "--cpu-memory", "8GiB", status=USAGE),
+    option("--cpu-memory", "-8GiB", "--cpu-memory", "8GiB", status=USAGE),
+    option("--cpu-memory", "9" * 400, "--cpu-memory", "8GiB", status=USAGE),
+    option("--cpu-memory", "nan", "--cpu-memory", "8GiB", status=USAGE),
+    # prompts
+    Case("ids-no-numbers", ("a,b", "1,2,3"), arguments=("--prompt-ids", "a,b"), status=USAGE),
+    Case("ids-endless", ("--prompt-ids", "1,2,3"), arguments=("--prompt-ids", "1" * 50_000),
+         status=USAGE),
+    Case("ids-gap", ("1,,2", "1,2,3"), arguments=("--prompt-ids", "1,,2"), status=USAGE),
+    Case("ids-none", ("empty", "at least one"), arguments=("--prompt-ids", "")),
+    Case("id-too-large", (str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"),
+         arguments=("--prompt-ids", f"1,{VOCAB_SIZE}")),
+    Case("id-negative", ("-1", "vocabulary"), arguments=("--prompt-ids", "-1")),
+    Case("both-prompts", ("--prompt", "--prompt-ids", "leave one out"), arguments=(*IDS, *TEXT)),
+    Case("ids-and-chat", ("--chat", "--prompt"), arguments=(*IDS, "--chat")),
+    Case("empty-prompt", ("empty",), add_tokenizer, arguments=("--prompt", "")),
+    Case("stdin-empty", ("empty",), add_tokenizer, arguments=()),
+    Case("stdin-closed", ("no prompt", "--prompt"), add_tokenizer, arguments=(), stdin=None),
+    Case("stdin-not-utf8", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
+         changes={"PYTHONIOENCODING": "utf-8:strict"}),
+    Case("stdin-bytes-kept", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
+         changes={"PYTHONIOENCODING": "utf-8:surrogateescape"}),
+    Case("prompt-huge", ("5000000 characters", "shorten"), add_tokenizer, arguments=(),
+         stdin="w1 w" * 1_250_000),
+    Case("prompt-too-long", (f"{MAX_POSITIONS} tokens", "--context"),
+         arguments=("--prompt-ids", ",".join(["1"] * MAX_POSITIONS))),
+    Case("prompt-beyond-context", ("4 tokens", "--context"),
+         arguments=("--prompt-ids", "1,2,3,4", "--context", "4")),
+    Case("no-tokenizer", ("no tokenizer.json", "--prompt-ids"), arguments=TEXT),
+    Case("tokenizer-damaged", ("tokenizer.json", "download"), write("tokenizer.json", '{"model":'),
+         arguments=TEXT),
+    Case("tokenizer-of-other-kind", ("tokenizer.json", "download"), write("tokenizer.json", "[]"),
+         arguments=TEXT),
+    Case("no-template", ("no chat template", "plain prompt"), add_tokenizer, arguments=CHAT),
+    Case("template-syntax", ("chat_template.jinja",), add_template("{% if %}"), arguments=CHAT),
+    Case("template-escapes", ("chat_template.jinja", "unsafe"),
+         add_template("{{ messages.__class__.__mro__ }}"), arguments=CHAT),
+    Case("template-endless", ("chat_template.jinja", "longer than"),
+         add_template("{% for i in range(9999) %}" * 4 + "{% endfor %}" * 4), arguments=CHAT),
+    Case("template-refuses", ("refuses", "no questions"),
+         add_template("{{ raise_exception('no questions') }}"), arguments=CHAT),
+    Case("chat-no-template", ("no tokenizer", "use generate"), command="chat", arguments=()),
+    Case("template-huge", ("characters", "shorten"), add_template("{{ '%5000000d' % 1 }}"),
+         arguments=CHAT),
+    # Ray
+    Case("ray-folder-a-file", ("Ray could not be started", "directory"),
+         changes={"RAY_TMPDIR": "{model}/config.json"}),
+    Case("ray-folder-too-long", ("Ray could not be started", "path"),
+         changes={"RAY_TMPDIR": "{model}/" + "x" * 100}),
+    # found only while services load
+    Case("nan-weight", (UP_SHOWN, "NaN", "download"), set_weight(UP, float("nan")),
+         starts_ray=True),
+    Case("infinite-weight", (QUERY_SHOWN, "infinite", "download"),
+         set_weight(QUERY, float("-inf")), arguments=(*IDS, "--exchange", "calls"),
+         starts_ray=True),
+    Case("shape-contradicts-config", (UP_SHOWN, "shape", "config.json"), change_header(reshape),
+         starts_ray=True),
+]  # fmt: skip
+
+
+def execute(case: Case, good: Path, folder: Path) -> Outcome:
+    model = folder / "model"
+    shutil.copytree(good, model)
+    case.damage(model)
+    arguments = IDS if case.arguments is None else case.arguments
+    return run(
+        case.command, case.model.format(model=model), *arguments,
+        stdin=case.stdin,
+        changes={"HF_HOME": str(folder)}
+        | {name: value.format(model=model) for name, value in case.changes.items()},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, good: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Outcome]]]:
+    """The outcome of every selected case, by name; two commands run at a time."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    cases = [call.params["case"] for call in calls if call and "case" in call.params]
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            case.name: pool.submit(execute, case, good, tmp_path_factory.mktemp("bad"))
+            for case in cases
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_bad_input_is_one_line_and_a_status(
+    case: Case, outcomes: dict[str, Future[Outcome]]
+) -> None:
+    outcome = outcomes[case.name].result()
+    assert len(outcome.error_lines) == 1, outcome.err
+    line = outcome.error_lines[0]
+    assert line.startswith("hotcold: error: ")
+    for word in case.says:
+        assert word in line
+    assert len(line) < 700
+    assert "Traceback" not in outcome.err
+    assert outcome.status == case.status
+    assert outcome.out == ""
+    assert outcome.started_ray == case.starts_ray
+    assert outcome.left == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read(good: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(good, model)
+    (model / WEIGHTS).chmod(0)
+    outcome = run("generate", model, *IDS)
+    assert outcome.error_lines == [
+        f"hotcold: error: {model / WEIGHTS}: cannot be read (Permission denied)"
+    ]
+    assert outcome.status == FAILURE
+
+
+def test_what_a_pickle_holds_is_not_run(good: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(good, model)
+    pickle_weights(model)
+    assert run("generate", model, *IDS).status == FAILURE
+    assert not (model / "executed").exists()
+
+
+def test_debug_adds_the_traceback(good: Path) -> None:
+    outcome = run("generate", good, "--prompt-ids", "-1", "--debug")
+    assert outcome.error_lines[0].startswith("Traceback")
+    assert outcome.error_lines[-1].startswith("hotcold: error: token id -1")
+    assert outcome.status == FAILURE

@@ -1,0 +1,166 @@
+"""`hotcold generate` and `hotcold bench`, as a user runs them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from jobs.cli import main
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.e2e.commands import command_line, environment, processes_left, ray_folder
+from tests.e2e.word_model import make_word_model, shared_ray
+
+SEEDED = ["--seed", "7", "--temperature", "1", "--top-k", "0", "--top-p", "1", "--ignore-eos"]
+
+Command = Callable[..., tuple[list[str], dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_word_model(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    with shared_ray():
+        yield
+
+
+@pytest.fixture
+def command(ray_here: None, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; returns its output's lines but the last, and that as JSON."""
+
+    def run(*arguments: str | Path) -> tuple[list[str], dict[str, Any]]:
+        capsys.readouterr()
+        status = main([*map(str, arguments), "--json"])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        *lines, last = out.splitlines()
+        return lines, json.loads(last)
+
+    return run
+
+
+def greedy(model: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    out = reference.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return list(out[0, len(prompt_ids) :].tolist())
+
+
+def test_greedy_ids_are_those_of_transformers(
+    command: Command, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    checkpoint = tiny("llama-gqa")
+    prompt = ",".join(map(str, checkpoint.ids[:10]))
+    lines, result = command(
+        "generate", checkpoint.path, "--prompt-ids", prompt, "--max-tokens", str(GREEDY_TOKENS),
+        "--temperature", "0", "--ignore-eos", "--cpu-actors", "2", "--threads", "2",
+    )  # fmt: skip
+    assert result["ids"] == checkpoint.greedy_ids
+    assert result["text"] == ""
+    assert result["finish_reason"] == "length"
+    assert result["prompt_tokens"] == 10
+    assert type(result["prefill_tokens_per_s"]) is float and result["prefill_tokens_per_s"] > 0
+    assert type(result["decode_tokens_per_s"]) is float and result["decode_tokens_per_s"] > 0
+    assert result["system"]["num_cpu_actors"] == 2
+    assert lines == [",".join(map(str, checkpoint.greedy_ids))]
+
+
+def test_a_question_from_a_pipe_ends_at_a_stop_text(
+    command: Command, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = greedy(words, [5, 9, 2], 12)
+    stop = next(i for i in range(4, 12) if expected[i] not in expected[:i])
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5 w9\nw2\n"))
+    lines, result = command(
+        "generate", words, "--chat", "--stop", f"w{expected[stop]}", "--stop", "nowhere",
+        "--temperature", "0", "--ignore-eos", "--max-tokens", "12", "--exchange", "calls",
+        "--context", "64",
+    )  # fmt: skip
+    text = " ".join(f"w{token}" for token in expected[:stop])
+    assert result["finish_reason"] == "stop"
+    assert result["text"].strip() == text
+    assert lines == [result["text"]]
+    assert result["ids"] == expected[: stop + 1]
+
+
+def test_text_streams_by_its_seed_until_interrupted(command: Command, words: Path) -> None:
+    """A pipe sees text long before the end; Ctrl-C, which reaches Ray's processes too, ends it."""
+    arguments: list[str | Path] = ["generate", words, "--prompt", "w1 w2", *SEEDED]
+    _, result = command(*arguments, "--max-tokens", "20", "--context", "64")
+    long = [*arguments, "--max-tokens", "50000", "--context", "50100"]
+    with ray_folder() as folder:
+        with subprocess.Popen(
+            command_line(long), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=environment(folder), start_new_session=True, bufsize=0,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None and process.stderr is not None
+            text = b""
+            while text.count(b" ") < 25 and (chunk := process.stdout.read(64)):
+                text += chunk
+            assert process.poll() is None, process.stderr.read().decode()
+            os.killpg(process.pid, signal.SIGINT)
+            rest, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err.decode().strip() == ""
+        assert (text + rest).count(b" ") < 45000
+        assert processes_left(folder) == []
+    found = [int(number) for number in re.findall(rb"w(\d+)", text)]
+    assert found[:20] == [token for token in result["ids"] if token < 100]
+
+
+def test_bench_exchange(command: Command, words: Path) -> None:
+    lines, report = command(
+        "bench", "exchange", words, "--rounds", "20", "--context", "64", "--cpu-actors", "2",
+    )  # fmt: skip
+    assert 0 < report["us_min"] <= report["us_median"] <= report["us_p99"]
+    assert set(report["idle_cpu_share"]) == {"gpu", "cpu0", "cpu1"}
+    assert "median" in lines[0]
+
+
+def test_bench_decode(command: Command, words: Path) -> None:
+    lines, report = command(
+        "bench", "decode", words, "--prompt-tokens", "4", "--tokens", "5", "--repeat", "1",
+        "--context", "64",
+    )  # fmt: skip
+    assert report["tokens_per_s"] > 0
+    assert report["gb_per_s"] > 0
+    assert report["read_gb_per_s"] > 0
+    assert 0 < report["density"] < 1
+    assert {"attention", "head", "ffn", "exchange", "python"} <= set(report["per_token_ms"])
+    assert "tokens/s" in lines[0]
+
+
+def test_bench_prefill(command: Command, words: Path) -> None:
+    lines, report = command(
+        "bench", "prefill", words, "--prompt-tokens", "20", "--repeat", "1", "--context", "64",
+    )  # fmt: skip
+    assert report["tokens_per_s"] > 0
+    assert report["read_gb_per_s"] > 0
+    assert "tokens/s" in lines[0]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_bench_kernels(command: Command, dtype: str) -> None:
+    lines, report = command(
+        "bench", "kernels", "--hidden", "64", "--ffn", "96", "--layers", "2", "--repeat", "1",
+        "--threads", "1", "--dtype", dtype,
+    )  # fmt: skip
+    for part in ("dense", "sparse_ffn"):
+        assert report[part]["gb_per_s"] > 0
+        assert report[part]["read_gb_per_s"] > 0
+    assert len(lines) == 2

@@ -1,0 +1,50 @@
+"""A tiny model whose tokens are the words w0, w1 and so on, and a Ray that tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from actors.launch import start_local_ray
+from tests.tiny_models import VOCAB_SIZE, make_tiny
+
+LONG_CONTEXT = 60_000
+_ARENA_BYTES = 8 << 20
+_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def add_tokenizer(model: Path) -> None:
+    """Write a tokenizer.json in which word i is token i."""
+    vocab = {f"w{i}": i for i in range(VOCAB_SIZE - 1)} | {"<unk>": VOCAB_SIZE - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+
+
+def make_word_model(path: Path) -> Path:
+    """A model with a chat template that only joins the messages, and room for long answers."""
+    model = make_tiny("llama-gqa", path)
+    add_tokenizer(model)
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = LONG_CONTEXT
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@contextmanager
+def shared_ray() -> Iterator[None]:
+    """A Ray in which commands that this process runs start their systems."""
+    if ray.is_initialized():
+        yield
+        return
+    start_local_ray(2, _ARENA_BYTES)
+    try:
+        yield
+    finally:
+        ray.shutdown()
