@@ -62,12 +62,13 @@ class ArenaLayout:
             raise ValueError(f"the arena has {arena.nbytes} bytes, the layout {self.num_bytes}")
         address = arena.ctypes.data
         at = -address % _ALIGNMENT
-        views = {}
+        views: dict[str, np.ndarray] = {}
         for name, kind, shape in self._parts():
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
             memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address + at)
             memory.owner = arena
-            views[name] = np.frombuffer(memory, kind).reshape(shape)
+            items: np.ndarray = np.frombuffer(memory, kind)
+            views[name] = items.reshape(shape)
             at += _padded(kind, shape)
         return Wires(**views)
 

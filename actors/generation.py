@@ -1,7 +1,7 @@
 """One request, from prompt to last token, on an engine."""
 
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +44,11 @@ class Generator:
         ids = self.prompts.ids(request)
         self.engine.times.reset()
         started = time.monotonic()
-        logits = self._prefill(ids)
+        logits = self._prefill(ids, lambda: request.request_id in cancelled)
         first_token = time.monotonic()
         self.engine.times.reset()
-        run = _Run(self, request.sampling, ids)
-        while True:
+        run, text = _Run(self, request.sampling, ids), ""
+        while logits is not None:
             text = run.accept(logits)
             if run.finish_reason or request.request_id in cancelled:
                 break
@@ -60,9 +60,12 @@ class Generator:
         ended = time.monotonic()
         yield TokenEvent(text + run.flush(), run.result(first_token - started, ended - first_token))
 
-    def _prefill(self, ids: list[int]) -> np.ndarray:
+    def _prefill(self, ids: list[int], is_cancelled: Callable[[], bool]) -> np.ndarray | None:
+        """Logits after the prompt; None if it was cancelled between two steps."""
         first = 0
         for size in step_sizes(len(ids), self.engine.max_tokens):
+            if is_cancelled():
+                return None
             last = first + size
             positions = list(range(first, last))
             logits = self.engine.step(

@@ -78,7 +78,7 @@ class Generation:
     @property
     def decode_tokens_per_s(self) -> float:
         """New tokens a second after the first."""
-        return (len(self.ids) - 1) / self.decode_s if self.decode_s else 0.0
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """The keys of the command-line contract."""

@@ -58,7 +58,7 @@ def require_memory(need: MemoryNeed, budget_bytes: int | None = None) -> None:
     raise MemoryBudgetError(
         f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
         f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "
-        f"{_gib(need.process_bytes)} processes), {_gib(free)} are {what}; "
+        f"{_gib(need.process_bytes)} processes), {_gib(free)} ({free} bytes) are {what}; "
         "use a smaller model or a smaller --context"
     )
 

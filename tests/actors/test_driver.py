@@ -63,11 +63,14 @@ class Running:
         return self.outcome
 
 
-def wait_for_work(driver: Driver) -> None:
-    """Return once the engine has run some steps of decoding."""
-    pause = threading.Event()
+def start_endless(driver: Driver, request: GenerateRequest) -> Running:
+    """Start a request without end; returns once some of its tokens are decoded."""
+    driver.engine.times.reset()  # of what ran before
+    run, pause = Running(driver, endless(request)), threading.Event()
     while driver.engine.times.num_tokens < 20:
-        assert not pause.wait(0.01)
+        assert run.outcome is None
+        pause.wait(0.01)
+    return run
 
 
 def reason(outcome: object) -> str:
@@ -86,14 +89,12 @@ def test_requests_wait_for_each_other(
 
 
 def test_cancel(driver: Driver, request_: GenerateRequest) -> None:
-    long = Running(driver, endless(request_))
-    wait_for_work(driver)
+    long = start_endless(driver, request_)
     waiting = Running(driver, request_)
     driver.cancel("endless")
     assert reason(long.end()) == "cancelled"
     assert reason(waiting.end()) == "length"
-    again = Running(driver, endless(request_))  # the id was cancelled once, not for ever
-    wait_for_work(driver)
+    again = start_endless(driver, request_)  # the id was cancelled once, not for ever
     driver.cancel("another")
     driver.cancel("endless")
     assert 1 < len(again.end().result.ids) < LONG - 10  # type: ignore[union-attr]
@@ -101,8 +102,7 @@ def test_cancel(driver: Driver, request_: GenerateRequest) -> None:
 
 
 def test_close_does_not_wait_for_a_long_request(driver: Driver, request_: GenerateRequest) -> None:
-    long = Running(driver, endless(request_))
-    wait_for_work(driver)
+    long = start_endless(driver, request_)
     waiting = Running(driver, request_)
     while driver._jobs.empty():
         pass
@@ -127,8 +127,7 @@ def test_bad_prompts_are_refused_before_they_wait(
 def test_a_broken_service_ends_the_request_and_all_later_ones(
     system: InProcessSystem, driver: Driver, request_: GenerateRequest
 ) -> None:
-    long = Running(driver, endless(request_))
-    wait_for_work(driver)
+    long = start_endless(driver, request_)
     gpu = system.services[0]
     gpu.last_error, gpu._broken = "RuntimeError: lost", True
     ask = system.exchange.ask

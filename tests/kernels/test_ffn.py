@@ -193,10 +193,13 @@ def test_no_tokens(backend: SimpleNamespace) -> None:
 @pytest.mark.parametrize("kind", BITS)
 def test_unaligned_arrays(backend: SimpleNamespace, kind: str) -> None:
     case = make_case(kind, 13, 35, 2, bias=True)
-    arrays: dict[str, Any] = {k: v for k, v in vars(case).items() if isinstance(v, np.ndarray)}
-    assert len(arrays) == 6
-    moved = replace(case, **{name: unaligned(array) for name, array in arrays.items()})
-    np.testing.assert_array_equal(moved.run(backend)[0], case.run(backend)[0])
+    moved: dict[str, Any] = {
+        name: unaligned(array)
+        for name, array in vars(case).items()
+        if isinstance(array, np.ndarray)
+    }
+    assert len(moved) == 6
+    np.testing.assert_array_equal(replace(case, **moved).run(backend)[0], case.run(backend)[0])
 
 
 def test_strided_rows(backend: SimpleNamespace) -> None:
