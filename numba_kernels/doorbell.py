@@ -1,4 +1,4 @@
-"""Doorbells: 32-bit words in shared memory, waited on by a short spin, then a futex.
+"""Doorbells: 32-bit words in shared memory, waited on by looks, looks that yield, then a futex.
 
 A cell is one cache line of an int32 array; its first word is the doorbell. All functions are
 compiled without the GIL, so a waiting thread stops no other thread of its process. Words of one
@@ -19,6 +19,7 @@ WORDS_A_CELL = 16
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
+_YIELDS = 100  # looks that give the core away in between; some 30 µs, then the futex
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _i8p = ir.IntType(8).as_pointer()
 
@@ -122,6 +123,16 @@ def _pause(typingctx):
 
 
 @intrinsic
+def _give_way(typingctx):
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_i32, [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def now_ns(typingctx):
     """CLOCK_MONOTONIC in nanoseconds: the same clock in every process of the host."""
 
@@ -148,8 +159,9 @@ def ring(words, cell, value):
 def wait_change(words, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
-    spins: looks before the futex. With fewer cores than waiters, spinning starves the worker:
-    100 is right for waits across processes.
+    spins: looks that keep the core. With fewer cores than waiters they starve the worker: 100 is
+    right for waits across processes. The looks that follow yield the core to whoever can use it,
+    but keep it from going idle, from which it would take long to wake (docs/lab_log.md).
     """
     index = cell * WORDS_A_CELL
     deadline = now_ns() + timeout_ns
@@ -158,6 +170,11 @@ def wait_change(words, cell, seen, spins, timeout_ns):
         if value != seen:
             return value
         _pause()
+    for _ in range(_YIELDS):
+        value = load_word(words, index)
+        if value != seen:
+            return value
+        _give_way()
     while True:
         value = load_word(words, index)
         if value != seen:
