@@ -67,8 +67,8 @@ def _layers(report: dict) -> Iterator[list[str]]:
 
 
 def _section(title: str, rows: Iterable[Sequence], header: Sequence[str]) -> list[str]:
-    table = [f"## {title}", "", _row(header), _row(["---"] * len(header))]
-    return [*table, *(_row(row) for row in rows), ""]
+    table = [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
+    return [f"## {title}", "", *(table if len(table) > 2 else ["None."]), ""]
 
 
 def _row(cells: Sequence[object]) -> str:

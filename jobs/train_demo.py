@@ -33,7 +33,7 @@ PLAIN_LINE_STEPS = 20
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
-@click.option("--minutes", default=60.0, show_default=True, help="Computing time to train for.")
+@click.option("--minutes", default=20.0, show_default=True, help="Computing time to train for.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--threads", default=os.cpu_count() or 1, show_default="all")
 @click.option("--seed", default=1, show_default=True)
@@ -92,6 +92,7 @@ def save_model(model: LlamaForCausalLM, out: Path) -> None:
         pad_token_id=model.config.pad_token_id,
     )
     model.half().save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
 
 
 def training_facts(config: TrainingConfig, progress: Progress) -> dict[str, object]:
