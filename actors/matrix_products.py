@@ -1,21 +1,28 @@
 """Matrix products of prefill by torch, over weights that stay bits of their checkpoint's format.
 
-float32 weights multiply as they are. 16-bit ones go block by block through a small buffer that
-stays in the cache: as bfloat16 where the CPU multiplies that natively (several times as fast as
-float32; docs/lab_log.md has the figures), else as float32.
+float32 weights multiply as they are. 16-bit ones go block by block through small buffers that stay
+in the cache: as bfloat16 where the CPU multiplies that natively (several times as fast as float32;
+docs/lab_log.md has the figures), else as float32. Each thread converts and multiplies rows of its
+own: cores then share nothing but the input, which matters where they share no cache.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
-import torch
 
-from numba_kernels.convert import bfloat16_kernel
-from numba_kernels.rows import share
+# OpenMP's threads otherwise spin for milliseconds after every loop of torch's, on the cores that the
+# products need: 120 instead of 170 prompt tokens a second. It is read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-_BLOCK_BYTES = (
-    4 << 20
-)  # of converted weights; both cores' second-level caches and some of the third
+import torch  # noqa: E402
+
+from numba_kernels.convert import bfloat16_kernel  # noqa: E402
+from numba_kernels.rows import share  # noqa: E402
+from placement.sysfs import read_cpu  # noqa: E402
+
+_BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
 
 
 def as_tensor(bits: np.ndarray) -> torch.Tensor:
@@ -31,11 +38,11 @@ class MatrixProducts:
     """Products of a service's weights with the hidden states of many tokens."""
 
     def __init__(self, num_threads: int) -> None:
-        """`num_threads` cores multiply, the same number convert."""
+        """`num_threads` cores, each with its own rows."""
         self.num_threads = num_threads
-        self._native_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="convert")
-        self._buffer = np.empty(_BLOCK_BYTES // 2, np.int16)
+        self._native_bfloat16 = bool({"avx512_bf16", "amx_bf16"} & set(read_cpu().features))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="products")
+        self._buffers = [np.empty(_BLOCK_BYTES // 2, np.int16) for _ in range(num_threads)]
 
     def close(self) -> None:
         """End the threads."""
@@ -47,14 +54,13 @@ class MatrixProducts:
         Shapes:  x (T, d), weights (N, d), bias (N,) or (0,), result (T, N)
         Dtypes:  x, bias, result float32; weights bits
         """
-        torch.set_num_threads(self.num_threads)
-        if weights.dtype == np.float32:
-            out = x @ as_tensor(weights).T
-        else:
-            x = self._operand(x)
-            out = torch.empty(x.shape[0], weights.shape[0])
-            for first, last in self._blocks(weights):
-                out[:, first:last] = x @ self._converted(weights[first:last]).T
+        operand = self._operand(x, weights)
+        out = torch.empty(x.shape[0], weights.shape[0])
+
+        def multiply(thread: int, first: int, last: int) -> None:
+            out[:, first:last] = operand @ self._block(thread, weights[first:last]).T
+
+        self._each_block(weights, multiply)
         return out.add_(torch.from_numpy(bias)) if bias.size else out
 
     def combine(self, h: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
@@ -63,35 +69,46 @@ class MatrixProducts:
         Shapes:  h (T, N), rows (N, d), result (T, d)
         Dtypes:  h, result float32; rows bits
         """
-        torch.set_num_threads(self.num_threads)
-        if rows.dtype == np.float32:
-            return h @ as_tensor(rows)
-        h = self._operand(h)
-        out = torch.zeros(h.shape[0], rows.shape[1])
-        for first, last in self._blocks(rows):
-            out += h[:, first:last] @ self._converted(rows[first:last])
-        return out
+        operand = self._operand(h, rows)
+        sums = torch.zeros(self.num_threads, h.shape[0], rows.shape[1])
 
-    def _operand(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.bfloat16) if self._native_bfloat16 else x
+        def multiply(thread: int, first: int, last: int) -> None:
+            sums[thread] += operand[:, first:last] @ self._block(thread, rows[first:last])
 
-    def _blocks(self, weights: np.ndarray) -> list[tuple[int, int]]:
-        size = max(1, self._buffer.size // weights.shape[1])
-        return [
-            (first, min(first + size, weights.shape[0]))
-            for first in range(0, weights.shape[0], size)
-        ]
+        self._each_block(rows, multiply)
+        return sums.sum(dim=0)
 
-    def _converted(self, block: np.ndarray) -> torch.Tensor:
+    def _operand(self, x: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
+        if weights.dtype == np.float32 or not self._native_bfloat16:
+            return x
+        return x.to(torch.bfloat16)
+
+    def _each_block(self, weights: np.ndarray, multiply: Callable[[int, int, int], None]) -> None:
+        """Call multiply(thread, first, last) for blocks of rows, each thread over its share."""
+        size = max(1, _BLOCK_BYTES // 2 // weights.shape[1])
+
+        def run(thread: int) -> None:
+            torch.set_num_threads(1)
+            begin, end = share(weights.shape[0], thread, self.num_threads, 1)
+            for first in range(begin, end, size):
+                multiply(thread, first, min(first + size, end))
+
+        calls = [self._pool.submit(run, thread) for thread in range(self.num_threads)]
+        wait(calls)  # all of them, for the next product uses the same buffers
+        for call in calls:
+            call.result()
+        torch.set_num_threads(self.num_threads)  # for what is not a product with weights
+
+    def _block(self, thread: int, block: np.ndarray) -> torch.Tensor:
+        """The block's weights in the format that is multiplied."""
+        if block.dtype == np.float32:
+            return as_tensor(block)
         if not self._native_bfloat16:
             return as_tensor(block).to(torch.float32)
         if block.dtype == np.int16:
             return as_tensor(block)
-        if self._buffer.size < block.shape[1]:
-            self._buffer = np.empty(block.shape[1], np.int16)
-        out = self._buffer[: block.size].reshape(block.shape)
-        parts = [share(block.shape[0], i, self.num_threads, 1) for i in range(self.num_threads)]
-        calls = [self._pool.submit(bfloat16_kernel, block, out, *part) for part in parts]
-        for call in calls:
-            call.result()
+        if self._buffers[thread].size < block.size:  # a single row that is longer than a buffer
+            self._buffers[thread] = np.empty(block.size, np.int16)
+        out = self._buffers[thread][: block.size].reshape(block.shape)
+        bfloat16_kernel(block, out, 0, block.shape[0])
         return as_tensor(out)

@@ -71,10 +71,10 @@ def main(
 def _llama_cpp(
     program: str, weights: Path, threads: int, tokens: int, prompt_tokens: int
 ) -> dict[str, Any]:
-    command = [program, "-m", str(weights), "-t", str(threads), "-r", "2", "-o", "json"]
+    command = [program, "-m", str(weights), "-t", str(threads), "-r", "3", "-o", "json"]
     command += ["-p", str(prompt_tokens), "-n", str(tokens)]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    rates = {("decode" if row["n_gen"] else "prefill"): row["avg_ts"] for row in rows}
+    rates = {("decode" if row["n_gen"] else "prefill"): median(row["samples_ts"]) for row in rows}
     return rates | {"build": rows[0].get("build_commit", "")}
 
 
@@ -82,8 +82,8 @@ def _hotcold(
     model: Path, threads: int, tokens: int, prompt_tokens: int, mode: str
 ) -> dict[str, Any]:
     common = [str(model), "--threads", str(threads), "--mode", mode, "--json"]
-    decode = _bench("decode", *common, "--tokens", str(tokens), "--repeat", "2")
-    prefill = _bench("prefill", *common, "--prompt-tokens", str(prompt_tokens), "--repeat", "2")
+    decode = _bench("decode", *common, "--tokens", str(tokens), "--repeat", "3")
+    prefill = _bench("prefill", *common, "--prompt-tokens", str(prompt_tokens), "--repeat", "3")
     return {"decode": decode["tokens_per_s"], "prefill": prefill["tokens_per_s"], "details": decode}
 
 
