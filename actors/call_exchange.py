@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.exchange import Watch, raise_failures
-from actors.failures import service_error
+from actors.exchange import Watch
+from actors.failures import RequestError, service_error
+from actors.watch import LOOK_S
 from numba_kernels.mailbox import (
     ATTENTION,
     FFN,
@@ -26,7 +27,6 @@ from numba_kernels.mailbox import (
 )
 
 _INPUTS = {ATTENTION: ("positions", "slots", "hidden"), HEAD: ("hidden",), FFN: ("ffn_input",)}
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,19 @@ class CallExchange:
         """Call all, wait for all. See `Exchange.ask`."""
         started = time.monotonic_ns()
         refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
-        pending = list(refs)
+        pending, failure = list(refs), None
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
             for ref in done:
-                self._collect(ref, refs[ref])
+                try:
+                    self._collect(ref, refs[ref])
+                except RequestError as error:  # told when no service works on the request any more
+                    failure = error
             if pending:
                 waited_s = (time.monotonic_ns() - started) * 1e-9
                 self._watch.check([refs[ref] for ref in pending], waited_s)
-        raise_failures(self.wires, self._watch, services)
+        if failure is not None:
+            raise failure
         return time.monotonic_ns() - started
 
     def _collect(self, ref: Any, service: int) -> None:

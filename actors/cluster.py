@@ -53,23 +53,28 @@ def num_cpus() -> int:
     return max(1, *(int(node["Resources"].get("CPU", 0)) for node in nodes))
 
 
-def await_actors(handles: Sequence[Any], num_cpus: Sequence[int], timeout_s: float) -> None:
-    """Wait until actors that were just made run; actor i takes `num_cpus[i]`.
+def await_actors(
+    handles: Sequence[Any], num_cpus: Sequence[int], timeout_s: float, node_id: str | None = None
+) -> None:
+    """Wait until actors that were just made run; actor i takes `num_cpus[i]` of `node_id`'s.
 
+    Without `node_id` they may be of any node.
     Errors:  ServiceError where the CPUs for them are not to be had
     """
-    total = int(ray.cluster_resources().get("CPU", 0))
+    nodes = [node for node in ray.nodes() if node["Alive"] and node_id in (None, node["NodeID"])]
+    total = int(sum(node["Resources"].get("CPU", 0) for node in nodes))
     _require_cpus(sum(num_cpus), total, total)
     pings = [handle.ping.remote() for handle in handles]
     _, waiting = ray.wait(pings, num_returns=len(pings), timeout=timeout_s)
     if waiting:
         needed = [count for count, ping in zip(num_cpus, pings, strict=True) if ping in waiting]
-        _require_cpus(sum(needed), int(ray.available_resources().get("CPU", 0)), total)
+        free = int(ray.available_resources().get("CPU", 0))
+        _require_cpus(sum(needed), min(free, total), total)
 
 
 def _require_cpus(needed: int, free: int, total: int) -> None:
     if needed > free:
         raise ServiceError(
-            f"the system needs {needed} CPUs of Ray; {free} of the cluster's {total} are free: "
+            f"the system needs {needed} CPUs of Ray; {free} of {total} are free where it runs: "
             "give fewer --threads, or stop another system"
         )

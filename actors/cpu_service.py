@@ -1,4 +1,4 @@
-"""The CPU service: cold neurons, a shard of every layer, on the cores of one NUMA node."""
+"""The CPU service: cold neurons, a shard of every layer, on the CPU."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -28,13 +28,17 @@ _START_S = 60.0  # for a service's process to start
 class DriverHost:
     """A Ray actor, alone in knowing its services; they end with it."""
 
-    def __init__(self, system: SystemConfig, spawn: Callable[[ServiceSpec], Any]) -> None:
-        """`spawn` starts a service's actor; services load at once, all side by side."""
+    def __init__(
+        self, system: SystemConfig, spawn: Callable[[ServiceSpec, str | None], Any]
+    ) -> None:
+        """`spawn` starts a service's actor, on a given node; services load all side by side."""
         self._system = system
         self._config = ModelConfig.from_directory(system.model_path)
         self._total_bytes = weight_bytes(self._config)
         self._specs = service_specs(system, self._config)
-        self._handles = [spawn(spec) for spec in self._specs]
+        shares_arena = system.exchange == "arena"  # with whoever is on this process's node
+        self._node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
+        self._handles = [spawn(spec, self._node_id) for spec in self._specs]
         self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
         self._stage = "starting services"
         self._driver: Driver | None = None
@@ -53,7 +57,7 @@ class DriverHost:
     def _load(self) -> None:
         try:
             num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
-            await_actors(self._handles, num_cpus, _START_S)
+            await_actors(self._handles, num_cpus, _START_S, self._node_id)
             self._each("ping", timeout_s=5.0)
             self._stage = "loading weights"
             self._each("load")
@@ -67,12 +71,16 @@ class DriverHost:
             raise
 
     def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
+        """Call all; the first to fail is named, or one that answers `timeout_s` after the last."""
         calls = [getattr(handle, method).remote(*args) for handle in self._handles]
-        for spec, call in zip(self._specs, calls, strict=True):
-            try:
-                ray.get(call, timeout=timeout_s)
-            except ray.exceptions.RayError as error:
-                raise service_error(f"{spec.name} service", error) from error
+        names = {call: spec.name for call, spec in zip(calls, self._specs, strict=True)}
+        while calls:
+            done, calls = ray.wait(calls, timeout=timeout_s)
+            for call in done or calls:
+                try:
+                    ray.get(call, timeout=0)
+                except ray.exceptions.RayError as error:
+                    raise service_error(f"{names[call]} service", error) from error
 
     def _connect(self) -> Exchange:
         layout = arena_layout(self._system, self._config)
@@ -93,21 +101,26 @@ class DriverHost:
 
     def progress(self) -> LoadProgress:
         """How far loading is; may be called while `load` runs."""
-        counts = []
-        if self._stage == "loading weights":
+        counts, stage = [], self._stage
+        if stage not in ("starting services", "loading weights"):
+            return LoadProgress(self._total_bytes, self._total_bytes, stage)
+        if stage == "loading weights":
             calls = [handle.loaded_bytes.remote() for handle in self._handles]
             with suppress(ray.exceptions.RayError):
                 counts = ray.get(calls, timeout=5)
-        done = self._total_bytes if self._driver else sum(counts)
-        return LoadProgress(done, self._total_bytes, self._stage)
+        return LoadProgress(sum(counts), self._total_bytes, stage)
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """Stream a request's tokens. Errors: PromptError, ServiceError."""
+        """Stream a request's tokens. Errors: PromptError, RequestError, ServiceError."""
         yield from self._ready().generate(request)
 
     def cancel(self, request_id: str) -> None:
         """End a running request within a token."""
         self._ready().cancel(request_id)
+
+    def ping(self) -> int:
+        """The process id; an answer says that the process lives."""
+        return os.getpid()
 
     def describe(self) -> SystemConfig:
         """What this system runs."""
@@ -122,23 +135,29 @@ class DriverHost:
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
         cpus = range(1, len(self._specs))
-        self._exchange.wires.requests[1:, OPERATION] = PING
-        return np.array([self._exchange.ask(cpus) for _ in range(num_rounds)])
+
+        def measure() -> np.ndarray:
+            self._exchange.wires.requests[1:, OPERATION] = PING
+            return np.array([self._exchange.ask(cpus) for _ in range(num_rounds)])
+
+        return self._ready().between_requests(measure)
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""
-        used = ray.get([handle.thread_cpu_s.remote() for handle in self._handles], timeout=5)
+        used = ray.get([handle.cpu_seconds.remote() for handle in self._handles], timeout=5)
         return dict(zip([spec.name for spec in self._specs], used, strict=True))
 
     def stop(self) -> None:
         """End all threads, then the services' processes."""
-        if self._driver is not None:
-            self._driver.close()
-            self._exchange.wires.requests[:, OPERATION] = STOP
-            with suppress(HotcoldError):
-                self._exchange.ask(range(len(self._specs)))
-                self._each("join", 2.0, timeout_s=5.0)
-        self._kill()
+        try:
+            if self._driver is not None:
+                self._driver.close()
+                self._exchange.wires.requests[:, OPERATION] = STOP
+                with suppress(HotcoldError):
+                    self._exchange.ask(range(len(self._specs)))
+                    self._each("join", 2.0, timeout_s=5.0)
+        finally:
+            self._kill()
 
     def _kill(self) -> None:
         for handle in self._handles:

@@ -38,7 +38,6 @@ class Engine:
         self.exchange = exchange
         self.mode = mode
         self.max_tokens = exchange.wires.hidden.shape[0]
-        self.max_logits = exchange.wires.logits.shape[0]
         self._embedding = embedding
         self._cpus = list(range(1, exchange.wires.requests.shape[0]))
         self.times = StepTimes()
@@ -56,7 +55,7 @@ class Engine:
         cache or earlier in this step. More tokens than a kernel takes must be one sequence's.
         Shapes:  token_ids, positions, slots (T,), T <= max_tokens; result (num_logits, V) float32,
                  a view that the next step overwrites
-        Errors:  ServiceError if a service died, hangs or failed
+        Errors:  ServiceError if a service died or hangs, RequestError if one failed
         """
         num_tokens = len(token_ids)
         wires, times = self.exchange.wires, self.times

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from model.errors import ServiceError
+from actors.failures import RequestError
 from numba_kernels.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
 
 _LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start anew
@@ -24,7 +24,8 @@ class Exchange(Protocol):
     def ask(self, services: Sequence[int]) -> int:
         """Ask all `services` what stands in their request words; returns nanoseconds waited.
 
-        Errors:  ServiceError naming a service that died, hangs or failed
+        Errors:  ServiceError naming a service that died or hangs, RequestError naming one that
+                 failed at this request and goes on
         """
         ...
 
@@ -66,7 +67,7 @@ class ArenaExchange:
 
 
 def raise_failures(wires: Wires, watch: Watch, services: Sequence[int]) -> None:
-    """Raise ServiceError if one of `services` answered FAILED."""
+    """Raise RequestError if one of `services` answered FAILED."""
     for service in services:
         if wires.replies[service, STATUS] == FAILED:
-            raise ServiceError(watch.explain(service))
+            raise RequestError(watch.explain(service))

@@ -1,7 +1,7 @@
 """One request, from prompt to last token, on an engine."""
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +35,25 @@ class Generator:
         for top_k in (0, 1, 2):
             sample(np.nan_to_num(logits), temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
 
-    def run(self, request: GenerateRequest, cancelled: Container[str] = ()) -> Iterator[TokenEvent]:
+    def run(
+        self, request: GenerateRequest, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> Iterator[TokenEvent]:
         """Events of new text; the last one carries the result.
 
-        It ends within a token when the request's id is among `cancelled`.
-        Errors:  PromptError, ServiceError
+        The request's `prompt_ids` are what `Prompts.ids` returned, and nothing else is read of its
+        prompt. It ends within a token once `is_cancelled()`.
+        Errors:  RequestError, ServiceError; ValueError where the logits hold a NaN
         """
-        ids = self.prompts.ids(request)
+        ids = request.prompt_ids or []
         self.engine.times.reset()
         started = time.monotonic()
-        logits = self._prefill(ids, lambda: request.request_id in cancelled)
+        logits = self._prefill(ids, is_cancelled)
         first_token = time.monotonic()
         self.engine.times.reset()
         run, text = _Run(self, request.sampling, ids), ""
         while logits is not None:
             text = run.accept(logits)
-            if run.finish_reason or request.request_id in cancelled:
+            if run.finish_reason or is_cancelled():
                 break
             if text:
                 yield TokenEvent(text)

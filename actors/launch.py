@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster import NAMESPACE
 from actors.driver_host import DriverHost
@@ -12,9 +13,11 @@ from actors.messages import ServiceSpec, SystemConfig
 from actors.service_host import ServiceHost
 
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
-_CONCURRENT_CALLS = 64  # streams of requests that wait or run, besides control calls
+_CONCURRENT_STREAMS = 64  # requests that wait or run
+_CONTROL_CALLS = 8  # and, whatever their number, calls that ask for the group CONTROL
+CONTROL = "control"
 
-DriverActor = ray.remote(DriverHost)
+DriverActor = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS})(DriverHost)
 ServiceActor = ray.remote(ServiceHost)
 
 
@@ -36,10 +39,15 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
     )
 
 
-def spawn_service(spec: ServiceSpec) -> Any:
-    """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none."""
+def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
+    """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none.
+
+    On the node `node_id` and no other, or on any where it is None.
+    """
     num_cpus = 0 if spec.index == 0 else spec.num_threads
-    options = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    if node_id is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ServiceActor.options(**options).remote(spec)
 
 
@@ -47,13 +55,13 @@ def spawn_driver(
     system: SystemConfig,
     name: str | None,
     detached: bool,
-    spawn: Callable[[ServiceSpec], Any] = spawn_service,
+    spawn: Callable[[ServiceSpec, str | None], Any] = spawn_service,
 ) -> Any:
     """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job.
 
     Errors:  ValueError where the name is taken
     """
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_STREAMS}
     if name:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:

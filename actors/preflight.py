@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.messages import EXCHANGES, MODES, SystemConfig
+from actors.shards import arena_layout
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import UsageError
 from model.sampling import eos_ids
-from placement.memory import memory_need, require_memory
+from model.weights import check_tensors, stored_config
+from placement.memory import MemoryNeed, memory_need, require_memory
 from placement.survey import usable_cores, usable_numa_nodes
 
 _DEFAULT_CONTEXT = 4096
@@ -30,13 +32,34 @@ class SystemOptions:
 
 
 def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
-    """Check the model's files and the options; fill in what was left open.
+    """Check the model's files, the options and the memory; fill in what was left open.
 
+    The config's dtype is the checkpoint's.
     Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError
     """
+    config = read_model(path)
+    system = choose_system(path, config, options)
+    require_memory(system_need(system, config), options.cpu_memory_bytes)
+    return system, config
+
+
+def read_model(path: Path) -> ModelConfig:
+    """Check the model's files without reading weights; the config has the checkpoint's dtype.
+
+    Errors:  ConfigError, CheckpointError
+    """
     config = ModelConfig.from_directory(path)
-    Checkpoint(path)  # headers of all files, so that a damaged one is found before loading
+    checkpoint = Checkpoint(path)
+    check_tensors(checkpoint, config)
     eos_ids(path, config)
+    return stored_config(checkpoint, config)
+
+
+def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
+    """Check the options and fill in what was left open, for the model of `read_model`.
+
+    Errors:  UsageError
+    """
     cores = len(usable_cores())
     num_threads = _within("--threads", options.num_threads, 1, cores, cores)
     nodes = max(1, min(len(usable_numa_nodes()), num_threads))
@@ -55,10 +78,21 @@ def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, Mo
         raise UsageError(
             "--gpu-memory was given, but this version computes everything on the CPU; leave it out"
         )
-    item_bytes = _KV_ITEM_BYTES[system.kv_dtype]
-    need = memory_need(config, system.context_length, item_bytes, 2 + system.num_cpu_actors)
-    require_memory(need, options.cpu_memory_bytes)
-    return system, config
+    return system
+
+
+def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """What the system will take of memory."""
+    num_processes = 2 + system.num_cpu_actors  # driver, GPU service, CPU services
+    # Exchanging by calls, every process has an arena of its own.
+    num_arenas = 1 if system.exchange == "arena" else num_processes
+    return memory_need(
+        config,
+        system.context_length,
+        _KV_ITEM_BYTES[system.kv_dtype],
+        num_processes,
+        num_arenas * arena_layout(system, config).num_bytes,
+    )
 
 
 def _mode(config: ModelConfig, mode: str | None) -> str:
@@ -77,7 +111,11 @@ def _context(config: ModelConfig, length: int | None) -> int:
 
 
 def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
-    """float32 keeps a float32 model's results; other models lose nothing by float16."""
+    """float32 keeps a float32 model's results; others take float16, as precise as their weights.
+
+    float16 ends at 65504, where bfloat16 goes on: keys or values beyond it would become infinite,
+    and such a model needs float32.
+    """
     if dtype is None:
         return "float32" if config.dtype == "float32" else "float16"
     if dtype not in _KV_ITEM_BYTES:

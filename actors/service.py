@@ -86,8 +86,7 @@ class Service(ABC):
     def check(self, services: Sequence[int], waited_s: float) -> None:
         """Raise ServiceError if a thread has failed for good: nothing will be answered any more."""
         if self._broken:
-            raise ServiceError(self.explain(self.index))
-        return None
+            raise ServiceError(f"{self.explain(self.index)}; start again")
 
     def explain(self, service: int) -> str:
         """The last error's last line, with the service's name."""
@@ -105,11 +104,12 @@ class Service(ABC):
             request = self.wires.requests[self.index]
             stop = request[OPERATION] == STOP
             started = clock_ns()
-            if thread == 0 and stop:
-                self.release()
-            elif thread == 0:
+            if thread == 0:
                 try:
-                    self.answer_in_python()
+                    if stop:
+                        self.release()
+                    else:
+                        self.answer_in_python()
                 except Exception:
                     self._fail()
             arrive(

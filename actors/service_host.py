@@ -85,7 +85,7 @@ class ServiceHost:
         """True when the threads have ended, after a STOP request."""
         return self._service is None or self._service.join(timeout_s)
 
-    def thread_cpu_s(self) -> float:
+    def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""
         return time.process_time()
 

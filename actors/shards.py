@@ -6,33 +6,48 @@ from actors.arena import ArenaLayout
 from actors.messages import CacheSpec, ServiceSpec, SystemConfig
 from model.config import ModelConfig
 
-MAX_LOGITS = 32
+# Rows of logits in the arena. Generation asks for one; eight leave room for a small batch and cost
+# 4 MiB of shared memory with a vocabulary of 128 thousand.
+MAX_LOGITS = 8
 
 
-def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:
+def deal_neurons(
+    num_neurons: int, num_services: int, num_threads: int, num_extra: int = 0
+) -> list[np.ndarray]:
     """Ids of one layer for each service, in its loading order.
 
-    Thread i of service s takes an equal run of the service's order. Neighbours in the checkpoint go
-    to different threads in turn, so that no thread gets a run of neurons that fire alike.
+    A service has `num_threads` threads, the first `num_extra` services one more. Neighbours in the
+    checkpoint are dealt to different threads in turn, so that no thread gets a run of neurons that
+    fire alike. A service's order is its threads' deals one after the other. Its threads cut that
+    order in multiples of four (`numba_kernels.rows.share`), so a cut may stand a few neurons beside
+    the end of a deal.
     Dtypes:  int32
     """
-    parts = num_services * num_threads
     ids = np.arange(num_neurons, dtype=np.int32)
+    owners = [*range(num_services)] * num_threads + [*range(num_extra)]  # of the threads, in turn
+    deals = [ids[thread :: len(owners)] for thread in range(len(owners))]
     return [
-        np.concatenate([ids[s + i * num_services :: parts] for i in range(num_threads)])
-        for s in range(num_services)
+        np.concatenate(
+            [deal for deal, owner in zip(deals, owners, strict=True) if owner == service]
+        )
+        for service in range(num_services)
     ]
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
     """The GPU service and the CPU services of a system."""
-    num_threads = max(1, system.num_threads // system.num_cpu_actors)
-    shards = deal_neurons(config.ffn_size, system.num_cpu_actors, num_threads)
+    num_services = system.num_cpu_actors
+    num_threads, num_extra = divmod(max(system.num_threads, num_services), num_services)
+    shards = deal_neurons(config.ffn_size, num_services, num_threads, num_extra)
     cache = CacheSpec(1, system.context_length, system.kv_dtype)
     gpu = ServiceSpec("gpu", 0, system.num_threads, system.model_path, cache=cache)
     cpus = [
         ServiceSpec(
-            f"cpu{i}", i + 1, num_threads, system.model_path, neuron_ids=[ids] * config.num_layers
+            f"cpu{i}",
+            i + 1,
+            num_threads + (i < num_extra),
+            system.model_path,
+            neuron_ids=[ids] * config.num_layers,
         )
         for i, ids in enumerate(shards)
     ]

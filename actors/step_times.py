@@ -41,7 +41,8 @@ class StepTimes:
 
     def reset(self) -> None:
         """Start anew."""
-        self.__init__()  # type: ignore[misc]
+        self.total = self.exchange = self.num_tokens = self.num_neurons = 0
+        self.parts = dict.fromkeys(PARTS, 0)
 
     def per_token_ms(self) -> dict[str, float]:
         """Milliseconds a token: attention, head, ffn, exchange, python, total."""

@@ -1,5 +1,6 @@
 """A running system as its user sees it: start or attach, generate, stop."""
 
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,13 +10,14 @@ from typing import Any
 import ray
 
 from actors.failures import service_error
-from actors.launch import find_driver, spawn_driver, start_local_ray
+from actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
 from actors.messages import GenerateRequest, Generation, LoadProgress, SystemConfig, TokenEvent
 from actors.shards import arena_layout
+from actors.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
 from model.config import ModelConfig
-from model.errors import ServiceError
+from model.errors import HotcoldError, ServiceError
 
-_POLL_S = 0.2
+_STOP_LOOKS = 300
 
 
 class System:
@@ -83,19 +85,28 @@ class System:
 
     def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
         loading = self._driver.load.remote()
-        while not ray.wait([loading], timeout=_POLL_S)[0]:
-            with suppress(ray.exceptions.RayError):
-                on_progress(ray.get(self._driver.progress.remote(), timeout=10))
+        reports = Pulse("driver", lambda: self._control("progress"))
+        while not ray.wait([loading], timeout=LOOK_S)[0]:
+            progress = reports.look(STARTING_LOOKS)
+            if progress is not None:
+                on_progress(progress)
         self._get(loading)
-        on_progress(self._get(self._driver.progress.remote()))
+        on_progress(self.call("progress"))
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """Stream a request; closing the iterator cancels it. Errors: PromptError, ServiceError."""
+        """Stream a request; closing the iterator cancels it.
+
+        Errors:  PromptError; RequestError if it failed and the system goes on; ServiceError
+        """
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         stream = self._driver.generate.options(num_returns="streaming").remote(request)
         finished = False
         try:
-            for ref in stream:
+            while not finished:
+                self._await(stream)
+                ref = next(stream, None)
+                if ref is None:
+                    return
                 event: TokenEvent = self._get(ref)
                 finished = event.result is not None
                 yield event
@@ -107,7 +118,7 @@ class System:
 
     def cancel(self, request_id: str) -> None:
         """End a request within a token, or before it starts."""
-        self._driver.cancel.remote(request_id)
+        self._control("cancel", request_id)
 
     def complete(self, request: GenerateRequest) -> Generation:
         """Run a request to its end."""
@@ -118,7 +129,7 @@ class System:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the driver by name, for measurements and tests."""
-        return self._get(getattr(self._driver, method).remote(*args))
+        return self._get(self._control(method, *args))
 
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
@@ -129,8 +140,8 @@ class System:
 
     def end(self) -> None:
         """End the system, whoever started it."""
-        with suppress(ray.exceptions.RayError):
-            ray.get(self._driver.stop.remote(), timeout=30)
+        with suppress(HotcoldError):
+            self._await(self._control("stop"), _STOP_LOOKS)
         ray.kill(self._driver, no_restart=True)
 
     def __enter__(self) -> "System":
@@ -139,8 +150,24 @@ class System:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    @staticmethod
-    def _get(ref: Any) -> Any:
+    def _control(self, method: str, *args: Any) -> Any:
+        """Start a call that no number of waiting streams holds up; returns its object ref."""
+        return getattr(self._driver, method).options(concurrency_group=CONTROL).remote(*args)
+
+    def _await(self, coming: Any, most_looks: float = math.inf) -> None:
+        """Wait for an object or for a stream's next one.
+
+        Errors:  ServiceError if the driver is dead or stuck, or after `most_looks`
+        """
+        pulse, num_looks = Pulse("driver", lambda: self._control("ping")), 0
+        while not ray.wait([coming], timeout=LOOK_S)[0]:
+            pulse.look(DRIVER_LOOKS)
+            num_looks += 1
+            if num_looks >= most_looks:
+                raise service_error("driver", ray.exceptions.GetTimeoutError())
+
+    def _get(self, ref: Any) -> Any:
+        self._await(ref)
         try:
             return ray.get(ref)
         except ray.exceptions.RayError as error:

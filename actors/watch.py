@@ -1,6 +1,6 @@
-"""Liveness of services, looked at while the driver waits for them."""
+"""Liveness of actors, looked at while somebody waits for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -8,52 +8,69 @@ import ray
 from actors.failures import service_error
 from model.errors import ServiceError
 
-# Unanswered looks, 100 ms apart, at which an actor counts as stuck. A live one answers a ping in
-# milliseconds, even at work, but not while it compiles kernels, which may keep the interpreter for
-# seconds. Looks are counted, not seconds: time in which all processes are stopped is no silence.
+LOOK_S = 0.1  # between two looks
+# Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,
+# even at work, but not while it compiles kernels or encodes a long prompt, which may keep the
+# interpreter for seconds. Looks are counted, not seconds: time in which all processes are stopped
+# is no silence.
 _PATIENCE_LOOKS = 15
-_STARTING_LOOKS = 1200
+STARTING_LOOKS = 1200
+DRIVER_LOOKS = 50  # it encodes the prompts
 _LONGEST_REQUEST_S = 600.0
 
 
+class Pulse:
+    """Whether an actor answers: one call at a time, and the looks that it has gone unanswered."""
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        """`call` starts a call that a live actor answers at once, and returns its object ref."""
+        self._name = name
+        self._call = call
+        self._ref: Any = None
+        self._num_looks = 0
+
+    def look(self, patience: int) -> Any | None:
+        """The answer if it has come since the last look, else None.
+
+        Errors:  ServiceError if the actor is dead or has let `patience` looks pass
+        """
+        if self._ref is None:
+            self._ref, self._num_looks = self._call(), 0
+        done, _ = ray.wait([self._ref], timeout=0)
+        if not done and self._num_looks < patience:
+            self._num_looks += 1
+            return None
+        ref, self._ref = self._ref, None
+        try:
+            return ray.get(ref, timeout=0)
+        except ray.exceptions.RayError as error:
+            raise service_error(self._name, error) from error
+
+
 class ActorWatch:
-    """Pings the actors that the driver waits for; one that died or is stuck is named."""
+    """Pings the services that the driver waits for; one that died or is stuck is named."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """`names[s]` and `handles[s]` belong to service s."""
-        self._names = names
+        self._names = [f"{name} service" for name in names]
         self._handles = handles
-        self._pings: dict[int, tuple[Any, int]] = {}
+        self._pulses = [
+            Pulse(name, handle.ping.remote)
+            for name, handle in zip(self._names, handles, strict=True)
+        ]
         self.starting = True  # until the driver says that all kernels are compiled
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
         """Raise ServiceError if one of `services` is dead or leaves a ping unanswered."""
         for service in services:
-            self._look(service)
+            self._pulses[service].look(STARTING_LOOKS if self.starting else _PATIENCE_LOOKS)
         if waited_s > _LONGEST_REQUEST_S:
             name = self._names[services[0]]
-            raise ServiceError(
-                f"the {name} service has not answered for {waited_s:.0f} s; start again"
-            )
-
-    def _look(self, service: int) -> None:
-        if service not in self._pings:
-            self._pings[service] = (self._handles[service].ping.remote(), 0)
-        ref, num_looks = self._pings[service]
-        done, _ = ray.wait([ref], timeout=0)
-        name = f"{self._names[service]} service"
-        if done:
-            del self._pings[service]
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as error:
-                raise service_error(name, error) from error
-            return
-        if num_looks >= (_STARTING_LOOKS if self.starting else _PATIENCE_LOOKS):
-            del self._pings[service]
-            raise service_error(name, ray.exceptions.GetTimeoutError())
-        self._pings[service] = (ref, num_looks + 1)
+            raise ServiceError(f"the {name} has not answered for {waited_s:.0f} s; start again")
 
     def explain(self, service: int) -> str:
-        """What the service says of its last failure."""
-        return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
+        """What the service says of its last failure. Errors: ServiceError if it died since."""
+        try:
+            return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
+        except ray.exceptions.RayError as error:
+            raise service_error(self._names[service], error) from error

@@ -13,36 +13,31 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jobs.doctor_checks import Finding
-    from model.config import ModelConfig
     from placement.memory import MemoryNeed
     from placement.survey import MachineSurvey
 
-_KV_ITEM_BYTES = 2  # the cache is float16
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--context", type=click.IntRange(min=1), help="Positions in the KV cache.")
+@click.option("--context", type=int, help="Positions in the KV cache.")
 @click.option("--measure/--no-measure", default=True, help="Measure how fast memory is read (2 s).")
 @json_option
 def doctor(model: str | None, context: int | None, measure: bool, as_json: bool) -> None:
     """Say what this machine has, what would be used, and what is wrong.
 
-    With MODEL, also how many bytes it takes here and whether it fits. Nothing is loaded.
+    With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
+    loaded.
     """
     from jobs.doctor_checks import check_machine, check_model
-    from placement.memory import memory_need
     from placement.survey import survey
 
-    config = None if model is None else _read_config(model, context)
+    need = None if model is None else _need(model, context)
     with stderr_console().status("looking at this machine"):
         machine = survey(measure=measure)
     findings = list(check_machine(machine))
-    need = None
-    if config is not None:
-        num_actors = 2 + max(1, len(machine.usable_nodes))  # driver, GPU service, CPU services
-        need = memory_need(config, context or config.max_positions, _KV_ITEM_BYTES, num_actors)
+    if need is not None:
         findings.append(check_model(machine, need))
     _print_report(machine, findings, need)
     if as_json:
@@ -57,15 +52,13 @@ def doctor(model: str | None, context: int | None, measure: bool, as_json: bool)
         )
 
 
-def _read_config(model: str, context: int | None) -> ModelConfig:
-    from model.config import ModelConfig
-    from model.errors import UsageError
+def _need(model: str, context: int | None) -> MemoryNeed:
+    from actors.preflight import SystemOptions, choose_system, read_model, system_need
     from model.locate import locate_model
 
-    config = ModelConfig.from_directory(locate_model(model))
-    if context is not None and context > config.max_positions:
-        raise UsageError(f"--context {context}: the model has {config.max_positions} positions")
-    return config
+    path = locate_model(model)
+    config = read_model(path)
+    return system_need(choose_system(path, config, SystemOptions(context_length=context)), config)
 
 
 def _print_report(machine: MachineSurvey, findings: list[Finding], need: MemoryNeed | None) -> None:

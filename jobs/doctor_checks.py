@@ -86,7 +86,7 @@ def _nodes(machine: MachineSurvey) -> Finding:
     if empty:
         text = f"nodes {', '.join(empty)} have cores but no memory: their reads cross nodes"
         return Finding("problem", "NUMA", text)
-    return Finding("ok", "NUMA", f"{len(used)} nodes, one CPU actor for each")
+    return Finding("ok", "NUMA", f"{len(used)} nodes, as many CPU services, not pinned to them")
 
 
 def _huge_pages(machine: MachineSurvey) -> Finding:

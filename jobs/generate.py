@@ -71,8 +71,19 @@ def generate(
             click.echo(f"system ready after {time.monotonic() - started:.1f} s: {config}")
             answers.begin()
             lines = read_requests(requests, SamplingParams.defaults(config.model_path))
-            counts = _serve(lines, answers, system)
+            try:
+                counts = _serve(lines, answers, system)
+            except ServiceError as error:
+                raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
+
+
+def _with_advice(error: ServiceError, name: str | None) -> ServiceError:
+    """A system that lost a service stays as it is; one with a name may outlive this job."""
+    if name is None:
+        return error
+    end = f"python -m jobs.stop --system {name}"
+    return ServiceError(f"{error}; if the system is still there, end it with `{end}`")
 
 
 class _Counts:

@@ -11,9 +11,7 @@ from jobs.console import stderr_console
 
 
 @contextmanager
-def running_system(
-    system: SystemConfig, *, name: str | None = None, detached: bool = False
-) -> Iterator[System]:
+def running_system(system: SystemConfig) -> Iterator[System]:
     """A started system, stopped at the end; loading is shown on standard error.
 
     Errors:  HotcoldError
@@ -32,6 +30,6 @@ def running_system(
                 total=progress.total_bytes,
             )
 
-        running = System.start(system, on_progress=show, name=name, detached=detached)
+        running = System.start(system, on_progress=show)
     with running:
         yield running

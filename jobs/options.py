@@ -54,7 +54,7 @@ _SYSTEM = [
                  "and down only where the gate fired (the same tokens)."),
     click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
     click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
-                 "cold neurons; one a NUMA node without it."),
+                 "cold neurons; as many as NUMA nodes without it."),
     click.option("--context", "context_length", type=int, help="Positions in the KV cache."),
     click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
     click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB."),

@@ -11,6 +11,7 @@ import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError, shown
+from model.memory import aligned_empty
 from numba_kernels import loading
 
 OnBytes = Callable[[int], None]
@@ -44,6 +45,10 @@ class TensorReader:
         """Return the dtype of the tensor's bits."""
         return self.checkpoint.dtype(name)
 
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array for `rows` and `columns` to fill."""
+        return aligned_empty(shape, dtype)
+
     def refuse(self, name: str) -> None:
         """Raise where the checkpoint has a tensor that config.json leaves no place for."""
         if self.checkpoint.has(name):
@@ -52,14 +57,19 @@ class TensorReader:
                 "config.json describes; they belong to different models"
             )
 
-    def bits(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the tensor as it lies in the file, its shape checked, its values not."""
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor is there, of a known dtype and of this shape."""
+        self.dtype(name)
         found = self.checkpoint.shape(name)
         if found != shape:
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {shown(name)} has shape {shown(list(found))}, "
                 f"config.json asks for {list(shape)}; they belong to different models"
             )
+
+    def bits(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the tensor as it lies in the file, its shape checked, its values not."""
+        self.require(name, shape)
         return self.checkpoint.array(name)
 
     def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

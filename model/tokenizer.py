@@ -84,10 +84,6 @@ class Tokenizer:
             raise PromptError("this model has no chat template; give a plain prompt instead")
         return self._template.render(messages, add_generation_prompt)
 
-    def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of `render_chat`, adding no special tokens: the template wrote them."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), False)
-
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self, prompt_ids)

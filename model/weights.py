@@ -8,6 +8,7 @@ KV key-value heads, hd head size, N loaded neurons.
 """
 
 from model.weights_attention import AttentionWeights, load_attention
+from model.weights_check import check_tensors, stored_config
 from model.weights_embedding import EmbeddingWeights, HeadWeights, load_embedding, load_head
 from model.weights_ffn import FfnWeights, load_ffn
 from model.weights_sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
@@ -18,6 +19,7 @@ __all__ = [
     "FfnWeights",
     "HeadWeights",
     "attention_bytes",
+    "check_tensors",
     "ffn_bytes",
     "head_bytes",
     "kv_cache_bytes",
@@ -25,4 +27,5 @@ __all__ = [
     "load_embedding",
     "load_ffn",
     "load_head",
+    "stored_config",
 ]

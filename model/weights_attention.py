@@ -8,7 +8,6 @@ import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.memory import aligned_empty
 from model.tensor_names import TensorNames, tensor_names
 from model.tensor_reader import OnBytes, TensorReader
 
@@ -39,13 +38,18 @@ def load_attention(
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite, or that
              config.json leaves no place for
     """
-    names = tensor_names(config)
     with TensorReader(checkpoint, on_bytes) as reader:
-        reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
-        weights = _empty_attention(reader, config, names)
-        for layer in range(config.num_layers):
-            _load_norms(reader, config, names, weights, layer)
-            _load_projections(reader, config, names, weights, layer)
+        return read_attention(reader, config)
+
+
+def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeights:
+    """`load_attention` by a reader of the caller's."""
+    names = tensor_names(config)
+    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
+    weights = _empty_attention(reader, config, names)
+    for layer in range(config.num_layers):
+        _load_norms(reader, config, names, weights, layer)
+        _load_projections(reader, config, names, weights, layer)
     return weights
 
 
@@ -61,11 +65,11 @@ def _empty_attention(
     return AttentionWeights(
         norm_weight=vectors(hidden, True),
         norm_bias=vectors(hidden, config.norm_bias),
-        qkv=aligned_empty(
+        qkv=reader.empty(
             (layers, config.qkv_rows, hidden), reader.dtype(f"{first}{names.qkv[0]}.weight")
         ),
         qkv_bias=vectors(config.qkv_rows, config.attention_bias),
-        out=aligned_empty(
+        out=reader.empty(
             (layers, hidden, config.attention_size), reader.dtype(f"{first}{names.out}.weight")
         ),
         out_bias=vectors(hidden, config.attention_bias),

@@ -8,7 +8,6 @@ import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.memory import aligned_empty
 from model.tensor_names import tensor_names
 from model.tensor_reader import OnBytes, TensorReader
 from numba_kernels.loading import to_float32
@@ -16,7 +15,11 @@ from numba_kernels.loading import to_float32
 
 @dataclass
 class EmbeddingWeights:
-    """Token rows stay in the mapped file: only those of the prompt are ever read."""
+    """Token rows stay in the mapped file, not copied.
+
+    Loading reads them all once, to find values that are not finite; later only the rows of tokens
+    that occur are read.
+    """
 
     tokens: np.ndarray  # (V, E) bits, read-only, maybe unaligned
     positions: np.ndarray  # (P, d) float32, or (0, 0)
@@ -56,16 +59,21 @@ def load_embedding(checkpoint: Checkpoint, config: ModelConfig) -> EmbeddingWeig
 
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
     """
+    with TensorReader(checkpoint) as reader:
+        return read_embedding(reader, config)
+
+
+def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeights:
+    """`load_embedding` by a reader of the caller's."""
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     positions = project_in = np.empty((0, 0), np.float32)
-    with TensorReader(checkpoint) as reader:
-        tokens = reader.mapped(f"{names.tokens}.weight", (config.vocab_size, embed))
-        if config.rope is None:
-            num_rows = config.max_positions + config.position_offset
-            positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
-        if embed != hidden:
-            project_in = reader.vector(f"{names.project_in}.weight", (hidden, embed))
+    tokens = reader.mapped(f"{names.tokens}.weight", (config.vocab_size, embed))
+    if config.rope is None:
+        num_rows = config.max_positions + config.position_offset
+        positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
+    if embed != hidden:
+        project_in = reader.vector(f"{names.project_in}.weight", (hidden, embed))
     return EmbeddingWeights(tokens, positions, project_in, config.position_offset)
 
 
@@ -76,24 +84,29 @@ def load_head(
 
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
     """
+    with TensorReader(checkpoint, on_bytes) as reader:
+        return read_head(reader, config)
+
+
+def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
+    """`load_head` by a reader of the caller's."""
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     norm_weight = norm_bias = np.empty(0, np.float32)
     project_out = np.empty((0, 0), np.float32)
-    with TensorReader(checkpoint, on_bytes) as reader:
-        if config.has_final_norm:
-            norm_weight = reader.norm_weight(names.final_norm, hidden, config.norm_affine)
-            if config.norm_bias:
-                norm_bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
-        else:
-            reader.refuse(f"{names.final_norm}.weight")
-        if embed != hidden:
-            project_out = reader.vector(f"{names.project_out}.weight", (embed, hidden))
-        # Some checkpoints that say they are tied hold a head of its own, which then counts.
-        is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
-        name = f"{names.tokens if is_tied else names.head}.weight"
-        head = aligned_empty((config.vocab_size, embed), reader.dtype(name))
-        reader.rows(name, config.vocab_size, head)
+    if config.has_final_norm:
+        norm_weight = reader.norm_weight(names.final_norm, hidden, config.norm_affine)
+        if config.norm_bias:
+            norm_bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
+    else:
+        reader.refuse(f"{names.final_norm}.weight")
+    if embed != hidden:
+        project_out = reader.vector(f"{names.project_out}.weight", (embed, hidden))
+    # Some checkpoints that say they are tied hold a head of its own, which then counts.
+    is_tied = config.tied_embeddings and not reader.checkpoint.has(f"{names.head}.weight")
+    name = f"{names.tokens if is_tied else names.head}.weight"
+    head = reader.empty((config.vocab_size, embed), reader.dtype(name))
+    reader.rows(name, config.vocab_size, head)
     return HeadWeights(norm_weight, norm_bias, project_out, head)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.memory import aligned_empty
 from model.tensor_names import tensor_names
 from model.tensor_reader import OnBytes, TensorReader
 
@@ -46,11 +45,21 @@ def load_ffn(
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
              ValueError for ids that are no row of int32 for each layer, or out of range
     """
-    ids = _checked_ids(config, neuron_ids)
     with TensorReader(checkpoint, on_bytes) as reader:
-        weights = _empty_ffn(reader, config, ids, include_down_bias)
-        for layer in range(config.num_layers):
-            _load_layer(reader, config, weights, layer)
+        return read_ffn(reader, config, neuron_ids, include_down_bias)
+
+
+def read_ffn(
+    reader: TensorReader,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+) -> FfnWeights:
+    """`load_ffn` by a reader of the caller's."""
+    ids = _checked_ids(config, neuron_ids)
+    weights = _empty_ffn(reader, config, ids, include_down_bias)
+    for layer in range(config.num_layers):
+        _load_layer(reader, config, weights, layer)
     return weights
 
 
@@ -74,7 +83,7 @@ def _empty_ffn(
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
         dtype = reader.dtype(names.layer.format(0) + (name or names.gate) + ".weight")
-        return aligned_empty((num_rows, hidden), dtype)
+        return reader.empty((num_rows, hidden), dtype)
 
     num_biases = total if config.ffn_bias else 0
     has_down_bias = include_down_bias and config.ffn_bias

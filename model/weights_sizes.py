@@ -1,4 +1,7 @@
-"""Bytes that weights and KV cache will take, known from the config alone, before any loading."""
+"""Bytes that weights and KV cache will take, known before any loading.
+
+Matrices are counted in the config's dtype; `stored_config` makes it the checkpoint's.
+"""
 
 from __future__ import annotations
 

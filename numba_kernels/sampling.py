@@ -125,7 +125,8 @@ def sample(
 
     The logits are cut to the `top_k` largest (0: all), then to the smallest set whose share of
     probability at this temperature reaches `top_p`, then to those at least `min_p` times as likely
-    as the likeliest; `uniform` in [0, 1) picks one by its share. temperature 0 is greedy.
+    as the likeliest; `uniform` in [0, 1) picks one by its share. temperature 0 is greedy, and
+    top_p 0 keeps only the likeliest.
     Shapes:  logits (V,) float32
     Errors:  ValueError on a wrong shape or dtype, an option out of range, or a NaN among the logits
     """
@@ -133,9 +134,10 @@ def sample(
     logits = float_array("logits", logits, logits.shape)
     require(temperature >= 0, "temperature must be at least 0")
     require(top_k >= 0, "top_k must be at least 0")
-    require(0 < top_p <= 1, "top_p must lie in (0, 1]")
+    require(0 <= top_p <= 1, "top_p must lie in [0, 1]")
     require(0 <= min_p <= 1, "min_p must lie in [0, 1]")
     require(0 <= uniform < 1, "uniform must lie in [0, 1)")
-    chosen = int(sample_kernel(logits, temperature, top_k, top_p, min_p, uniform))
+    shares = (float(top_p), float(min_p), float(uniform))  # an int would be compiled for anew
+    chosen = int(sample_kernel(logits, float(temperature), top_k, *shares))
     require(chosen >= 0, "the logits hold a NaN")
     return chosen

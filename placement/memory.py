@@ -20,6 +20,7 @@ class MemoryNeed:
     ffn_bytes: int
     kv_cache_bytes: int
     process_bytes: int
+    arena_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -34,15 +35,23 @@ def weight_bytes(config: ModelConfig) -> int:
 
 
 def memory_need(
-    config: ModelConfig, context_length: int, kv_item_bytes: int, num_processes: int
+    config: ModelConfig,
+    context_length: int,
+    kv_item_bytes: int,
+    num_processes: int,
+    arena_bytes: int,
 ) -> MemoryNeed:
-    """What a system of so many processes needs with its KV cache full."""
+    """What a system of so many processes needs with its KV cache full.
+
+    `config` has the dtype that the checkpoint has; `arena_bytes` is all arenas together.
+    """
     return MemoryNeed(
         attention_bytes=attention_bytes(config),
         head_bytes=head_bytes(config),
         ffn_bytes=ffn_bytes(config, config.num_layers * config.ffn_size),
         kv_cache_bytes=kv_cache_bytes(config, context_length, kv_item_bytes),
         process_bytes=num_processes * _PROCESS_BYTES,
+        arena_bytes=arena_bytes,
     )
 
 
@@ -58,7 +67,8 @@ def require_memory(need: MemoryNeed, budget_bytes: int | None = None) -> None:
     raise MemoryBudgetError(
         f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
         f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "
-        f"{_gib(need.process_bytes)} processes), {_gib(free)} ({free} bytes) are {what}; "
+        f"{_gib(need.process_bytes)} processes, {_gib(need.arena_bytes)} arena), "
+        f"{_gib(free)} ({free} bytes) are {what}; "
         "use a smaller model or a smaller --context"
     )
 

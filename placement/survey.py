@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 from cuda_kernels.device import Gpu, list_gpus
 from model.memory import available_bytes
 from placement.bandwidth import measure_read_bandwidth
-from placement.sysfs import NumaNode, read_cpu, read_huge_page_setting, read_numa_nodes
+from placement.sysfs import (
+    NumaNode,
+    read_cpu,
+    read_cpu_quota,
+    read_huge_page_setting,
+    read_numa_nodes,
+)
 
 _BANDWIDTH_BYTES = 2 << 30
 _SHARED_MEMORY = "/dev/shm"
@@ -21,7 +28,7 @@ class MachineSurvey:
 
     cpu_name: str
     cpu_features: tuple[str, ...]
-    cores: tuple[int, ...]  # logical cores that this process may run on
+    cores: tuple[int, ...]  # see `usable_cores`
     numa_nodes: tuple[NumaNode, ...]
     available_bytes: int  # without swapping, within the cgroup's limit
     shared_memory_free_bytes: int
@@ -32,8 +39,28 @@ class MachineSurvey:
 
     @property
     def usable_nodes(self) -> tuple[NumaNode, ...]:
-        """The NUMA nodes that have a core which this process may run on."""
-        return tuple(node for node in self.numa_nodes if set(node.cores) & set(self.cores))
+        """The NUMA nodes that have one of `cores`."""
+        return nodes_of(self.cores, self.numa_nodes)
+
+
+def usable_cores(root: Path = Path("/")) -> tuple[int, ...]:
+    """Logical cores that this process may run on, at most as many as its CPU quota pays for.
+
+    More threads than the quota has CPUs would spend it waiting for one another.
+    """
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    quota = read_cpu_quota(root)
+    return cores if quota is None else cores[: math.ceil(quota)]
+
+
+def usable_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """NUMA nodes that have one of `usable_cores`."""
+    return nodes_of(usable_cores(root), read_numa_nodes(root))
+
+
+def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
+    """Those of `nodes` that have one of `cores`."""
+    return tuple(node for node in nodes if set(node.cores) & set(cores))
 
 
 def survey(root: Path = Path("/"), *, measure: bool = True) -> MachineSurvey:
@@ -42,7 +69,7 @@ def survey(root: Path = Path("/"), *, measure: bool = True) -> MachineSurvey:
     `root` is where proc and sys are read from, for the parts that tests replace.
     """
     cpu = read_cpu(root)
-    cores = tuple(sorted(os.sched_getaffinity(0)))
+    cores = usable_cores(root)
     free_bytes = available_bytes()
     gpus, no_gpu_reason = list_gpus()
     read_gb_per_s = None
@@ -68,14 +95,3 @@ def _free_bytes(path: str) -> int:
     except OSError:
         return 0
     return status.f_bavail * status.f_frsize
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Logical cores that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def usable_numa_nodes() -> tuple[NumaNode, ...]:
-    """NUMA nodes that have one of `usable_cores`."""
-    cores = set(usable_cores())
-    return tuple(node for node in read_numa_nodes() if set(node.cores) & cores)

@@ -66,6 +66,20 @@ def read_huge_page_setting(root: Path = Path("/")) -> str:
     return rest.partition("]")[0] if bracket else "unknown"
 
 
+def read_cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time the container's cgroup may use; None without a limit.
+
+    cgroup v2 has "quota period" in cpu.max, v1 a file for each; microseconds.
+    """
+    folder = root / "sys/fs/cgroup"
+    words = _read(folder / "cpu.max").split()
+    if not words:
+        words = [_read(folder / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
+        return None  # "max", -1, or no such file
+    return int(words[0]) / int(words[1])
+
+
 def parse_core_list(text: str) -> tuple[int, ...]:
     """Return the numbers of a list as Linux writes it: "0-3,8" is 0, 1, 2, 3, 8."""
     cores: list[int] = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from actors.driver import Driver
+from actors.failures import RequestError
 from actors.messages import GenerateRequest, SystemConfig, TokenEvent
 from model.errors import PromptError, ServiceError
 from model.sampling import SamplingParams
@@ -122,6 +123,78 @@ def test_bad_prompts_are_refused_before_they_wait(
         next(driver.generate(replace(request_, prompt_ids=[1000])))
     assert long.outcome is None
     driver.close()
+
+
+def test_a_failed_answer_ends_only_its_request(
+    system: InProcessSystem,
+    driver: Driver,
+    request_: GenerateRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long_prompt = replace(request_, prompt_ids=[1] * 20)  # by matrix products
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(system.services[1]._products, "combine", fail)  # type: ignore[attr-defined]
+    error = Running(driver, long_prompt).end()
+    assert isinstance(error, RequestError), error
+    assert "the cpu0 service failed: MemoryError: no room" in str(error)
+    assert reason(Running(driver, request_).end()) == "length"
+    monkeypatch.undo()
+    assert reason(Running(driver, long_prompt).end()) == "length"
+    driver.close()
+
+
+def test_what_goes_wrong_in_the_driver_ends_only_its_request(
+    driver: Driver, request_: GenerateRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise ValueError("the logits hold a NaN\nand more")
+
+    monkeypatch.setattr("actors.generation.sample", fail)
+    error = Running(driver, request_).end()
+    assert type(error) is RequestError
+    assert str(error) == "the request failed: ValueError: the logits hold a NaN"
+    monkeypatch.undo()
+    assert reason(Running(driver, request_).end()) == "length"
+    driver.close()
+
+
+def test_a_job_waits_for_the_request_in_progress(driver: Driver, request_: GenerateRequest) -> None:
+    long, seen = start_endless(driver, request_), []
+    job = threading.Thread(
+        target=lambda: seen.append(driver.between_requests(lambda: long.outcome)), daemon=True
+    )
+    job.start()
+    while driver._jobs.empty():
+        pass
+    assert not seen
+    driver.cancel("endless")
+    job.join(100)
+    assert len(seen) == 1
+    with pytest.raises(ZeroDivisionError):
+        driver.between_requests(lambda: 1 // 0)
+    assert reason(Running(driver, request_).end()) == "length"
+    driver.close()
+
+
+def test_only_what_waits_or_runs_can_be_cancelled(
+    driver: Driver, request_: GenerateRequest
+) -> None:
+    driver.cancel("short")
+    assert reason(Running(driver, request_).end()) == "length"
+    with pytest.raises(PromptError):
+        next(driver.generate(replace(request_, prompt_ids=[])))
+    long, waiting = start_endless(driver, request_), Running(driver, request_)
+    while driver._jobs.empty():
+        pass
+    driver.cancel("short")
+    driver.cancel("endless")
+    assert reason(long.end()) == reason(waiting.end()) == "cancelled"
+    assert waiting.outcome.result.ids == []  # type: ignore[union-attr]
+    driver.close()
+    assert driver._streams == []
 
 
 def test_a_broken_service_ends_the_request_and_all_later_ones(

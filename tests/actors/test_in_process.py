@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from model.errors import ServiceError
+from actors.failures import RequestError
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -225,7 +225,7 @@ def test_an_unknown_operation_is_named_and_survived(tiny: Tiny, index: int, name
     with InProcessSystem(checkpoint.path, 2, 2) as system:
         wires = system.exchange.wires
         wires.requests[index, 0] = 99
-        with pytest.raises(ServiceError, match=rf"the {name} service failed: .*no operation 99"):
+        with pytest.raises(RequestError, match=rf"the {name} service failed: .*no operation 99"):
             system.exchange.ask([index])
         assert wires.replies[index, STATUS] == FAILED
         found = system.logits("exact", checkpoint.ids, [1])
@@ -240,7 +240,7 @@ def test_a_failing_matrix_product_is_named(tiny: Tiny, monkeypatch: pytest.Monke
             raise MemoryError("no room for 7 numbers")
 
         monkeypatch.setattr(system.services[2]._products, "combine", fail)  # type: ignore[attr-defined]
-        with pytest.raises(ServiceError, match=r"the cpu1 service failed: .*no room for 7"):
+        with pytest.raises(RequestError, match=r"the cpu1 service failed: .*no room for 7"):
             system.logits("dense", checkpoint.ids, [20])
         monkeypatch.undo()
         found = system.logits("dense", checkpoint.ids, [20])
@@ -252,5 +252,5 @@ def test_prefill_of_two_sequences_is_refused(tiny: Tiny) -> None:
     with InProcessSystem(checkpoint.path, num_slots=2) as system:
         ids = checkpoint.ids[:10].tolist()
         for positions, slots in ((range(10), [0] * 9 + [1]), ([0, *range(9)], [0] * 10)):
-            with pytest.raises(ServiceError, match=r"the gpu service failed: .*one sequence"):
+            with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
                 system.engine("dense").step(ids, positions, slots)

@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.arena import ArenaLayout
 from actors.cpu_service import CpuService
+from actors.failures import RequestError
 from actors.gpu_service import GpuService
 from actors.service import Service
 from actors.shards import deal_neurons
 from actors.stop_strings import StopStrings
+from actors.watch import Pulse
 from model.errors import ServiceError
 from numba_kernels.mailbox import OPERATION, STOP
 from tests.actors.in_process import InProcessSystem
@@ -139,3 +142,43 @@ def test_a_thread_that_fails_is_named(
         system.exchange.wires.requests[0, OPERATION] = STOP
         system.exchange.ask([0])
         assert system.services[0].join(60)
+
+
+def test_a_service_that_cannot_release_still_ends(
+    tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Service) -> None:
+        raise RuntimeError("still in use")
+
+    monkeypatch.setattr(CpuService, "release", fail)
+    system = InProcessSystem(tiny("llama-relu").path, num_threads=2)
+    with pytest.raises(RequestError, match="the cpu0 service failed: RuntimeError: still in use"):
+        system.stop()
+    assert all(service.join(60) for service in system.services)
+
+
+def test_a_pulse_counts_unanswered_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str]] = [[], [], ["a"], [], [], [], []]
+    answered: list[str] = []
+    calls: list[str] = []
+
+    def get(ref: str, timeout: float) -> str:
+        if ref not in answered:
+            raise ray.exceptions.GetTimeoutError()
+        return f"answer to {ref}"
+
+    def wait(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        answered[:] = answers.pop(0)
+        return [ref for ref in refs if ref in answered], []
+
+    def call() -> str:
+        calls.append("ab"[len(calls)])
+        return calls[-1]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    pulse = Pulse("driver", call)
+    assert [pulse.look(3) for _ in range(6)] == [None, None, "answer to a", None, None, None]
+    with pytest.raises(ServiceError, match="the driver does not answer"):
+        pulse.look(3)
+    assert calls == ["a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,10 +91,12 @@ def write_tokenizer(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def llama(tiny: Tiny) -> TinyCheckpoint:
-    checkpoint = tiny("llama-gqa")
-    write_tokenizer(checkpoint.path)
-    return checkpoint
+def llama(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """A copy with a tokenizer: other modules use the checkpoint without one."""
+    path = tmp_path_factory.mktemp("words") / "model"
+    shutil.copytree(tiny("llama-gqa").path, path)
+    write_tokenizer(path)
+    return TinyCheckpoint(path)
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +241,8 @@ def test_greedy_tokens_of_other_systems(tiny: Tiny, variant: str, exchange: str,
         pids = system.call("processes")
     assert progress[-1].stage == "ready"
     assert progress[-1].loaded_bytes == progress[-1].total_bytes > 0
+    compiling = [report for report in progress if report.stage == "compiling kernels"]
+    assert all(report.loaded_bytes == report.total_bytes for report in compiling)
     assert set(pids) == {"driver", "gpu", "cpu0", "cpu1"} and all_gone(pids)
 
 
@@ -299,6 +304,27 @@ def test_a_lost_service_is_named(
         assert took_s < 5, took_s
         with pytest.raises(ServiceError, match=name):  # later requests hear it at once
             system.complete(greedy(llama))
+
+
+def test_a_stuck_driver_is_named(llama: TinyCheckpoint) -> None:
+    with long_run(llama, "arena") as (system, pids, ended):
+        os.kill(pids["driver"], signal.SIGSTOP)
+        started = time.monotonic()
+        error = ended()
+        assert isinstance(error, ServiceError), error
+        assert "the driver does not answer" in str(error)
+        assert time.monotonic() - started < 15
+        with pytest.raises(ServiceError, match="the driver does not answer"):
+            system.complete(greedy(llama))
+
+
+def test_waiting_streams_do_not_lock_out_control(llama: TinyCheckpoint) -> None:
+    with long_run(llama, "arena") as (system, _, ended):
+        for _ in range(70):
+            system._driver.generate.options(num_returns="streaming").remote(greedy(llama))
+        assert system.call("describe").context_length == LONG_CONTEXT
+        system.cancel("long")
+        assert ended().finish_reason == "cancelled"
 
 
 def test_cancelled_requests_and_a_lost_driver(llama: TinyCheckpoint) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from numba_kernels.sampling import sample, sample_kernel
 from tests.kernels.arrays import random_floats, unaligned
 from tests.kernels.reference import sample_shares
 
@@ -23,6 +24,23 @@ def test_greedy(backend: SimpleNamespace, size: int) -> None:
         for options in ({"temperature": 0.0}, {"temperature": 2.0, "top_k": 1}):
             chosen = backend.sample(logits, **options, uniform=0.9)
             assert chosen == int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_top_p_zero_keeps_the_likeliest(backend: SimpleNamespace, options: dict[str, Any]) -> None:
+    for size in (1, 2, 1000):
+        logits = random_floats(size, size)
+        for uniform in EDGES:
+            chosen = backend.sample(logits, temperature=2, top_p=0, uniform=uniform, **options)
+            assert chosen == int(np.argmax(logits))
+
+
+def test_whole_numbers_are_not_compiled_for() -> None:
+    logits = random_floats(1, 100)
+    sample(logits, temperature=1.0, top_p=1.0, min_p=0.0, uniform=0.5)
+    compiled = list(sample_kernel.signatures)
+    sample(logits, temperature=1, top_p=1, min_p=0, uniform=0)
+    assert sample_kernel.signatures == compiled
 
 
 def test_greedy_takes_the_first_of_equals(backend: SimpleNamespace) -> None:
@@ -162,7 +180,7 @@ _GOOD: dict[str, Any] = {
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"top_k": -1},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.01},
         {"top_p": float("nan")},
         {"min_p": -0.1},

@@ -12,10 +12,11 @@ from cuda_kernels.device import Gpu, list_gpus
 from jobs.doctor_checks import Finding, check_machine, check_model
 from placement.bandwidth import measure_read_bandwidth
 from placement.memory import MemoryNeed
-from placement.survey import MachineSurvey, survey
+from placement.survey import MachineSurvey, survey, usable_cores, usable_numa_nodes
 from placement.sysfs import (
     parse_core_list,
     read_cpu,
+    read_cpu_quota,
     read_huge_page_setting,
     read_numa_nodes,
 )
@@ -82,7 +83,8 @@ def test_core_lists(text: str, cores: tuple[int, ...]) -> None:
 
 def test_survey_of_this_machine() -> None:
     machine = survey(measure=False)
-    assert machine.cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert machine.cores == usable_cores()
+    assert set(machine.cores) <= os.sched_getaffinity(0)
     assert machine.available_bytes > 0
     assert machine.read_gb_per_s is None
     assert bool(machine.gpus) != bool(machine.no_gpu_reason)
@@ -93,6 +95,33 @@ def test_survey_follows_its_root(big_machine: Path, monkeypatch: pytest.MonkeyPa
     machine = survey(big_machine, measure=False)
     assert machine.cores == (0, 1, 2, 17, 64)
     assert [node.node_id for node in machine.usable_nodes] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ({"cpu.max": "0 0\n"}, None),
+    ],
+)
+def test_cpu_quota(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        write(tmp_path / "sys/fs/cgroup" / name, text)
+    assert read_cpu_quota(tmp_path) == quota
+
+
+def test_cores_within_the_quota(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
+    assert len(usable_cores(big_machine)) == 128
+    assert len(usable_numa_nodes(big_machine)) == 8
+    write(big_machine / "sys/fs/cgroup/cpu.max", "850000 100000\n")
+    assert usable_cores(big_machine) == tuple(range(9))
+    assert [node.node_id for node in usable_numa_nodes(big_machine)] == [0, 1]
+    assert survey(big_machine, measure=False).cores == tuple(range(9))
 
 
 def test_read_bandwidth_is_plausible() -> None:
@@ -126,6 +155,6 @@ def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.Monkey
 
 def test_check_of_a_models_size() -> None:
     machine = replace(survey(measure=False), available_bytes=1000)
-    assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100)).level == "ok"
-    assert "--context" in check_model(machine, MemoryNeed(100, 100, 100, 1000, 100)).text
-    assert "smaller model" in check_model(machine, MemoryNeed(100, 100, 5000, 100, 100)).text
+    assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100, 100)).level == "ok"
+    assert "--context" in check_model(machine, MemoryNeed(100, 100, 100, 1000, 100, 100)).text
+    assert "smaller model" in check_model(machine, MemoryNeed(100, 100, 5000, 100, 100, 100)).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,6 @@ def test_chat_equals_transformers(add_generation_prompt: bool, tmp_path: Path) -
         MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     assert ours.render_chat(MESSAGES, add_generation_prompt) == expected
-    ids = ours.encode_chat(MESSAGES, add_generation_prompt)
-    assert [token for token in ids if token == ours.token_id("<s>")] == ids[:1]
 
 
 def test_where_templates_stand(tmp_path: Path) -> None:
@@ -219,6 +218,86 @@ def test_hostile_templates(template: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*template") as caught:
         print(chat(tmp_path, template).render_chat(MESSAGES))
     assert "\n" not in str(caught.value)
+
+
+GROWING = [
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ '{:>999999999}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 999999999) }}",
+    "{{ '{a:>{b}}'.format_map({'a': 1, 'b': 999999999}) }}",
+    "{{ 'a'.ljust(999999999) }}{{ 'a'.rjust(999999999) }}",
+    "{{ 'a'.center(999999999) }}",
+    "{{ 'a' | center(999999999) }}",
+    "{{ ['a'] | map('center', 999999999) | join }}",
+    "{{ 'a'.zfill(999999999) }}",
+    "{{ '\t'.expandtabs(999999999) }}",
+    "{{ (1).to_bytes(999999999, 'big') }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 1000000) | replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 1000000).translate({97: 'b' * 1000}) }}",
+    "{{ ('a' * 1000000).join(range(90000) | map('string')) }}",
+    "{{ range(90000) | map('string') | join('a' * 1000000) }}",
+    "{{ 'a' | indent(999999999, true) }}{{ messages | tojson(indent=999999999) }}",
+    "{% set n = namespace(a='ab') %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "{% set n = namespace(a='ab') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "{% set n = namespace(a=[1]) %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "{% set n = namespace(a=9) %}{% for i in range(40) %}{% set n.a = n.a * n.a %}{% endfor %}",
+    "{% set n = namespace(a=9) %}{% for i in range(40) %}{% set n.a = [n.a] * 9 %}{% endfor %}",
+    "{% set n = namespace(a=9) %}{% for i in range(30) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+    "{{ n.a }}",
+    "{% set n = namespace(a=9) %}{% for i in range(30) %}{% set n.a = (n.a, n.a) %}{% endfor %}"
+    "{{ '%s' % (n.a,) }}",
+    "{% set n = namespace(a=9) %}{% for i in range(30) %}{% set n.a = {1: n.a, 2: n.a} %}"
+    "{% endfor %}{{ n.a | string }}",
+    "{% set n = namespace(a=9) %}{% for i in range(30) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+    "{{ n }}",
+    "{% set b = 'a' * 1000000 %}{% set n = namespace(a=1) %}{% for i in range(99999) %}"
+    "{% set n.a = [n.a, b[1:]] %}{% endfor %}",
+    "{% set n = namespace(a=1) %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set n.a = [n.a] %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'a' * 10000 }}{% endfor %}",
+    "{% set a %}{% for i in range(99999) %}{{ 'a' * 10000 }}{% endfor %}{% endset %}",
+    "{{ lipsum(99999) }}",
+]
+
+
+@pytest.mark.parametrize("template", GROWING)
+def test_templates_that_eat_memory(template: str, tmp_path: Path) -> None:
+    tokenizer = chat(tmp_path, template)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"too (much|large)|lipsum"):
+        tokenizer.render_chat(MESSAGES)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[1:][0].content[::-1] ~ 1 ~ none }}", "sey1None"),
+        ("{{ '%s-%05d' % ('a', 1700000000) }}{{ '{:>4}|{}'.format('a', [1]) }}",
+         "a-1700000000   a|[1]"),
+        ("{{ 'a'.center(5) ~ 'b'.zfill(3) ~ ','.join(['x', 'y']) }}", "  a  00bx,y"),
+        ("{{ messages | map(attribute='content') | join('+') }}", " hi +yes"),
+        ("{% macro m(a, b=(1, 2)) %}{{ a }}{{ b }}{% endmacro %}{{ m([1], b={'c': 2}) }}",
+         "[1]{'c': 2}"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b * 2 }}{% endfor %}", "x2"),
+        ("{% set a, b = 3, 'y' %}{{ b * a }}{{ 7 % 4 }}{{ [1] + [2] }}", "yyy3[1, 2]"),
+        ("{% if 'user' in ['user', 'tool'] and messages | length == 2 %}{{ () }}{% endif %}", "()"),
+        ("{% for i in messages | selectattr('role', 'equalto', 'user') | list %}{{ i.content | "
+         "trim | upper | replace('H', 'J') | indent(2, true) }}{% endfor %}", "  JI"),
+    ],
+)  # fmt: skip
+def test_ordinary_templates(template: str, text: str, tmp_path: Path) -> None:
+    assert chat(tmp_path, template).render_chat(MESSAGES) == text
+
+
+def test_a_long_conversation_is_no_attack(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x"}]
+    assert len(chat(tmp_path, CHATML.replace("loop.index > 9", "false")).render_chat(
+        messages * 2000
+    )) > 1_000_000  # fmt: skip
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", "{% for %}", "{% unknown %}"])

@@ -18,6 +18,7 @@ from model.errors import CheckpointError, MemoryBudgetError
 from model.memory import aligned_empty, available_bytes
 from model.weights import (
     attention_bytes,
+    check_tensors,
     ffn_bytes,
     head_bytes,
     kv_cache_bytes,
@@ -25,6 +26,7 @@ from model.weights import (
     load_embedding,
     load_ffn,
     load_head,
+    stored_config,
 )
 from numba_kernels import loading
 from tests.tiny_models import VARIANTS, make_tiny
@@ -56,6 +58,32 @@ def refused(path: Path) -> str:
         load_all(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def refused_by_headers(path: Path) -> str:
+    """The line that loading ends in, which is also known before any weight is read."""
+    with pytest.raises(CheckpointError) as caught:
+        check_tensors(Checkpoint(path), ModelConfig.from_directory(path))
+    assert str(caught.value) == refused(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_headers_of_good_models(variant: str, tmp_path: Path) -> None:
+    path = make_tiny(variant, tmp_path)
+    check_tensors(Checkpoint(path), ModelConfig.from_directory(path))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
+    path = make_tiny("falcon-bias", tmp_path, dtype=dtype)
+    values = json.loads((path / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        values.pop(key, None)
+    for said in ({}, {"torch_dtype": "float16"}, {"torch_dtype": "float32"}):
+        (path / "config.json").write_text(json.dumps(values | said))
+        config = ModelConfig.from_directory(path)
+        assert stored_config(Checkpoint(path), config).dtype == dtype
 
 
 @pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "falcon-7b"])
@@ -169,12 +197,13 @@ def test_every_tensor_is_checked(name: str, tmp_path: Path) -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, poisoned(value))))
         assert short in text and "NaN" in text
-    text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t[:-1])))
+    text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t[:-1])))
     assert short in text and "shape" in text
-    text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: None)))
+    text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: None)))
     assert short in text and "missing" in text
     for other in (torch.float64, torch.int32):
-        assert short in refused(edited(tmp_path, "llama-mlp-bias", swap(name, converted(other))))
+        path = edited(tmp_path, "llama-mlp-bias", swap(name, converted(other)))
+        assert short in refused_by_headers(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -195,7 +224,7 @@ def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
         path = make_tiny(variant, tmp_path / variant)
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {key: value}))
-        assert named in refused(path)
+        assert named in refused_by_headers(path)
 
 
 def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""What is chosen and counted before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.messages import SystemConfig
+from actors.preflight import SystemOptions, choose_system, prepare_system, read_model, system_need
+from actors.shards import arena_layout, service_specs
+from jobs.cli import main
+from model.errors import MemoryBudgetError
+from tests.tiny_models import MAX_POSITIONS, make_tiny
+
+
+def without_dtype(path: Path) -> Path:
+    """The model, its config.json silent about the dtype."""
+    values = json.loads((path / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        values.pop(key, None)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bytes_are_the_checkpoints(dtype: str, tmp_path: Path) -> None:
+    path = without_dtype(make_tiny("llama-relu", tmp_path, dtype=dtype))
+    config = read_model(path)
+    system = choose_system(path, config, SystemOptions())
+    need = system_need(system, config)
+    assert config.dtype == dtype
+    assert system.kv_dtype == ("float32" if dtype == "float32" else "float16")
+    weights = need.attention_bytes + need.head_bytes + need.ffn_bytes
+    in_file = (path / "model.safetensors").stat().st_size
+    assert weights == pytest.approx(in_file, rel=0.1)
+    assert need.arena_bytes == arena_layout(system, config).num_bytes
+
+
+def test_arenas_of_calls_are_counted(tmp_path: Path) -> None:
+    config = read_model(make_tiny("llama-relu", tmp_path))
+    system = SystemConfig(str(tmp_path), num_cpu_actors=3, exchange="calls")
+    assert system_need(system, config).arena_bytes == 5 * arena_layout(system, config).num_bytes
+
+
+def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = without_dtype(make_tiny("opt-postnorm", tmp_path, dtype="float16"))
+    for context in ([], ["--context", "32"]):
+        assert main(["doctor", "--no-measure", "--json", *context, str(path)]) == 0
+        total = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["total_bytes"]
+        length = int(context[1]) if context else None
+        prepare_system(path, SystemOptions(context_length=length, cpu_memory_bytes=total))
+        with pytest.raises(MemoryBudgetError, match="--cpu-memory"):
+            prepare_system(path, SystemOptions(context_length=length, cpu_memory_bytes=total - 1))
+    assert main(["doctor", "--no-measure", "--context", str(MAX_POSITIONS + 1), str(path)]) == 1
+
+
+@pytest.mark.parametrize(("num_threads", "num_services"), [(1, 1), (3, 2), (7, 3), (1, 2)])
+def test_no_thread_is_left_over(num_threads: int, num_services: int, tmp_path: Path) -> None:
+    config = read_model(make_tiny("llama-relu", tmp_path))
+    system = SystemConfig(str(tmp_path), num_threads=num_threads, num_cpu_actors=num_services)
+    gpu, *cpus = service_specs(system, config)
+    counts = [spec.num_threads for spec in cpus]
+    assert sum(counts) == max(num_threads, num_services) and gpu.num_threads == num_threads
+    assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+    ids = [spec.neuron_ids[0] for spec in cpus if spec.neuron_ids]
+    assert np.sort(np.concatenate(ids)).tolist() == list(range(config.ffn_size))
+    for count, shard in zip(counts, ids, strict=True):
+        assert abs(shard.size - config.ffn_size * count / sum(counts)) <= count
