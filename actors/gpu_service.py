@@ -135,8 +135,8 @@ def load_gpu_service(
     arrays = AttentionArrays(
         **vars(attention),
         **vars(head),
-        keys=aligned_empty(cache_shape, cache_dtype),
-        values=aligned_empty(cache_shape, cache_dtype),
+        keys=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
+        values=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
         rope_table=table,
     )
     return GpuService("gpu", index, num_threads, attention_shape(config), arrays)

@@ -16,12 +16,16 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def aligned_empty(
-    shape: tuple[int, ...], dtype: DTypeLike, alignment: int = HUGE_PAGE_BYTES
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    alignment: int = HUGE_PAGE_BYTES,
+    huge_pages: bool = True,
 ) -> np.ndarray:
     """Return a new C-contiguous array whose first byte lies at a multiple of `alignment`.
 
     Pages are taken on first write, so on the NUMA node of the thread that fills them; they are huge
-    where the kernel allows. Content is zero.
+    where the kernel allows, or small without `huge_pages`: for what is written here and there and
+    shall take no more memory than that. Content is zero.
     Units:   `alignment` in bytes, a power of two
     Errors:  MemoryBudgetError where the system refuses so much
     """
@@ -36,7 +40,7 @@ def aligned_empty(
         ) from None
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
+            region.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(region, np.uint8)
     start = -whole.ctypes.data % alignment
     return whole[start : start + num_bytes].view(dtype).reshape(shape)

@@ -1,9 +1,8 @@
 """Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
 
 The cache of a layer is (slots, kv_heads, positions, head_dim); a slot is one sequence. Its pages
-are the operating system's: memory is taken as positions are first written, up to the context, in
-steps of a page; where pages are huge that is 2 MiB, and a short text may take the whole context's.
-Items are float32 or float16 (bits in uint16).
+are the operating system's, small ones: memory is taken as positions are first written, up to the
+context. Items are float32 or float16 (bits in uint16).
 """
 
 import math
