@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from actors.failures import service_error
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
+from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import HotcoldError, ServiceError
+from model.weights_check import stored_config
 from numba_kernels.mailbox import OPERATION, PING, STOP
 from placement.memory import weight_bytes
 
@@ -33,7 +36,8 @@ class DriverHost:
     ) -> None:
         """`spawn` starts a service's actor, on a given node; services load all side by side."""
         self._system = system
-        self._config = ModelConfig.from_directory(system.model_path)
+        config = ModelConfig.from_directory(system.model_path)
+        self._config = stored_config(Checkpoint(Path(system.model_path)), config)
         self._total_bytes = weight_bytes(self._config)
         self._specs = service_specs(system, self._config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node

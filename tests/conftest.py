@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 GREEDY_TOKENS = 64
+
+# A shell starts what runs in the background with Ctrl-C ignored, and so would every command that a
+# test starts; a signal with a handler is given to them with its default action.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class TinyCheckpoint:
