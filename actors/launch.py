@@ -1,7 +1,6 @@
 """Plain classes made into Ray actors: the only place that says so."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -27,7 +26,6 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
     Its object store holds the arena and little else: weights live in the actors.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -51,12 +49,7 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     return ServiceActor.options(**options).remote(spec)
 
 
-def spawn_driver(
-    system: SystemConfig,
-    name: str | None,
-    detached: bool,
-    spawn: Callable[[ServiceSpec, str | None], Any] = spawn_service,
-) -> Any:
+def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
     """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job.
 
     Errors:  ValueError where the name is taken
@@ -66,7 +59,7 @@ def spawn_driver(
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
-    return DriverActor.options(**options).remote(system, spawn)
+    return DriverActor.options(**options).remote(system, spawn_service)
 
 
 def find_driver(name: str) -> Any | None:

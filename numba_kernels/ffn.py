@@ -121,9 +121,9 @@ def up_down_kernel(up, bias, down, fired_ids, num_fired, gates, x, out):
     i = 0
     while i < num_fired:
         count = 4 if i + 4 <= num_fired else 1
-        for ahead in range(i, i + count):
-            prefetch_row(down, fired_ids[ahead])
         if up.shape[0]:
+            for ahead in range(i, i + count):
+                prefetch_row(down, fired_ids[ahead])
             _scale_by_up(up, bias, fired_ids, i, count, num_fired, x, products, gates)
         else:
             for ahead in range(i + 4, min(i + 8, num_fired)):
