@@ -56,6 +56,17 @@ class Checkpoint:
             )
         return BIT_DTYPES[found]
 
+    def format_name(self, name: str) -> str:
+        """Return the tensor's format as safetensors spells it, supported or not."""
+        return self._entry(name).format_name
+
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """Return the first `count` bytes of the tensor's data; none of an unsupported format."""
+        if self._entry(name).format_name not in BIT_DTYPES:
+            return b""
+        items = self.array(name).reshape(-1)
+        return items[: -(-count // items.itemsize)].tobytes()[:count]
+
     def num_bytes(self, name: str) -> int:
         """Return the bytes of the tensor's data."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize

@@ -17,6 +17,10 @@ class CheckpointError(HotcoldError):
     """A weight file is missing, damaged, or disagrees with config.json."""
 
 
+class ArtifactError(HotcoldError):
+    """A profile, predictor or plan file is missing, damaged, or belongs to something else."""
+
+
 class PromptError(HotcoldError):
     """A prompt is empty, too long, or holds a token id outside the vocabulary."""
 
