@@ -40,6 +40,7 @@ class ArenaLayout:
             ("mixed", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),
             ("active_ids", np.int32, (s, self.max_neurons)),
+            ("active_tokens", np.uint32, (s, self.max_neurons)),
             ("partials", np.float32, (s, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
         ]

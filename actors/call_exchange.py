@@ -17,6 +17,7 @@ from actors.failures import RequestError, service_error
 from actors.watch import LOOK_S
 from numba_kernels.mailbox import (
     ATTENTION,
+    COUNT_FFN,
     FFN,
     FIRST_LOGIT,
     HEAD,
@@ -26,7 +27,13 @@ from numba_kernels.mailbox import (
     Wires,
 )
 
-_INPUTS = {ATTENTION: ("positions", "slots", "hidden"), HEAD: ("hidden",), FFN: ("ffn_input",)}
+_INPUTS = {
+    ATTENTION: ("positions", "slots", "hidden"),
+    HEAD: ("hidden",),
+    FFN: ("ffn_input",),
+    COUNT_FFN: ("ffn_input",),
+}
+_OF_SERVICE = ("active_ids", "active_tokens")  # a row for each service
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class Question:
         names = _INPUTS.get(int(words[OPERATION]), ())
         inputs = {name: getattr(wires, name)[:num_tokens].copy() for name in names}
         if words[OPERATION] == FFN and words[NUM_IDS] > 0:
-            inputs["active_ids"] = wires.active_ids[service, : words[NUM_IDS]].copy()
+            for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
+                inputs[name] = getattr(wires, name)[service, : words[NUM_IDS]].copy()
         return cls(words, inputs)
 
     def write(self, wires: Wires, service: int) -> None:
@@ -52,7 +60,7 @@ class Question:
         wires.requests[service] = self.words
         for name, array in self.inputs.items():
             target = getattr(wires, name)
-            if name == "active_ids":
+            if name in _OF_SERVICE:
                 target = target[service]
             target[: array.shape[0]] = array
 
@@ -84,7 +92,7 @@ def _outputs(wires: Wires, service: int) -> dict[str, np.ndarray]:
         return {"mixed": wires.mixed[:num_tokens], "ffn_input": wires.ffn_input[:num_tokens]}
     if operation == HEAD:
         return {"logits": wires.logits[: num_tokens - int(words[FIRST_LOGIT])]}
-    if operation == FFN:
+    if operation in (FFN, COUNT_FFN):
         return {"partials": wires.partials[service, :num_tokens]}
     return {}
 

@@ -14,7 +14,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.weights import load_ffn
 from numba_kernels.checks import activation_code
-from numba_kernels.mailbox import FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
+from numba_kernels.mailbox import COUNT_FFN, FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
 from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
 
 
@@ -32,6 +32,7 @@ class CpuService(Service):
         """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint."""
         super().__init__(name, index, num_threads)
         self.arrays = arrays
+        self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
         self.activation_fn = activation_fn
 
     def prepare(self, layout: ArenaLayout) -> None:
@@ -66,15 +67,16 @@ class CpuService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """The FFN of many tokens: dense matrix products over the whole shard."""
+        """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
         request = self.wires.requests[self.index]
-        if request[OPERATION] != FFN:
+        if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         x = self.wires.ffn_input[:num_tokens]
         partial = self.wires.partials[self.index, :num_tokens]
-        dense_ffn(self._products, self.arrays, layer, x, self.activation_fn, partial)
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
+        counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
+        dense_ffn(self._products, self.arrays, layer, x, self.activation_fn, partial, counts)
         self.wires.replies[self.index, NUM_COMPUTED] = last - first
 
 

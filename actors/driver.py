@@ -6,21 +6,28 @@ holds the model.
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from actors.engine import Engine
 from actors.exchange import Exchange
 from actors.failures import RequestError, first_line
 from actors.generation import Generator
-from actors.messages import GenerateRequest, SystemConfig, TokenEvent
+from actors.messages import PREDICTED_MODES, GenerateRequest, SystemConfig, TokenEvent
+from actors.profiling import ProfilingEngine
+from actors.scoring import WindowScores, score_window
+from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import HotcoldError, ServiceError
 from model.weights import load_embedding
+from predictors.predictor import NeuronPredictor
+from predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 
@@ -37,13 +44,23 @@ class _Stream:
 class Driver:
     """Runs requests on services that an exchange reaches."""
 
-    def __init__(self, system: SystemConfig, exchange: Exchange) -> None:
-        """Errors: CheckpointError, ConfigError."""
+    def __init__(
+        self, system: SystemConfig, exchange: Exchange, shards: Sequence[Sequence[np.ndarray]] = ()
+    ) -> None:
+        """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
+
+        Only the predicted modes ask for them.
+        Errors:  CheckpointError, ConfigError, ArtifactError
+        """
         path = Path(system.model_path)
         config = ModelConfig.from_directory(path)
-        engine = Engine(config, load_embedding(Checkpoint(path), config), exchange, system.mode)
+        embedding = load_embedding(Checkpoint(path), config)
+        predictor = _load_predictor(system, config, shards)
+        engine = Engine(config, embedding, exchange, system.mode, predictor)
         self.engine = engine
         self.generator = Generator(path, config, engine, system.context_length)
+        opening_id = self.generator.prompts.opening_id
+        self._profiling = ProfilingEngine(config, embedding, exchange, opening_id)
         self.generator.warm_up()
         self._streams: list[_Stream] = []
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -90,6 +107,30 @@ class Driver:
         self._jobs.put(job)
         return future.result()
 
+    def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
+        """Score a window between requests; see `actors.scoring.score_window`.
+
+        Errors:  RequestError, also for a window longer than the context; ServiceError
+        """
+        room = self.generator.context_length
+        if len(ids) > room:
+            raise RequestError(f"a window of {len(ids)} tokens does not fit in a context of {room}")
+        return self.between_requests(
+            lambda: score_window(self.engine, ids, first, audit, self._require_whole)
+        )
+
+    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+        """Count who fires in a window, between requests; see `ProfilingEngine.profile_window`.
+
+        Errors:  RequestError, also for a window longer than the context; ServiceError
+        """
+        length, room = self._profiling.num_opening + len(ids), self.generator.context_length
+        if length > room:
+            raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
+        return self.between_requests(
+            lambda: self._profiling.profile_window(ids, recorded, self._require_whole)
+        )
+
     def close(self) -> None:
         """End the engine's thread within a token; the request in progress is cancelled."""
         self._broken = self._broken or ServiceError("the system is being stopped")
@@ -119,3 +160,12 @@ class Driver:
     def _require_whole(self) -> None:
         if self._broken is not None:
             raise self._broken
+
+
+def _load_predictor(
+    system: SystemConfig, config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]
+) -> NeuronPredictor | None:
+    if system.mode not in PREDICTED_MODES:
+        return None
+    identity = ModelIdentity.of(system.model_path)
+    return read_predictors(Path(system.predictors_path), identity, config).arranged(shards)

@@ -16,6 +16,8 @@ from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import service_error
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
+from actors.profiling import counts_by_neuron
+from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
 from model.checkpoint import Checkpoint
@@ -66,7 +68,8 @@ class DriverHost:
             self._stage = "loading weights"
             self._each("load")
             self._stage = "compiling kernels"
-            self._driver = Driver(self._system, self._connect())
+            shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
+            self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
             self._stage = "ready"
         except BaseException as error:
@@ -121,6 +124,23 @@ class DriverHost:
     def cancel(self, request_id: str) -> None:
         """End a running request within a token."""
         self._ready().cancel(request_id)
+
+    def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
+        """How well tokens after ids[first] are predicted; see `Driver.score_window`."""
+        return self._ready().score_window(ids, first, audit)
+
+    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+        """Count who fires in a window; see `Driver.profile_window`."""
+        return self._ready().profile_window(ids, recorded)
+
+    def fired_counts(self) -> np.ndarray:
+        """For how many profiled tokens each neuron has fired since the start: (L, N) int64."""
+
+        def gather() -> np.ndarray:
+            counts = ray.get([handle.fired_counts.remote() for handle in self._handles[1:]])
+            return counts_by_neuron(self._config, self._specs[1:], counts)
+
+        return self._ready().between_requests(gather)
 
     def ping(self) -> int:
         """The process id; an answer says that the process lives."""

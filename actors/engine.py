@@ -1,11 +1,13 @@
 """One step of the model: token ids in, logits out, two exchanges a layer."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from actors.exchange import Exchange
 from actors.step_times import StepTimes
+from actors.steps import KERNEL_TOKENS
 from model.config import ModelConfig
 from model.weights import EmbeddingWeights
 from numba_kernels.mailbox import (
@@ -23,6 +25,7 @@ from numba_kernels.mailbox import (
     SKIP_SILENT,
 )
 from numba_kernels.merge import merge_partials
+from predictors.predictor import NeuronPredictor
 
 GPU = 0  # the service of attention and head; the CPU services follow
 
@@ -31,14 +34,24 @@ class Engine:
     """Knows the order of things: attention, FFN partials, their sum, layer by layer, the head."""
 
     def __init__(
-        self, config: ModelConfig, embedding: EmbeddingWeights, exchange: Exchange, mode: str
+        self,
+        config: ModelConfig,
+        embedding: EmbeddingWeights,
+        exchange: Exchange,
+        mode: str,
+        predictor: NeuronPredictor | None = None,
     ) -> None:
-        """`mode` is "dense" (all neurons) or "exact" (up and down only where the gate fired)."""
+        """`mode` "dense" computes all neurons, others up and down only where the gate fired.
+
+        With a `predictor`, steps of few tokens ask for the neurons that it chooses, longer ones
+        for all: few stay silent throughout.
+        """
         self.config = config
         self.exchange = exchange
         self.mode = mode
         self.max_tokens = exchange.wires.hidden.shape[0]
-        self._embedding = embedding
+        self.embedding = embedding
+        self.predictor = predictor
         self._cpus = list(range(1, exchange.wires.requests.shape[0]))
         self.times = StepTimes()
 
@@ -62,7 +75,7 @@ class Engine:
         with times.step(num_tokens):
             wires.positions[:num_tokens] = positions
             wires.slots[:num_tokens] = slots
-            wires.hidden[:num_tokens] = self._embedding.lookup(
+            wires.hidden[:num_tokens] = self.embedding.lookup(
                 np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
             )
             for layer in range(self.config.num_layers):
@@ -80,11 +93,42 @@ class Engine:
         request = wires.requests[GPU]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        requests = wires.requests[1:]
-        requests[:, OPERATION], requests[:, LAYER], requests[:, NUM_TOKENS] = FFN, layer, num_tokens
-        requests[:, SKIP_SILENT] = self.mode != "dense"
-        requests[:, NUM_IDS] = ALL_NEURONS
-        waited_ns = self.exchange.ask(self._cpus)
-        times.add("ffn", waited_ns, wires.replies[1:, BUSY_NS].max())
-        times.count_neurons(int(wires.replies[1:, NUM_COMPUTED].sum()))
+        self._ffn(layer, num_tokens)
         merge_partials(wires.mixed, wires.partials, 1, num_tokens, wires.hidden)
+
+    def _ffn(self, layer: int, num_tokens: int) -> None:
+        """Ask for the layer's partial outputs."""
+        chosen = self._choose(layer, num_tokens)
+        num_gates = self.config.ffn_size if chosen is None else int(chosen.sum())
+        self.times.count_neurons(self._ask_ffn(FFN, layer, num_tokens, chosen), num_gates)
+
+    def _ask_ffn(
+        self, operation: int, layer: int, num_tokens: int, num_ids: np.ndarray | None
+    ) -> int:
+        """Ask the CPU services for all their neurons, or num_ids[s] listed ones of service s.
+
+        Returns how many neurons' up and down were computed.
+        """
+        wires = self.exchange.wires
+        requests = wires.requests[1:]
+        requests[:, OPERATION] = operation
+        requests[:, LAYER], requests[:, NUM_TOKENS] = layer, num_tokens
+        requests[:, SKIP_SILENT] = self.mode != "dense"
+        requests[:, NUM_IDS] = ALL_NEURONS if num_ids is None else num_ids
+        waited_ns = self.exchange.ask(self._cpus)
+        self.times.add("ffn", waited_ns, wires.replies[1:, BUSY_NS].max())
+        return int(wires.replies[1:, NUM_COMPUTED].sum())
+
+    def _choose(self, layer: int, num_tokens: int) -> np.ndarray | None:
+        """List the neurons that are expected to fire; their numbers, or None for all neurons."""
+        if self.predictor is None or num_tokens > KERNEL_TOKENS:
+            return None
+        wires, started = self.exchange.wires, time.monotonic_ns()
+        x = wires.ffn_input
+        if self.predictor.input_name == "residual":
+            x = wires.hidden if self.config.parallel_ffn else wires.mixed
+        chosen = self.predictor.choose(
+            layer, x[:num_tokens], wires.active_ids[1:], wires.active_tokens[1:]
+        )
+        self.times.add_predictor(time.monotonic_ns() - started)
+        return chosen

@@ -139,4 +139,5 @@ class _Run:
             decode_s=decode_s,
             per_token_ms=engine.times.per_token_ms(),
             neurons_computed=engine.times.num_neurons / total,
+            gates_computed=engine.times.num_gates / total,
         )

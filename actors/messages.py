@@ -7,7 +7,8 @@ import numpy as np
 
 from model.sampling import SamplingParams
 
-MODES = ("dense", "exact")
+PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
+MODES = ("dense", "exact", *PREDICTED_MODES)
 EXCHANGES = ("arena", "calls")
 
 
@@ -23,6 +24,7 @@ class SystemConfig:
     kv_dtype: str = "float16"
     prefill_chunk: int = 256
     exchange: str = "arena"
+    predictors_path: str = ""  # of the predicted modes
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Generation:
     decode_s: float
     per_token_ms: dict[str, float] = field(default_factory=dict)
     neurons_computed: float = 0.0  # share of all neurons whose up and down were computed
+    gates_computed: float = 0.0  # likewise the gate: all, or those that a predictor chose
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -90,6 +93,7 @@ class Generation:
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "neurons_computed": self.neurons_computed,
+            "gates_computed": self.gates_computed,
             "per_token_ms": self.per_token_ms,
         }
 

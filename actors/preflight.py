@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.messages import EXCHANGES, MODES, SystemConfig
+from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.shards import arena_layout
+from model.artifact import ModelIdentity, check_artifact
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import UsageError
@@ -12,6 +13,7 @@ from model.sampling import eos_ids
 from model.weights import check_tensors, stored_config
 from placement.memory import MemoryNeed, memory_need, require_memory
 from placement.survey import usable_cores, usable_numa_nodes
+from predictors.predictor_file import predictors_path
 
 _DEFAULT_CONTEXT = 4096
 _KV_ITEM_BYTES = {"float16": 2, "float32": 4}
@@ -29,13 +31,14 @@ class SystemOptions:
     gpu_memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None
     exchange: str = "arena"
+    predictors: Path | None = None
 
 
 def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
     """Check the model's files, the options and the memory; fill in what was left open.
 
     The config's dtype is the checkpoint's.
-    Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError
+    Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
     """
     config = read_model(path)
     system = choose_system(path, config, options)
@@ -58,19 +61,21 @@ def read_model(path: Path) -> ModelConfig:
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
     """Check the options and fill in what was left open, for the model of `read_model`.
 
-    Errors:  UsageError
+    Errors:  UsageError; ArtifactError for predictors that are missing, damaged or another model's
     """
     cores = len(usable_cores())
     num_threads = _within("--threads", options.num_threads, 1, cores, cores)
     nodes = max(1, min(len(usable_numa_nodes()), num_threads))
+    mode = _mode(config, options.mode)
     system = SystemConfig(
         model_path=str(path.resolve()),
-        mode=_mode(config, options.mode),
+        mode=mode,
         num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, num_threads, nodes),
         num_threads=num_threads,
         context_length=_context(config, options.context_length),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
+        predictors_path=_predictors(path, mode, options.predictors),
     )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
@@ -92,6 +97,7 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         _KV_ITEM_BYTES[system.kv_dtype],
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
+        Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
     )
 
 
@@ -102,6 +108,19 @@ def _mode(config: ModelConfig, mode: str | None) -> str:
     if mode not in MODES:
         raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
     return mode
+
+
+def _predictors(path: Path, mode: str, file: Path | None) -> str:
+    """The predictors' file of a predicted mode, found to be this model's; no other mode has one."""
+    if mode not in PREDICTED_MODES:
+        if file is not None:
+            raise UsageError(
+                f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
+            )
+        return ""
+    found = file or predictors_path(path, mode)
+    check_artifact(found, "predictors", ModelIdentity.of(path))
+    return str(found.resolve())
 
 
 def _context(config: ModelConfig, length: int | None) -> int:

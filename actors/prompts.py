@@ -1,5 +1,6 @@
 """From a request's text, messages or ids to checked token ids."""
 
+import functools
 from pathlib import Path
 
 from actors.messages import GenerateRequest
@@ -18,6 +19,14 @@ class Prompts:
         self.tokenizer = Tokenizer.from_directory(path)
         self.config = config
         self.context_length = context_length
+
+    @functools.cached_property
+    def opening_id(self) -> int | None:
+        """The model's bos where its texts open with it: as its tokenizer does, if there is one."""
+        bos = self.config.bos_token_id
+        if self.tokenizer is None or self.tokenizer.encode("a")[:1] == [bos]:
+            return bos
+        return None
 
     def ids(self, request: GenerateRequest) -> list[int]:
         """The request's token ids, all in the vocabulary, fewer than the context holds.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from actors.arena import ArenaLayout
@@ -84,6 +85,10 @@ class ServiceHost:
     def join(self, timeout_s: float) -> bool:
         """True when the threads have ended, after a STOP request."""
         return self._service is None or self._service.join(timeout_s)
+
+    def fired_counts(self) -> np.ndarray:
+        """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
+        return np.array(vars(self._require_service())["fired_counts"])  # a CPU service's
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""

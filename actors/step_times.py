@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-PARTS = ("attention", "head", "ffn")
+PARTS = ("attention", "head", "ffn", "predictor")
 
 
 @dataclass
@@ -20,6 +20,7 @@ class StepTimes:
     exchange: int = 0
     num_tokens: int = 0
     num_neurons: int = 0
+    num_gates: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
 
     @contextmanager
@@ -35,17 +36,22 @@ class StepTimes:
         self.parts[part] += int(busy_ns)
         self.exchange += waited_ns - int(busy_ns)
 
-    def count_neurons(self, num_neurons: int) -> None:
-        """Count neurons whose up and down were computed."""
+    def add_predictor(self, busy_ns: int) -> None:
+        """Count one choice of neurons by the driver."""
+        self.parts["predictor"] += busy_ns
+
+    def count_neurons(self, num_neurons: int, num_gates: int) -> None:
+        """Count neurons whose up and down were computed, and those whose gate was."""
         self.num_neurons += num_neurons
+        self.num_gates += num_gates
 
     def reset(self) -> None:
         """Start anew."""
-        self.total = self.exchange = self.num_tokens = self.num_neurons = 0
+        self.total = self.exchange = self.num_tokens = self.num_neurons = self.num_gates = 0
         self.parts = dict.fromkeys(PARTS, 0)
 
     def per_token_ms(self) -> dict[str, float]:
-        """Milliseconds a token: attention, head, ffn, exchange, python, total."""
+        """Milliseconds a token: attention, head, ffn, predictor, exchange, python, total."""
         scale = 1e-6 / max(self.num_tokens, 1)
         python = self.total - self.exchange - sum(self.parts.values())
         result = {part: ns * scale for part, ns in self.parts.items()}

@@ -20,10 +20,12 @@ def dense_ffn(
     x: np.ndarray,
     activation_fn: str,
     out: np.ndarray,
+    counts: np.ndarray | None = None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
-    Shapes:  x, out (T, d) float32
+    Where `counts` is given, counts[n] += number of tokens for which neuron n's activation is not 0.
+    Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
 
@@ -33,6 +35,8 @@ def dense_ffn(
     tokens = torch.from_numpy(x)
     h = products.linear(tokens, part(arrays.gate), part(arrays.gate_bias))
     h = _FUNCTIONS[activation_fn](h)
+    if counts is not None:
+        torch.from_numpy(counts).add_((h != 0).sum(dim=0))
     if arrays.up.shape[0]:
         h *= products.linear(tokens, part(arrays.up), part(arrays.up_bias))
     result = products.combine(h, part(arrays.down))

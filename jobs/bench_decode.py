@@ -1,6 +1,7 @@
 """`hotcold bench decode` and `prefill`: a running system's speed beside what memory allows."""
 
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -41,12 +42,13 @@ def decode(
     rates = [result.decode_tokens_per_s for result in results]
     tokens_per_s = median(rates)
     middle = min(results, key=lambda result: abs(result.decode_tokens_per_s - tokens_per_s))
-    token_bytes = _bytes_a_token(config, middle.neurons_computed, system.mode)
+    token_bytes = _bytes_a_token(config, middle, system)
     gb_per_s = token_bytes * tokens_per_s / 1e9
     report = {
         "tokens_per_s": tokens_per_s,
         "runs": rates,
         "density": middle.neurons_computed,
+        "gates_computed": middle.gates_computed,
         "per_token_ms": middle.per_token_ms,
         "bytes_per_token": token_bytes,
         "gb_per_s": gb_per_s,
@@ -57,7 +59,8 @@ def decode(
     parts = ", ".join(f"{part} {ms:.2f}" for part, ms in middle.per_token_ms.items())
     click.echo(
         f"decode, batch 1, {system.mode}: {tokens_per_s:.2f} tokens/s; "
-        f"{middle.neurons_computed:.1%} of the neurons computed\n"
+        f"{middle.neurons_computed:.1%} of the neurons computed, {middle.gates_computed:.1%} of "
+        f"the gates\n"
         f"  ms a token: {parts}\n  {token_bytes / 1e9:.2f} GB a token: {gb_per_s:.1f} GB/s of "
         f"{read_gb_per_s:.1f} that a plain read gets"
     )
@@ -115,10 +118,11 @@ def _request(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> Genera
     return GenerateRequest(sampling, prompt_ids=ids)
 
 
-def _bytes_a_token(config: ModelConfig, computed: float, mode: str) -> int:
-    """Weights that one token reads: attention, head, every gate row, up and down where computed."""
+def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig) -> int:
+    """What one token reads: attention, head, predictors, and the FFN's rows that were computed."""
     row = config.hidden_size * config.item_bytes
     neurons = config.num_layers * config.ffn_size
     rest = 2 if config.has_gate else 1
-    ffn = neurons * row * (1 + rest * (1.0 if mode == "dense" else computed))
-    return int(attention_bytes(config) + head_bytes(config) + ffn)
+    ffn = neurons * row * (result.gates_computed + rest * result.neurons_computed)
+    predictors = Path(system.predictors_path).stat().st_size if system.predictors_path else 0
+    return int(attention_bytes(config) + head_bytes(config) + predictors + ffn)

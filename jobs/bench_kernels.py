@@ -11,7 +11,7 @@ from numba import njit
 
 from jobs.console import json_option, print_json, stderr_console
 from model.memory import aligned_empty
-from numba_kernels.ffn import gate_kernel, up_down_kernel
+from numba_kernels.ffn import NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.rows import rows_kernel, share
 from placement.survey import usable_cores
 
@@ -122,7 +122,17 @@ class _Bench:
             first, last = share(layer_ids.size, thread, self.num_threads, 4)
             fired, gates = self.fired_ids[thread], self.gates[thread]
             count = gate_kernel(
-                self.gate[rows], _NO_BIAS, layer_ids, self.x, 0, False, first, last, fired, gates
+                self.gate[rows],
+                _NO_BIAS,
+                layer_ids,
+                NO_TOKENS,
+                self.x,
+                0,
+                False,
+                first,
+                last,
+                fired,
+                gates,
             )
             down = self.down[rows]
             up_down_kernel(

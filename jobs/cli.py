@@ -24,11 +24,21 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "generate": LazyCommand("jobs.cmd_generate:generate", "Continue a prompt."),
     "chat": LazyCommand("jobs.cmd_chat:chat", "Talk with a model in the terminal."),
+    "plan": LazyCommand("jobs.cmd_plan:plan", "Decide which device holds which neurons."),
     "doctor": LazyCommand(
         "jobs.cmd_doctor:doctor", "Say what this machine has, what fits, what is wrong."
     ),
     "make-model": LazyCommand(
         "jobs.cmd_make_model:make_model", "Write a checkpoint of random weights of a given shape."
+    ),
+    "perplexity": LazyCommand(
+        "jobs.cmd_perplexity:perplexity", "Score a mode on a text, and compare it with dense."
+    ),
+    "profile": LazyCommand(
+        "jobs.cmd_profile:profile", "Count on a text how often each neuron fires."
+    ),
+    "train-predictors": LazyCommand(
+        "jobs.cmd_train_predictors:train_predictors", "Fit what says which neurons will fire."
     ),
     "bench": LazyCommand("jobs.cmd_bench:bench", "Measure one part, beside the hardware's limit."),
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from jobs.console import json_option, print_json, stderr_console
+from model.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from jobs.doctor_checks import Finding
+    from placement.machine import Machine
     from placement.memory import MemoryNeed
     from placement.survey import MachineSurvey
 
@@ -22,34 +25,84 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 @click.command()
 @click.argument("model", required=False)
 @click.option("--context", type=int, help="Positions in the KV cache.")
-@click.option("--measure/--no-measure", default=True, help="Measure how fast memory is read (2 s).")
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    help="Measure how fast memory is read, once a machine (5 s a NUMA node).",
+)
+@click.option("--fresh", is_flag=True, help="Measure again.")
+@click.option(
+    "--machine-out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the measured machine as JSON, for plans made elsewhere.",
+)
 @json_option
-def doctor(model: str | None, context: int | None, measure: bool, as_json: bool) -> None:
+def doctor(
+    model: str | None,
+    context: int | None,
+    measure: bool,
+    fresh: bool,
+    machine_out: Path | None,
+    as_json: bool,
+) -> None:
     """Say what this machine has, what would be used, and what is wrong.
 
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
     loaded.
     """
-    from jobs.doctor_checks import check_machine, check_model
+    from jobs.doctor_checks import check_machine, check_measured, check_model
     from placement.survey import survey
 
+    if fresh and not measure:
+        raise UsageError("--fresh measures and --no-measure does not; leave one out")
     need = None if model is None else _need(model, context)
-    with stderr_console().status("looking at this machine"):
-        machine = survey(measure=measure)
+    machine = survey()
+    measured = _measured(measure, fresh)
+    if machine_out is not None:
+        _write(machine_out, measured)
     findings = list(check_machine(machine))
+    if measured is not None:
+        findings.extend(check_measured(measured))
     if need is not None:
         findings.append(check_model(machine, need))
-    _print_report(machine, findings, need)
+    _print_report(machine, measured, findings, need)
     if as_json:
-        print_json(
-            {
-                "machine": asdict(machine),
-                "findings": [asdict(finding) for finding in findings],
-                "model": None
-                if need is None
-                else {**asdict(need), "total_bytes": need.total_bytes},
-            }
-        )
+        _print_json(machine, measured, findings, need)
+
+
+def _measured(measure: bool, fresh: bool) -> Machine | None:
+    from placement.machine import measured_before, this_machine
+
+    if not measure:
+        return measured_before()
+    with stderr_console().status("looking at this machine") as status:
+        return this_machine(fresh=fresh, on_stage=status.update)
+
+
+def _write(path: Path, measured: Machine | None) -> None:
+    from placement.machine import write_machine
+
+    if measured is None:
+        raise UsageError("--machine-out: nothing is measured yet; leave --no-measure out")
+    write_machine(path, measured)
+
+
+def _print_json(
+    machine: MachineSurvey,
+    measured: Machine | None,
+    findings: list[Finding],
+    need: MemoryNeed | None,
+) -> None:
+    sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
+    read_gb_per_s = None if measured is None else measured.read_gb_per_s
+    print_json(
+        {
+            "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
+            "measured": None if measured is None else measured.as_json(),
+            "findings": [asdict(finding) for finding in findings],
+            "model": sizes,
+        }
+    )
 
 
 def _need(model: str, context: int | None) -> MemoryNeed:
@@ -61,12 +114,19 @@ def _need(model: str, context: int | None) -> MemoryNeed:
     return system_need(choose_system(path, config, SystemOptions(context_length=context)), config)
 
 
-def _print_report(machine: MachineSurvey, findings: list[Finding], need: MemoryNeed | None) -> None:
+def _print_report(
+    machine: MachineSurvey,
+    measured: Machine | None,
+    findings: list[Finding],
+    need: MemoryNeed | None,
+) -> None:
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(highlight=False)
     console.print(_machine_table(machine))
+    if measured is not None:
+        console.print(_measured_table(measured))
     if need is not None:
         console.print(_need_table(machine, need))
     table = _table("checks")
@@ -83,13 +143,26 @@ def _machine_table(machine: MachineSurvey) -> Table:
         text = f"{len(node.cores)} cores, {_gb(node.free_bytes)} of {_gb(node.total_bytes)} free"
         table.add_row(f"NUMA node {node.node_id}", text)
     table.add_row("memory", f"{_gb(machine.available_bytes)} available")
-    if machine.read_gb_per_s is not None:
-        table.add_row("memory read", f"{machine.read_gb_per_s:.1f} GB/s by all cores")
     for gpu in machine.gpus:
         text = f"{gpu.name}, {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} free"
         table.add_row(f"GPU {gpu.device_id}", text)
     if not machine.gpus:
         table.add_row("GPU", f"none: {machine.no_gpu_reason}")
+    return table
+
+
+def _measured_table(measured: Machine) -> Table:
+    table = _table(f"measured on {measured.date}")
+    for node in measured.nodes:
+        text = (
+            f"{node.read_gb_per_s:.1f} GB/s in sequence, {node.rows_gb_per_s:.1f} rows x vector, "
+            f"{node.gather_gb_per_s:.1f} sparse FFN; {node.num_cores} cores"
+        )
+        table.add_row(f"{node.name} reads", text)
+    table.add_row("exchange", f"{measured.exchange_us:.0f} µs to ask a service and be answered")
+    for gpu in measured.gpus:
+        text = f"{gpu.read_gb_per_s:.0f} GB/s, {gpu.link_gb_per_s:.1f} from the host"
+        table.add_row(f"{gpu.name} reads", text if gpu.measured else f"{text} (assumed)")
     return table
 
 

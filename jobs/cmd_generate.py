@@ -90,6 +90,14 @@ def _show_end(result: Generation, num_neurons: int, has_text: bool) -> None:
     click.echo(
         f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
         f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
-        f"tokens/s, {result.neurons_computed:.1%} of {num_neurons} neurons computed]",
+        f"tokens/s, {result.neurons_computed:.1%} of {num_neurons} neurons computed"
+        f"{_gates(result)}]",
         err=True,
     )
+
+
+def _gates(result: Generation) -> str:
+    """Said where a predictor chose."""
+    if result.gates_computed >= 1:
+        return ""
+    return f", {result.gates_computed:.1%} of their gates"

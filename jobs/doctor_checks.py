@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
+from placement.machine import Machine
 from placement.memory import MemoryNeed
 from placement.survey import MachineSurvey
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
+_SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
+_SLOW_NODE = 0.6  # of the fastest node's rate per core
 _NICENESS_VARIABLE = "RAY_worker_niceness"
 
 
@@ -35,6 +38,31 @@ def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
     yield _huge_pages(machine)
     yield _shared_memory(machine)
     yield _niceness()
+
+
+def check_measured(measured: Machine) -> Iterator[Finding]:
+    """Yield what is odd about the measured figures, or that nothing is."""
+    odd = False
+    rates = {node.name: node.read_gb_per_s / node.num_cores for node in measured.nodes}
+    slow = [name for name, rate in rates.items() if rate < _SLOW_NODE * max(rates.values())]
+    if slow:
+        odd = True
+        text = f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
+        yield Finding("note", "memory read", text)
+    if measured.exchange_us > _SLOW_EXCHANGE_US:
+        odd = True
+        text = (
+            f"{measured.exchange_us:.0f} µs are many; if other programs ran then, measure again "
+            "with --fresh"
+        )
+        yield Finding("note", "exchange", text)
+    assumed = [gpu.name for gpu in measured.gpus if not gpu.measured]
+    if assumed:
+        odd = True
+        text = f"{', '.join(assumed)} could not be measured; plans assume slow memory"
+        yield Finding("note", "GPU memory", text)
+    if not odd:
+        yield Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")
 
 
 def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:

@@ -50,8 +50,10 @@ class TokenIds(click.ParamType[list[int]]):
 
 
 _SYSTEM = [
-    click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all, or up "
-                 "and down only where the gate fired (the same tokens)."),
+    click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all; up and "
+                 "down only where the gate fired (the same tokens); what a predictor chooses."),
+    click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
+                 "--mode sign and lowrank; the model's own without it."),
     click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
     click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "cold neurons; as many as NUMA nodes without it."),

@@ -55,7 +55,9 @@ class ModelIdentity:
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         names = checkpoint.names()
         for name in names:
-            digest.update(f"{name} {checkpoint.format_name(name)} {checkpoint.shape(name)}".encode())
+            digest.update(
+                f"{name} {checkpoint.format_name(name)} {checkpoint.shape(name)}".encode()
+            )
         for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
             digest.update(checkpoint.first_bytes(name, _SAMPLED_BYTES))
         return cls(directory.resolve().name, digest.hexdigest())
@@ -85,7 +87,9 @@ class Artifact:
         """The fact `name`. Errors: ArtifactError unless it is there and an instance of `kind`."""
         found = self.facts.get(name)
         if not isinstance(found, kind):
-            raise ArtifactError(f"{self.path}: its {shown(name)} is missing or wrong; make it again")
+            raise ArtifactError(
+                f"{self.path}: its {shown(name)} is missing or wrong; make it again"
+            )
         return found
 
 
@@ -134,8 +138,20 @@ def read_artifact(path: Path, kind: str, identity: ModelIdentity) -> Artifact:
 
     Errors:  ArtifactError where it is missing, damaged, of another kind, version or model
     """
+    facts, tensors = _open(path, kind, identity, with_tensors=True)
+    return Artifact(path, tensors, facts)
+
+
+def check_artifact(path: Path, kind: str, identity: ModelIdentity) -> dict[str, Any]:
+    """The facts of a file, without reading its arrays. Errors: as of `read_artifact`."""
+    return _open(path, kind, identity, with_tensors=False)[0]
+
+
+def _open(
+    path: Path, kind: str, identity: ModelIdentity, with_tensors: bool
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     command = COMMANDS[kind]
-    about, tensors = _read(path, kind, command)
+    about, tensors = _read(path, kind, command, with_tensors)
     if about.get("kind") != kind:
         raise ArtifactError(f"{path}: is a {shown(about.get('kind'))} file, not a {kind} file")
     if about.get("version") != VERSION:
@@ -152,10 +168,12 @@ def read_artifact(path: Path, kind: str, identity: ModelIdentity) -> Artifact:
     facts = about.get("facts")
     if not isinstance(facts, dict):
         raise ArtifactError(f"{path}: holds no facts; make it again with `{command}`")
-    return Artifact(path, tensors, facts)
+    return facts, tensors
 
 
-def _read(path: Path, kind: str, command: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read(
+    path: Path, kind: str, command: str, with_tensors: bool
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -163,7 +181,8 @@ def _read(path: Path, kind: str, command: str) -> tuple[dict[str, Any], dict[str
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys()) if with_tensors else []
+            tensors = {name: file.get_tensor(name) for name in names}
         about = json.loads(metadata.get(_KEY, ""))
     except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as problem:
         reason = shown(str(problem).split("\n")[0], 80)

@@ -10,7 +10,7 @@ KV key-value heads, hd head size, N loaded neurons.
 from model.weights_attention import AttentionWeights, load_attention
 from model.weights_check import check_tensors, stored_config
 from model.weights_embedding import EmbeddingWeights, HeadWeights, load_embedding, load_head
-from model.weights_ffn import FfnWeights, load_ffn
+from model.weights_ffn import FfnWeights, load_ffn, load_gate
 from model.weights_sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "load_attention",
     "load_embedding",
     "load_ffn",
+    "load_gate",
     "load_head",
     "stored_config",
 ]

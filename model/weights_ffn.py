@@ -49,6 +49,25 @@ def load_ffn(
         return read_ffn(reader, config, neuron_ids, include_down_bias)
 
 
+def load_gate(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Load what decides whether the neurons of `layer` fire: gate rows and their biases.
+
+    Shapes:  (N, d) bits, (N,) float32 or (0,)
+    Errors:  CheckpointError as for `load_ffn`
+    """
+    names = tensor_names(config)
+    prefix = f"{names.layer.format(layer)}{names.gate}"
+    with TensorReader(checkpoint, None) as reader:
+        shape = (config.ffn_size, config.hidden_size)
+        gate = reader.empty(shape, reader.dtype(f"{prefix}.weight"))
+        reader.rows(f"{prefix}.weight", config.ffn_size, gate)
+        if not config.ffn_bias:
+            return gate, np.empty(0, np.float32)
+        return gate, reader.vector(f"{prefix}.bias", (config.ffn_size,))
+
+
 def read_ffn(
     reader: TensorReader,
     config: ModelConfig,

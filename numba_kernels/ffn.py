@@ -23,6 +23,8 @@ from numba_kernels.rows import four_rows_kernel, row_kernel
 from numba_kernels.vector_ir import add_scaled1, add_scaled4, prefetch_row
 
 NO_IDS = np.empty(0, np.int32)
+NO_TOKENS = np.empty(0, np.uint32)
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 @njit(nogil=True, cache=True)
@@ -36,11 +38,15 @@ def activate(code, value):
 
 
 @njit(nogil=True, cache=True)
-def _keep(neuron, code, keep_all, fired_ids, gates, num_fired, num_tokens):
-    """Activate the products in column num_fired; keep the neuron if one of them is not zero."""
+def _keep(neuron, code, keep_all, wanted, fired_ids, gates, num_fired, num_tokens):
+    """Activate the products in column num_fired; keep the neuron if one of them is not zero.
+
+    For tokens whose bit in `wanted` is not set it is silent.
+    """
     fires = keep_all
     for t in range(num_tokens):
-        gates[t, num_fired] = activate(code, gates[t, num_fired])
+        value = activate(code, gates[t, num_fired])
+        gates[t, num_fired] = value if (wanted >> np.uint32(t)) & np.uint32(1) else np.float32(0)
         if gates[t, num_fired] != 0:
             fires = True
     if fires:
@@ -59,10 +65,11 @@ def _four_listed(weights, ids, at, last, x, out, column):
 
 
 @njit(nogil=True, cache=True)
-def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gates):
+def gate_kernel(gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, gates):
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
-    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty. For one
+    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; bit t of
+    tokens[i] says whether ids[i] is wanted for token t (all are where `tokens` is empty). For one
     token rows in order are read one by one; listed ones four side by side, for a jump in memory
     then costs less; so are all for several tokens.
     fired_ids (>= last - first,) int32 and gates (T, >= last - first + 4) float32 receive, for each
@@ -90,7 +97,8 @@ def gate_kernel(gate, bias, ids, x, code, keep_all, first, last, fired_ids, gate
                 gates[t, num_fired] = gates[t, column + k]
                 if bias.shape[0]:
                     gates[t, num_fired] += bias[n]
-            num_fired = _keep(n, code, keep_all, fired_ids, gates, num_fired, num_tokens)
+            wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
+            num_fired = _keep(n, code, keep_all, wanted, fired_ids, gates, num_fired, num_tokens)
         candidate += group
     return num_fired
 
@@ -144,6 +152,7 @@ def sparse_ffn(
     down: np.ndarray,
     x: np.ndarray,
     ids: np.ndarray | None = None,
+    tokens: np.ndarray | None = None,
     *,
     gate_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
@@ -152,10 +161,12 @@ def sparse_ffn(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
 
+    With `tokens`, neuron ids[i] is silent for each token t whose bit is not set in tokens[i].
+
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
     Shapes:  gate, up, down (N, d), down neuron-major; x (T, d); ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits), all three alike;
-             ids int32, unique; biases, x, out float32
+             ids int32, unique; tokens (A,) uint32, then T <= 32; biases, x, out float32
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
@@ -175,11 +186,16 @@ def sparse_ffn(
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
     if x.shape[0] == 0 or (ids is not None and not ids.size):
         return out, NO_IDS
+    wanted = NO_TOKENS if tokens is None else np.ascontiguousarray(tokens)
+    require(wanted.dtype == np.uint32, f"tokens must be uint32, not {wanted.dtype}")
+    if tokens is not None:
+        require(ids is not None and wanted.shape == candidates.shape, "tokens go with ids")
+        require(x.shape[0] <= 32, f"tokens are bits of 32 tokens, not of {x.shape[0]}")
     length = num_neurons if ids is None else candidates.size
     fired_ids = np.empty(length, np.int32)
     gates = np.empty((x.shape[0], length + 4), np.float32)
     num_fired = gate_kernel(
-        gate, gate_biases, candidates, x, code, not skip_silent, 0, length, fired_ids, gates
+        gate, gate_biases, candidates, wanted, x, code, not skip_silent, 0, length, fired_ids, gates
     )
     up_down_kernel(up, up_biases, down, fired_ids, num_fired, gates, x, out)
     return out, fired_ids[:num_fired]

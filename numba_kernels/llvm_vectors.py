@@ -16,6 +16,7 @@ LINES_AHEAD = 4  # the first lines of a page wake the TLB and the hardware's str
 
 F32 = ir.FloatType()
 HALF = ir.HalfType()
+I8 = ir.IntType(8)
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
@@ -41,7 +42,11 @@ def widen(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
         wide = builder.zext(load(I16, 2), shaped(I32))
         sixteen = I32(16) if lanes == 1 else ir.Constant(shaped(I32), [I32(16)] * lanes)
         return builder.bitcast(builder.shl(wide, sixteen), shaped(F32))
-    raise TypeError(f"weights must be float32, uint16 (float16) or int16 (bfloat16), not {dtype}")
+    if dtype == types.int8:
+        return builder.sitofp(load(I8, 1), shaped(F32))
+    raise TypeError(
+        f"weights must be float32, uint16 (float16), int16 (bfloat16) or int8, not {dtype}"
+    )
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -22,7 +22,7 @@ NUM_REQUEST_WORDS = 8
 ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 
 # operations
-STOP, PING, ATTENTION, HEAD, FFN = range(5)
+STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN, and who fired
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
@@ -40,7 +40,9 @@ class Wires(NamedTuple):
     words (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
     positions, slots (T,) int32: where each token of the step stands, and in which sequence
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
-    active_ids (S, N) int32; partials (S, T, d); logits (R, vocab); all float32 but ids
+    active_ids (S, N) int32: rows of each service's shard; active_tokens (S, N) uint32: bit t is
+    set where that row is wanted for token t (read for more than one token only)
+    partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     """
 
     words: np.ndarray
@@ -52,6 +54,7 @@ class Wires(NamedTuple):
     mixed: np.ndarray
     ffn_input: np.ndarray
     active_ids: np.ndarray
+    active_tokens: np.ndarray
     partials: np.ndarray
     logits: np.ndarray
 

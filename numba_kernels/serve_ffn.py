@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.doorbell import barrier, now_ns
-from numba_kernels.ffn import NO_IDS, gate_kernel, up_down_kernel
+from numba_kernels.ffn import NO_IDS, NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.mailbox import (
     BARRIER_COUNT,
     BARRIER_GENERATION,
@@ -71,13 +71,16 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     up = arrays.up[first:last] if arrays.up.shape[0] else arrays.up
     x = wires.ffn_input[:num_tokens]
     ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
+    tokens = NO_TOKENS
+    if num_ids > 0 and num_tokens > 1:
+        tokens = wires.active_tokens[service, :num_ids]
     begin, end = share(num_ids if num_ids >= 0 else last - first, thread, num_threads, 4)
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
     gates = scratch.gates[thread, :num_tokens]
     fired_ids = scratch.fired_ids[thread]
     num_fired = gate_kernel(
-        gate, _slice(arrays.gate_bias, first, last), ids, x, code,
+        gate, _slice(arrays.gate_bias, first, last), ids, tokens, x, code,
         request[SKIP_SILENT] == 0, begin, end, fired_ids, gates,
     )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)

@@ -21,6 +21,7 @@ class MemoryNeed:
     kv_cache_bytes: int
     process_bytes: int
     arena_bytes: int
+    predictor_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -40,6 +41,7 @@ def memory_need(
     kv_item_bytes: int,
     num_processes: int,
     arena_bytes: int,
+    predictor_bytes: int = 0,
 ) -> MemoryNeed:
     """What a system of so many processes needs with its KV cache full.
 
@@ -52,6 +54,7 @@ def memory_need(
         kv_cache_bytes=kv_cache_bytes(config, context_length, kv_item_bytes),
         process_bytes=num_processes * _PROCESS_BYTES,
         arena_bytes=arena_bytes,
+        predictor_bytes=predictor_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: processor, NUMA nodes, memory, GPUs, and how fast memory is read."""
+"""What this machine has: processor, NUMA nodes, memory, GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cuda_kernels.device import Gpu, list_gpus
 from model.memory import available_bytes
-from placement.bandwidth import measure_read_bandwidth
 from placement.sysfs import (
     NumaNode,
     read_cpu,
@@ -18,7 +17,6 @@ from placement.sysfs import (
     read_numa_nodes,
 )
 
-_BANDWIDTH_BYTES = 2 << 30
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -35,7 +33,6 @@ class MachineSurvey:
     huge_pages: str  # always, madvise, never or unknown
     gpus: tuple[Gpu, ...]
     no_gpu_reason: str  # empty where there are GPUs
-    read_gb_per_s: float | None  # by all of `cores` together; None: not measured
 
     @property
     def usable_nodes(self) -> tuple[NumaNode, ...]:
@@ -63,29 +60,21 @@ def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaN
     return tuple(node for node in nodes if set(node.cores) & set(cores))
 
 
-def survey(root: Path = Path("/"), *, measure: bool = True) -> MachineSurvey:
-    """Look at this machine. Measuring takes about two seconds and at most 2 GiB of memory.
-
-    `root` is where proc and sys are read from, for the parts that tests replace.
-    """
+def survey(root: Path = Path("/")) -> MachineSurvey:
+    """Look at this machine; `root` is where proc and sys are read from."""
     cpu = read_cpu(root)
     cores = usable_cores(root)
-    free_bytes = available_bytes()
     gpus, no_gpu_reason = list_gpus()
-    read_gb_per_s = None
-    if measure:
-        read_gb_per_s = measure_read_bandwidth(len(cores), min(_BANDWIDTH_BYTES, free_bytes // 4))
     return MachineSurvey(
         cpu_name=cpu.name,
         cpu_features=cpu.features,
         cores=cores,
         numa_nodes=read_numa_nodes(root),
-        available_bytes=free_bytes,
+        available_bytes=available_bytes(),
         shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
         huge_pages=read_huge_page_setting(root),
         gpus=gpus,
         no_gpu_reason=no_gpu_reason,
-        read_gb_per_s=read_gb_per_s,
     )
 
 

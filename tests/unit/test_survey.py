@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu, list_gpus
 from jobs.doctor_checks import Finding, check_machine, check_model
 from placement.bandwidth import measure_read_bandwidth
+from placement.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
 from placement.memory import MemoryNeed
 from placement.survey import MachineSurvey, survey, usable_cores, usable_numa_nodes
 from placement.sysfs import (
+    NumaNode,
     parse_core_list,
     read_cpu,
     read_cpu_quota,
@@ -27,6 +32,10 @@ NODE_BYTES = 64 << 30
 
 @pytest.fixture
 def big_machine(tmp_path: Path) -> Path:
+    return write_big_machine(tmp_path)
+
+
+def write_big_machine(tmp_path: Path) -> Path:
     """Two sockets of four nodes each, two threads a core; node 7 has lost its memory."""
     cpuinfo = "processor\t: 0\nmodel name\t: EPYC 9654: 96 cores\nflags\t\t: fpu avx2 fma f16c\n\n"
     write(tmp_path / "proc/cpuinfo", cpuinfo * 2)
@@ -82,17 +91,16 @@ def test_core_lists(text: str, cores: tuple[int, ...]) -> None:
 
 
 def test_survey_of_this_machine() -> None:
-    machine = survey(measure=False)
+    machine = survey()
     assert machine.cores == usable_cores()
     assert set(machine.cores) <= os.sched_getaffinity(0)
     assert machine.available_bytes > 0
-    assert machine.read_gb_per_s is None
     assert bool(machine.gpus) != bool(machine.no_gpu_reason)
 
 
 def test_survey_follows_its_root(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 64, 17})
-    machine = survey(big_machine, measure=False)
+    machine = survey(big_machine)
     assert machine.cores == (0, 1, 2, 17, 64)
     assert [node.node_id for node in machine.usable_nodes] == [0, 2]
 
@@ -121,7 +129,7 @@ def test_cores_within_the_quota(big_machine: Path, monkeypatch: pytest.MonkeyPat
     write(big_machine / "sys/fs/cgroup/cpu.max", "850000 100000\n")
     assert usable_cores(big_machine) == tuple(range(9))
     assert [node.node_id for node in usable_numa_nodes(big_machine)] == [0, 1]
-    assert survey(big_machine, measure=False).cores == tuple(range(9))
+    assert survey(big_machine).cores == tuple(range(9))
 
 
 def test_read_bandwidth_is_plausible() -> None:
@@ -136,13 +144,89 @@ def test_gpus_or_a_reason() -> None:
     assert bool(gpus) != bool(reason)
 
 
+def test_shares_of_free_memory() -> None:
+    def node(total: int, free: int) -> NumaNode:
+        return NumaNode(0, (0,), total, free)
+
+    assert free_bytes_of([node(100, 40)], 70) == [70]  # 30 of the 60 in use can be had
+    assert free_bytes_of([node(100, 40), node(100, 80)], 160) == [70, 90]
+    assert free_bytes_of([node(100, 40), node(100, 80)], 60) == [20, 40]  # a cgroup's limit
+    assert free_bytes_of([node(100, 40)], 10**6) == [100]  # other nodes' memory
+    assert free_bytes_of([node(100, 100)], 100) == [100]
+    assert free_bytes_of([node(100, 0)], 0) == [0]
+
+
+def test_last_level_caches_count_once(tmp_path: Path) -> None:
+    for core in range(4):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache"
+        write(folder / "index0/size", "32K\n")
+        write(folder / "index0/shared_cpu_list", f"{core}\n")
+        write(folder / "index3/size", "32768K\n")
+        write(folder / "index3/shared_cpu_list", "0-1\n" if core < 2 else "2-3\n")
+    assert last_level_cache_bytes((0, 1), tmp_path) == 32 << 20
+    assert last_level_cache_bytes((0, 1, 2), tmp_path) == 64 << 20
+    assert last_level_cache_bytes((9,), tmp_path) == 0
+
+
+def test_the_layout_of_this_machine() -> None:
+    layout = read_layout()
+    assert sorted(core for node in layout.nodes for core in node.cores) == list(usable_cores())
+    assert all(0 < node.free_bytes <= node.total_bytes for node in layout.nodes)
+
+
+def fake_cupy(device_s: float, link_s: float) -> ModuleType:
+    """A CuPy whose clock moves by the given seconds at each copy of 1 GiB; 4 GiB are free."""
+    clock = SimpleNamespace(ms=0.0)
+
+    def copy(target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        clock.ms += 1e3 * (device_s if kind == 3 else link_s) * num_bytes / 2**30
+
+    class Device:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self.ptr = 1
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *args: object) -> None: ...
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.at = clock.ms
+
+        def synchronize(self) -> None: ...
+
+    module = ModuleType("cupy")
+    runtime = SimpleNamespace(
+        memGetInfo=lambda: (4 << 30, 8 << 30),
+        memcpyAsync=copy,
+        memcpyDeviceToDevice=3,
+        memcpyHostToDevice=1,
+    )
+    module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=Device,
+        Memory=Device,
+        PinnedMemory=Device,
+        Stream=Device,
+        Event=Event,
+        runtime=runtime,
+        get_elapsed_time=lambda start, end: end.at - start.at,
+    )
+    return module
+
+
+def test_gpu_bandwidth_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(0.002, 0.05))
+    rates = measure_gpu_bandwidth(0)
+    assert rates.read_gb_per_s == pytest.approx(2 * 2**30 / 0.002 / 1e9)
+    assert rates.link_gb_per_s == pytest.approx(2**30 / 0.05 / 1e9)
+
+
 def finding(machine: MachineSurvey, subject: str) -> Finding:
     return next(found for found in check_machine(machine) if found.subject == subject)
 
 
 def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
-    machine = replace(survey(big_machine, measure=False), gpus=(), no_gpu_reason="CuPy is broken")
+    machine = replace(survey(big_machine), gpus=(), no_gpu_reason="CuPy is broken")
     assert finding(machine, "NUMA").level == "problem"
     assert finding(machine, "GPU").level == "problem"
     assert finding(machine, "huge pages").level == "note"
@@ -154,7 +238,7 @@ def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.Monkey
 
 
 def test_check_of_a_models_size() -> None:
-    machine = replace(survey(measure=False), available_bytes=1000)
+    machine = replace(survey(), available_bytes=1000)
     assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100, 100)).level == "ok"
     assert "--context" in check_model(machine, MemoryNeed(100, 100, 100, 1000, 100, 100)).text
     assert "smaller model" in check_model(machine, MemoryNeed(100, 100, 5000, 100, 100, 100)).text

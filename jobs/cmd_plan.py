@@ -1,0 +1,184 @@
+"""`hotcold plan`: which neurons, layers and caches go to which device, and what speed to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from actors.messages import MODES, PREDICTED_MODES
+from jobs.console import json_option, print_json, stderr_console
+from jobs.options import Bytes, split_system_options
+
+if TYPE_CHECKING:
+    from actors.messages import SystemConfig
+    from actors.preflight import SystemOptions
+    from model.artifact import ModelIdentity
+    from model.config import ModelConfig
+    from placement.cost import PredictorCost
+    from placement.machine import Machine
+    from placement.plan import PlacementPlan
+    from placement.profile import ActivationProfile
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
+@click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
+@click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
+@click.option("--context", "context_length", type=int, help="Positions in the KV cache.")
+@click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format.")
+@click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services; one a NUMA node.")
+@click.option("--threads", "num_threads", type=int, help="Cores to use; all without it.")
+@click.option("--machine", "machine_file", type=_FILE, help="Plan for the machine described there.")
+@click.option("--profile", "profile_file", type=_FILE, help="How often neurons fire.")
+@click.option("--out", type=_FILE, help="Where to write the plan; beside the model without it.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    help="Seconds that the solver may take.",
+)
+@json_option
+def plan(
+    model: str | None,
+    machine_file: Path | None,
+    profile_file: Path | None,
+    out: Path | None,
+    time_limit_s: float,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Decide where every neuron, attention layer, cache and the head of MODEL is to lie.
+
+    Frequent neurons go to the GPU as far as bytes allow, rare ones to the CPU in equal work. The
+    plan is written beside the model; one for another machine (--machine) only with --out.
+    """
+    from actors.preflight import read_model
+    from jobs.plan_tables import plan_json, print_plan
+    from model.artifact import ModelIdentity
+    from model.locate import locate_model
+    from placement.plan import plan_path, write_plan
+
+    path = locate_model(model)
+    config = read_model(path)
+    options = split_system_options(values)
+    console = stderr_console()
+    with console.status("looking at this machine") as status:
+        machine = _machine(machine_file, status.update)
+        system = _choose(path, config, options, machine if machine_file else None)
+        identity = ModelIdentity.of(path)
+        profile = _profile(path, profile_file, identity, config)
+        status.update(f"placing neurons, at most {time_limit_s:g} s")
+        found = _make_plan(path, config, system, options, machine, profile, time_limit_s)
+    if profile is None:
+        console.print("no profile: every neuron counts as always firing (see `hotcold profile`)")
+    if out is None and machine_file is None:
+        out = plan_path(path, found.request)
+    if out is not None:
+        write_plan(out, identity, found)
+    print_plan(found, out)
+    if as_json:
+        print_json(plan_json(found, out))
+
+
+def _make_plan(
+    path: Path,
+    config: ModelConfig,
+    system: SystemConfig,
+    options: SystemOptions,
+    machine: Machine,
+    profile: ActivationProfile | None,
+    time_limit_s: float,
+) -> PlacementPlan:
+    from actors.preflight import system_need
+    from placement.plan import PlanRequest
+    from placement.planner import make_plan
+
+    predictor, predictor_digest = None, ""
+    if system.mode in PREDICTED_MODES:
+        predictor, predictor_digest = predictor_cost(path, system.mode)
+    request = PlanRequest(
+        mode=system.mode,
+        gpu_memory_bytes=options.gpu_memory_bytes,
+        cpu_memory_bytes=options.cpu_memory_bytes,
+        context_length=system.context_length,
+        kv_dtype=system.kv_dtype,
+        num_cpu_actors=system.num_cpu_actors,
+        machine_digest=machine.digest,
+        profile_digest="" if profile is None else profile.digest,
+        predictor_digest=predictor_digest,
+    )
+    need = system_need(system, config)
+    return make_plan(
+        config,
+        machine,
+        profile,
+        request,
+        predictor=predictor,
+        host_reserve_bytes=need.process_bytes + need.arena_bytes,
+        time_limit_s=time_limit_s,
+    )
+
+
+def predictor_cost(path: Path, mode: str) -> tuple[PredictorCost, str]:
+    """What the predictors of `mode` cost for the model at `path`, and their digest.
+
+    Errors:  UsageError where there are none
+    """
+    from model.errors import UsageError
+
+    raise UsageError(f"plans for --mode {mode} are not made yet; give --mode exact or dense")
+
+
+def _machine(file: Path | None, on_stage: Callable[[str], None]) -> Machine:
+    from placement.machine import read_machine, this_machine
+
+    return this_machine(on_stage=on_stage) if file is None else read_machine(file)
+
+
+def _choose(
+    path: Path, config: ModelConfig, options: SystemOptions, described: Machine | None
+) -> SystemConfig:
+    """The system that is planned for; cores and nodes are those of the `described` machine.
+
+    Errors:  UsageError
+    """
+    from actors.preflight import choose_system
+    from model.errors import UsageError
+
+    options = replace(options, gpu_memory_bytes=None)  # planned for, not used by this process
+    if described is None:
+        return choose_system(path, config, options)
+    cores = sum(node.num_cores for node in described.nodes)
+    num_threads = cores if options.num_threads is None else options.num_threads
+    if not 1 <= num_threads <= cores:
+        raise UsageError(f"--threads is {num_threads}; the machine has 1 to {cores}")
+    num_actors = options.num_cpu_actors
+    if num_actors is None:
+        num_actors = min(len(described.nodes), num_threads)
+    if not 1 <= num_actors <= num_threads:
+        raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
+    here = choose_system(path, config, replace(options, num_threads=None, num_cpu_actors=None))
+    return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
+
+
+def _profile(
+    path: Path, file: Path | None, identity: ModelIdentity, config: ModelConfig
+) -> ActivationProfile | None:
+    """The profile that was named, else the model's own if it has one."""
+    from model.artifact import artifact_path
+    from placement.profile import PROFILE_FILE, read_profile
+
+    if file is None:
+        file = artifact_path(path, PROFILE_FILE)
+        if not file.exists():
+            return None
+    return read_profile(file, identity, config)

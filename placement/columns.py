@@ -1,0 +1,72 @@
+"""The devices of a plan: how much of each the model may take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placement.cost import Column
+from placement.machine import GpuDevice, Machine
+from placement.problem import shares
+
+# Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, the rest is for buffers
+# of one step and for what the allocator rounds up.
+GPU_RESERVE_BYTES = 768 << 20
+
+
+def make_columns(
+    machine: Machine,
+    *,
+    num_cpu_actors: int,
+    gpu_memory_bytes: int | None = None,
+    cpu_memory_bytes: int | None = None,
+    host_reserve_bytes: int = 0,
+    gpu_reserve_bytes: int = GPU_RESERVE_BYTES,
+) -> tuple[Column, ...]:
+    """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
+
+    GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
+    CPU actor i has its part of node i % nodes: memory and bandwidth, divided among the node's
+    actors; cpu_memory_bytes and host_reserve_bytes are of all actors together, in shares of what
+    they have free: min(share, free) - reserve. A None limit is what is free.
+    """
+    gpus = [
+        _gpu_column(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
+        for index, gpu in enumerate(machine.gpus)
+    ]
+    cpus = _cpu_columns(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
+    return (*(column for column in gpus if column.budget_bytes > 0), *cpus)
+
+
+def _gpu_column(name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_bytes: int) -> Column:
+    allowed = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
+    return Column(
+        name=name,
+        is_gpu=True,
+        budget_bytes=max(0, allowed - reserve_bytes),
+        free_bytes=gpu.free_bytes,
+        rows_gb_per_s=gpu.read_gb_per_s,
+        gather_gb_per_s=gpu.read_gb_per_s,
+        link_gb_per_s=gpu.link_gb_per_s,
+    )
+
+
+def _cpu_columns(
+    machine: Machine, num_actors: int, limit_bytes: int | None, reserve_bytes: int
+) -> list[Column]:
+    num_nodes = len(machine.nodes)
+    nodes = [machine.nodes[actor % num_nodes] for actor in range(num_actors)]
+    sharing = [len(range(actor % num_nodes, num_actors, num_nodes)) for actor in range(num_actors)]
+    free = [node.free_bytes // among for node, among in zip(nodes, sharing, strict=True)]
+    limits = free if limit_bytes is None else shares(limit_bytes, np.array(free))
+    reserves = shares(reserve_bytes, np.array(free))
+    return [
+        Column(
+            name=f"cpu{actor}",
+            is_gpu=False,
+            budget_bytes=max(0, min(limits[actor], free[actor]) - reserves[actor]),
+            free_bytes=free[actor],
+            rows_gb_per_s=node.rows_gb_per_s / sharing[actor],
+            gather_gb_per_s=node.gather_gb_per_s / sharing[actor],
+        )
+        for actor, node in enumerate(nodes)
+    ]

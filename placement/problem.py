@@ -1,0 +1,192 @@
+"""What the placement decides, in numbers alone: groups of neurons and parts, devices and costs.
+
+The devices of a layer work at the same time, layers one after another, parts by themselves:
+
+    seconds = fixed + sum of parts + sum over layers of the slowest device's work for that layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+GROUP_SIZE = 64
+HOST = -1
+ATTENTION, HEAD, PREDICTOR = "attention", "head", "predictor"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One model on one machine. Devices are the GPUs, then the CPU columns.
+
+    Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
+    head, a layer's predictor) lies on one GPU, or on the host: then the CPU columns hold it
+    together, and each gives the same share of what its neurons leave free.
+    Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
+    Dtypes:  bytes and counts int64, seconds float64
+    Units:   seconds are expected ones a token; a layer's neurons on GPU j number 0, or
+             min_neurons[l, j] at least (more than there are: the GPU takes none)
+    """
+
+    num_gpus: int
+    budget_bytes: np.ndarray  # (D,)
+    neuron_bytes: int
+    group_sizes: np.ndarray  # (K,) neurons
+    group_seconds: np.ndarray  # (L, K, D)
+    group_frequency: np.ndarray  # (L, K) mean share of tokens for which a neuron fires
+    part_kinds: tuple[str, ...]  # ATTENTION, HEAD or PREDICTOR
+    part_bytes: np.ndarray  # (P,)
+    part_seconds: np.ndarray  # (P, G + 1), the last column is the host
+    sync_s: np.ndarray  # (G,) what a layer pays for using the GPU
+    min_neurons: np.ndarray  # (L, G)
+    fixed_s: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.group_seconds.shape[0]
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs and CPU columns."""
+        return len(self.budget_bytes)
+
+    @property
+    def num_neurons(self) -> int:
+        """Neurons of one layer."""
+        return int(self.group_sizes.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Where everything is: indices of devices, HOST for parts on the host.
+
+    Shapes:  group_device (L, K), part_device (P,)
+    Dtypes:  int16
+    """
+
+    group_device: np.ndarray
+    part_device: np.ndarray
+
+
+def neurons_on(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """How many neurons of each layer each device holds: (L, D) int64."""
+    devices = np.arange(problem.num_devices)
+    is_on = assignment.group_device[:, :, None] == devices
+    return (problem.group_sizes[:, None] * is_on).sum(axis=1)
+
+
+def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Seconds that each device works for each layer's neurons: (L, D), the GPUs' sync included."""
+    is_on = assignment.group_device[:, :, None] == np.arange(problem.num_devices)
+    seconds = (problem.group_seconds * is_on).sum(axis=1)
+    gpus = problem.num_gpus
+    seconds[:, :gpus] += problem.sync_s * is_on[:, :, :gpus].any(axis=1)
+    return seconds
+
+
+def part_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Seconds of each part where it lies: (P,). HOST, -1, is the last column."""
+    return problem.part_seconds[np.arange(len(problem.part_bytes)), assignment.part_device]
+
+
+def objective_s(problem: Problem, assignment: Assignment) -> float:
+    """Expected seconds of a token; the formula is this module's."""
+    layers = device_seconds(problem, assignment).max(axis=1).sum()
+    return float(problem.fixed_s + part_seconds(problem, assignment).sum() + layers)
+
+
+def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Bytes of the neurons of each device: (D,) int64."""
+    return neurons_on(problem, assignment).sum(axis=0) * problem.neuron_bytes
+
+
+def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Bytes of each part on each device: (P, D) int64, the host's spread over the CPU columns.
+
+    The columns give equal shares of what their neurons leave free; each part is cut likewise.
+    """
+    gpus = problem.num_gpus
+    free = (problem.budget_bytes - neuron_bytes_on(problem, assignment))[gpus:]
+    found = np.zeros((len(problem.part_bytes), problem.num_devices), np.int64)
+    ends = _host_ends(problem, assignment, free)
+    for part, device in enumerate(assignment.part_device):
+        if device == HOST:
+            found[part, gpus:] = np.diff(ends[part], prepend=0)
+        else:
+            found[part, device] = problem.part_bytes[part]
+    return found
+
+
+def _host_ends(problem: Problem, assignment: Assignment, free: np.ndarray) -> dict[int, list[int]]:
+    """Where each host part's bytes end on each column, counted over columns.
+
+    The host parts' total is cut by the exact shares first, so that no column gets a byte too much;
+    parts then fill the columns' cuts one after another.
+    """
+    parts = [part for part, device in enumerate(assignment.part_device) if device == HOST]
+    left = shares(sum(int(problem.part_bytes[part]) for part in parts), free)
+    ends = {}
+    for number, part in enumerate(parts):
+        is_last = number == len(parts) - 1
+        cut = left if is_last else shares(int(problem.part_bytes[part]), np.array(left))
+        left = [have - take for have, take in zip(left, cut, strict=True)]
+        ends[part] = list(np.cumsum(cut))
+    return ends
+
+
+def shares(total: int, weights: np.ndarray) -> list[int]:
+    """Cut `total` in whole numbers proportional to `weights`, none above its weight if all fit.
+
+    The sum of the first i is the exact one rounded down; equal shares without any weight.
+    """
+    whole = [max(0, int(weight)) for weight in weights]
+    if not sum(whole):
+        whole = [1] * len(whole)
+    ends, before, cut = sum(whole), 0, []
+    reached = 0
+    for weight in whole:
+        reached += weight
+        end = total * reached // ends
+        cut.append(end - before)
+        before = end
+    return cut
+
+
+def shortages(problem: Problem, assignment: Assignment) -> np.ndarray:
+    """Bytes that each device and, last, the columns together lack: (D + 1,), 0 where all fits."""
+    gpus = problem.num_gpus
+    neurons = neuron_bytes_on(problem, assignment)
+    on_gpu = [
+        problem.part_bytes[assignment.part_device == gpu].sum(dtype=np.int64) for gpu in range(gpus)
+    ]
+    host = problem.part_bytes[assignment.part_device == HOST].sum(dtype=np.int64)
+    used = neurons + np.array([*on_gpu, *[0] * (problem.num_devices - gpus)], np.int64)
+    lacking = np.append(
+        used - problem.budget_bytes, neurons[gpus:].sum() + host - problem.budget_bytes[gpus:].sum()
+    )
+    return np.maximum(lacking, 0)
+
+
+def keeps_min_neurons(problem: Problem, assignment: Assignment) -> bool:
+    """Whether each layer has no neuron on a GPU or at least `min_neurons`."""
+    count = neurons_on(problem, assignment)[:, : problem.num_gpus]
+    return bool(((count == 0) | (count >= problem.min_neurons)).all())
+
+
+def merge_columns(problem: Problem) -> Problem:
+    """The same problem with one CPU column that is as fast, and as large, as all of them together.
+
+    It asks where the GPUs end and the host begins. Its least seconds are a lower bound of the
+    problem's, as no column can then wait for another.
+    """
+    gpus = problem.num_gpus
+    with np.errstate(divide="ignore"):
+        together = 1 / (1 / problem.group_seconds[:, :, gpus:]).sum(axis=2, keepdims=True)
+    budgets = problem.budget_bytes
+    return replace(
+        problem,
+        budget_bytes=np.append(budgets[:gpus], budgets[gpus:].sum()),
+        group_seconds=np.concatenate([problem.group_seconds[:, :, :gpus], together], axis=2),
+    )

@@ -1,0 +1,170 @@
+"""What a plan says of itself: bytes of each device, time of each part, the solver's word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from placement.cost import Column, PartCost
+from placement.problem import (
+    ATTENTION,
+    HEAD,
+    HOST,
+    PREDICTOR,
+    Assignment,
+    Problem,
+    device_seconds,
+    neuron_bytes_on,
+    neurons_on,
+    objective_s,
+    part_bytes_on,
+    part_seconds,
+)
+from placement.solver import Solution
+
+_KINDS = (ATTENTION, HEAD, PREDICTOR)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What each device reads and computes of the neurons for one token.
+
+    Shapes:  neuron_bytes, active_neurons (D,) float64
+    """
+
+    neuron_bytes: np.ndarray
+    active_neurons: np.ndarray
+
+
+def make_report(
+    problem: Problem,
+    columns: Sequence[Column],
+    parts: PartCost,
+    kv_bytes: int,
+    expected: Expected,
+    solution: Solution,
+) -> dict[str, Any]:
+    """Figures that JSON can hold: `devices`, `parts`, `token_s`, `tokens_per_s`, `solver`.
+
+    Of a device: what it holds in bytes by part, neurons, their share of the expected active ones.
+    Of a part: bytes read a token, GB/s, ms. The parts' ms add up to token_s.
+    """
+    assignment = solution.assignment
+    token_s = objective_s(problem, assignment)
+    return {
+        "devices": _devices(problem, columns, kv_bytes, expected, assignment),
+        "parts": _parts(problem, columns, parts, expected, assignment),
+        "token_s": token_s,
+        "tokens_per_s": 1 / token_s if token_s else 0.0,
+        "keeps_min_neurons": solution.keeps_min_neurons,
+        "solver": {
+            "method": solution.method,
+            "seconds": solution.solve_s,
+            "gap": solution.gap,
+            "bound_s": solution.bound_s,
+        },
+    }
+
+
+def _devices(
+    problem: Problem,
+    columns: Sequence[Column],
+    kv_bytes: int,
+    expected: Expected,
+    assignment: Assignment,
+) -> list[dict[str, Any]]:
+    part_bytes = part_bytes_on(problem, assignment)
+    kinds = np.array(problem.part_kinds)
+    held = {kind: part_bytes[kinds == kind].sum(axis=0) for kind in _KINDS}
+    attention_total = int(problem.part_bytes[kinds == ATTENTION].sum())
+    neuron_bytes = neuron_bytes_on(problem, assignment)
+    neurons = neurons_on(problem, assignment).sum(axis=0)
+    attention = assignment.part_device[kinds == ATTENTION]
+    active_total = float(expected.active_neurons.sum())
+    work_s = device_seconds(problem, assignment).sum(axis=0)
+    found = []
+    for index, column in enumerate(columns):
+        # Every layer has as much cache as weights in proportion, so every piece of a layer has.
+        kv = int(held[ATTENTION][index]) * kv_bytes // max(1, attention_total)
+        content = {
+            "attention": int(held[ATTENTION][index]) - kv,
+            "kv_cache": kv,
+            "head": int(held[HEAD][index]),
+            "predictors": int(held[PREDICTOR][index]),
+            "neurons": int(neuron_bytes[index]),
+        }
+        used = sum(content.values())
+        active = float(expected.active_neurons[index])
+        found.append(
+            {
+                "name": column.name,
+                "bytes": content,
+                "used_bytes": used,
+                "left_bytes": column.budget_bytes - used,
+                "budget_bytes": column.budget_bytes,
+                "free_bytes": column.free_bytes,
+                "attention_layers": int((attention == index).sum()),
+                "neurons": int(neurons[index]),
+                "active_share": active / active_total if active_total else 0.0,
+                "neuron_bytes_per_token": float(expected.neuron_bytes[index]),
+                "neuron_ms": float(work_s[index]) * 1e3,
+            }
+        )
+    return found
+
+
+def _parts(
+    problem: Problem,
+    columns: Sequence[Column],
+    parts: PartCost,
+    expected: Expected,
+    assignment: Assignment,
+) -> list[dict[str, Any]]:
+    kinds, seconds = np.array(problem.part_kinds), part_seconds(problem, assignment)
+    found = []
+    for kind in _KINDS:
+        for device in (*range(problem.num_gpus), HOST):
+            chosen = (kinds == kind) & (assignment.part_device == device)
+            if chosen.any():
+                where = "host" if device == HOST else columns[device].name
+                found.append(
+                    {
+                        "name": kind,
+                        "where": where,
+                        "count": int(chosen.sum()),
+                        **_speed(parts.read_bytes[chosen].sum(), seconds[chosen].sum()),
+                        "why": "bytes over bandwidth",
+                    }
+                )
+    slowest_s = device_seconds(problem, assignment).max(axis=1).sum()
+    layers = problem.num_layers
+    found.append(
+        {
+            "name": "neurons",
+            "where": "all",
+            "count": layers * problem.num_neurons,
+            **_speed(expected.neuron_bytes.sum(), slowest_s),
+            "why": "the slowest device of each layer",
+        }
+    )
+    found.append(
+        {
+            "name": "exchanges",
+            "where": "all",
+            "count": 2 * layers + 1,
+            **_speed(0, problem.fixed_s),
+            "why": "two a layer, one for the head",
+        }
+    )
+    return found
+
+
+def _speed(read_bytes: float, seconds: float) -> dict[str, float]:
+    return {
+        "bytes_per_token": float(read_bytes),
+        "gb_per_s": float(read_bytes / seconds / 1e9) if seconds else 0.0,
+        "ms": float(seconds) * 1e3,
+    }

@@ -1,0 +1,197 @@
+"""Fits low-rank predictors in closed form, and finds the hidden size that reads the fewest bytes.
+
+The gate rows are known, so the best linear estimate of rank k of all pre-activations is known too:
+with C = L L' the second moment of the inputs and U S V' the largest singular triples of G L, it is
+U S (V' L^-1) x. A ReLU between the two layers lets such a unit pass where it is positive. Inputs
+after a norm have a direction m along which all are positive (m . x is nearly 1), so a multiple of m
+added to each row keeps the unit positive, and one more unit, m itself, takes it out again; where
+inputs have no such direction each unit gets a twin of opposite sign. `up` is then least squares.
+Training by gradient descent from there gains little (docs/lab_log.md).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from predictors.layer_data import LayerData
+from predictors.lowrank import LowRankLayer
+from predictors.thresholds import MarginFit, Quality, least_margin
+
+_SHIFT = 2.5  # deviations by which a unit is lifted above zero
+_MOST_SPREAD = 0.3  # of m . x around 1, for it to lift the others
+DTYPES = ("float16", "int8")
+_UNIT = 16  # hidden sizes are multiples of it
+_GROWTH = 1.25
+_SLACK = 32  # more singular vectors than asked for make the randomised ones exact enough
+_RIDGE = 1e-6
+_MIN_SHRINKAGE = 1e-4
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """Hidden units in the order of their use: down (r, d); the constant unit comes first.
+
+    `twins`: each unit but the first is followed by its opposite.
+    """
+
+    down: Tensor
+    gram: Tensor  # (r, r), of the hidden activations on the fit tokens
+    cross: Tensor  # (r, N), of the hidden activations with the pre-activations
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A predictor of one size with what it costs and how good it is on the check tokens."""
+
+    layer: LowRankLayer
+    quality: Quality
+    token_bytes: float  # the predictor's, and those of the gate rows that it lets through
+
+
+def fit_lowrank(data: LayerData, target_recall: float) -> tuple[LowRankLayer, Quality]:
+    """The low-rank predictor that reaches the target recall and reads the fewest bytes a token.
+
+    Every size reaches every recall, by computing more neurons; so the size grows, from where the
+    layer's sparsity puts it, as long as the gate rows that it saves outweigh its own bytes, and
+    shrinks likewise; in float16 and in int8, whichever reads fewer bytes.
+    """
+    most = max(_UNIT, min(data.gate.shape[1] // 2, 1024) // _UNIT * _UNIT)
+    search = _Search(data, target_recall, most)
+    start = _start_size(data, most)
+    best = min((search.climb(start, dtype) for dtype in DTYPES), key=lambda c: c.token_bytes)
+    return best.layer, best.quality
+
+
+def _start_size(data: LayerData, most: int) -> int:
+    """Denser layers and those with less skew start larger, as in PowerInfer section 5.1."""
+    rates = data.fit.fires.float().mean(dim=0)
+    cumulative = rates.sort(descending=True).values.cumsum(0)
+    needed = int((cumulative < 0.8 * cumulative[-1]).sum()) + 1
+    share = (float(rates.mean()) * needed / rates.numel()) ** 0.5
+    return min(most, max(_UNIT, round(data.gate.shape[1] * share / 2 / _UNIT) * _UNIT))
+
+
+class _Search:
+    def __init__(self, data: LayerData, target_recall: float, most: int) -> None:
+        self._data = data
+        self._target = target_recall
+        self._most = most
+        self._basis = _make_basis(data, most)
+        self._found: dict[tuple[int, str], _Candidate] = {}
+
+    def climb(self, size: int, dtype: str) -> _Candidate:
+        """From `size`, up or down by steps of a quarter while the bytes of a token fall."""
+        best = self._candidate(size, dtype)
+        for step in (_larger, _smaller):
+            while (following := step(best.layer.hidden_size, self._most)) is not None:
+                candidate = self._candidate(following, dtype)
+                if candidate.token_bytes >= best.token_bytes:
+                    break
+                best = candidate
+        return best
+
+    def _candidate(self, size: int, dtype: str) -> _Candidate:
+        if (size, dtype) not in self._found:
+            self._found[size, dtype] = self._evaluate(size, dtype)
+        return self._found[size, dtype]
+
+    def _evaluate(self, size: int, dtype: str) -> _Candidate:
+        """The predictor of that hidden size, stored in that format, with its thresholds."""
+        data, basis = self._data, self._basis
+        gram = basis.gram[:size, :size].double()
+        ridge = _RIDGE * torch.eye(size, dtype=torch.float64) * gram.diagonal().mean()
+        up = torch.linalg.solve(gram + ridge, basis.cross[:size].double()).float()
+        layer = _stored(basis.down[:size], up, dtype)
+        margins = MarginFit.of(_estimates(layer, data.fit.inputs), data.fit.pre_activations)
+        calibration = margins.margins(_estimates(layer, data.calibrate.inputs))
+        least = least_margin(calibration, data.calibrate.fires, self._target)
+        thresholds = margins.thresholds(least)
+        computed = _estimates(layer, data.check.inputs) > thresholds
+        quality = Quality.of(computed, data.check.fires)
+        layer = replace(layer, thresholds=thresholds.numpy())
+        return _Candidate(
+            layer, quality, layer.num_bytes + quality.computed * data.gate_bits.nbytes
+        )
+
+
+def _larger(size: int, most: int) -> int | None:
+    larger = min(most, max(size + _UNIT, round(size * _GROWTH / _UNIT) * _UNIT))
+    return larger if larger > size else None
+
+
+def _smaller(size: int, most: int) -> int | None:
+    smaller = max(_UNIT, min(size - _UNIT, round(size / _GROWTH / _UNIT) * _UNIT))
+    return smaller if smaller < size else None
+
+
+def _make_basis(data: LayerData, size: int) -> _Basis:
+    x, z = data.fit.inputs, data.fit.pre_activations
+    moment = _second_moment(x)
+    factor = torch.linalg.cholesky(moment)
+    count = min(size + _SLACK, *data.gate.shape)
+    torch.manual_seed(0)
+    _, _, right = torch.svd_lowrank(data.gate @ factor, q=count, niter=4)
+    # Rows of V' L^-1: their values on the inputs have a mean square of 1.
+    rows = torch.linalg.solve_triangular(factor, right.T, upper=False, left=False)
+    constant = torch.cholesky_solve(x.mean(dim=0)[:, None], factor)[:, 0]
+    level = x @ constant
+    constant = constant / level.mean()
+    if float(level.std() / level.mean()) < _MOST_SPREAD:
+        spread = (x @ rows.T).std(dim=0)
+        down = torch.cat([constant[None], rows + _SHIFT * spread[:, None] * constant])
+    else:
+        down = torch.stack([rows, -rows], dim=1).flatten(0, 1)
+    down = down[:size]
+    hidden = torch.relu(x @ down.T)
+    return _Basis(down, hidden.T @ hidden, hidden.T @ z)
+
+
+def _second_moment(x: Tensor) -> Tensor:
+    """x' x / T, drawn towards a multiple of the identity as far as few tokens make it uncertain.
+
+    Source:  Ledoit and Wolf, A well-conditioned estimator for large-dimensional covariance
+             matrices, 2004, lemma 3.3
+    """
+    num_tokens, width = x.shape
+    moment = x.T @ x / num_tokens
+    level = moment.diagonal().mean()
+    distance = moment.square().sum() - width * level.square()
+    error = (x.square().sum(dim=1).square().sum() / num_tokens - moment.square().sum()) / num_tokens
+    shrinkage = float((error / distance.clamp_min(1e-30)).clamp(_MIN_SHRINKAGE, 1))
+    identity = torch.eye(width) * level.clamp_min(1e-30)
+    return (1 - shrinkage) * moment + shrinkage * identity
+
+
+def _stored(down: Tensor, up: Tensor, dtype: str) -> LowRankLayer:
+    """The two matrices in float16, or in int8 with their scales; without thresholds yet."""
+    sizes = up.abs().amax(dim=1).clamp_min(1e-30)  # ReLU lets positive factors pass
+    down, up = down * sizes[:, None], up / sizes[:, None]
+    reach = down.abs().amax(dim=1).clamp_min(1e-30)
+    none = np.empty(0, np.float32)
+    if dtype == "float16":
+        scaled = (down / reach[:, None]).numpy().astype(np.float16).view(np.uint16)
+        return LowRankLayer(
+            scaled, reach.numpy(), up.numpy().astype(np.float16).view(np.uint16), none
+        )
+    column_reach = up.abs().amax(dim=0).clamp_min(1e-30)
+    return LowRankLayer(
+        _int8(down / reach[:, None]), (reach / 127).numpy(), _int8(up / column_reach), none
+    )
+
+
+def _int8(values: Tensor) -> np.ndarray:
+    return np.ascontiguousarray((values * 127).round().to(torch.int8).numpy())
+
+
+def _estimates(layer: LowRankLayer, inputs: Tensor) -> Tensor:
+    """What the kernel computes before thresholds, (T, N)."""
+    hidden = torch.relu(inputs @ _widened(layer.down).T) * torch.from_numpy(layer.scales)
+    return hidden @ _widened(layer.up)
+
+
+def _widened(array: np.ndarray) -> Tensor:
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.float16).astype(np.float32))
+    return torch.from_numpy(array.astype(np.float32))

@@ -1,0 +1,79 @@
+"""What a layer's predictor is fitted to: recorded inputs, and the pre-activations they give."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from model.weights import load_gate
+
+_FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
+_LEAST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some tokens. Shapes: inputs (T, d), pre_activations (T, N), both float32."""
+
+    inputs: Tensor
+    pre_activations: Tensor
+
+    @property
+    def fires(self) -> Tensor:
+        """Which neurons fire, (T, N) bool."""
+        return self.pre_activations > 0
+
+
+@dataclass(frozen=True)
+class LayerData:
+    """One layer: gate rows (N, d) as bits and float32, and three sets of tokens.
+
+    The predictor is fitted to the first, its thresholds reach their recall on the second, and the
+    third says how good it is.
+    """
+
+    gate_bits: np.ndarray
+    gate: Tensor
+    fit: Split
+    calibrate: Split
+    check: Split
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, config: ModelConfig, layer: int, inputs: np.ndarray
+    ) -> "LayerData":
+        """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
+
+        Tokens are dealt to the sets in turn, so that each sees all of the text.
+        Errors:  CheckpointError; ArtifactError for too few tokens
+        """
+        if inputs.shape[0] < _LEAST_TOKENS:
+            raise ArtifactError(
+                f"the inputs of {inputs.shape[0]} tokens were recorded, a predictor needs at least "
+                f"{_LEAST_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
+            )
+        gate_bits, bias = load_gate(checkpoint, config, layer)
+        gate = as_float32(gate_bits)
+        x = torch.from_numpy(inputs.view(np.float16).astype(np.float32))
+        z = x @ gate.T
+        if bias.size:
+            z += torch.from_numpy(bias)
+        place = torch.arange(x.shape[0]) % 20 / 20
+        is_fit = place < _FIT_SHARE
+        is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
+        is_check = ~is_fit & ~is_calibrate
+        splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
+        return cls(gate_bits, gate, *splits)
+
+
+def as_float32(bits: np.ndarray) -> Tensor:
+    """Weights of any format as a float32 tensor."""
+    if bits.dtype == np.uint16:
+        return torch.from_numpy(bits.view(np.float16).astype(np.float32))
+    if bits.dtype == np.int16:
+        return torch.from_numpy(bits).view(torch.bfloat16).float()
+    return torch.from_numpy(bits)

@@ -1,0 +1,57 @@
+"""The low-rank predictor: two bias-free linear layers with ReLU between, as PowerInfer's."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_kernels.predict import lowrank_hidden_kernel, lowrank_scores_kernel
+
+
+@dataclass(frozen=True)
+class LowRankLayer:
+    """One layer's predictor: neuron n is expected to fire where
+
+    sum over j of scales[j] * relu(down[j] . x) * up[j, n] > thresholds[n]
+    Shapes:  down (r, d), scales (r,), up (r, N), thresholds (N,)
+    Dtypes:  down and up uint16 (float16 bits) or int8, whose scale of column n is left to its
+             threshold; scales and thresholds float32
+    Source:  PowerInfer section 5.1
+    """
+
+    down: np.ndarray
+    scales: np.ndarray
+    up: np.ndarray
+    thresholds: np.ndarray
+
+    @property
+    def num_neurons(self) -> int:
+        """Neurons that are scored."""
+        return self.up.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width between the two layers."""
+        return self.down.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a token reads at most."""
+        return sum(a.nbytes for a in (self.down, self.scales, self.up, self.thresholds))
+
+    def arranged(self, neuron_ids: np.ndarray) -> "LowRankLayer":
+        """The same predictor for the neurons `neuron_ids`, in their order."""
+        return LowRankLayer(
+            self.down,
+            self.scales,
+            np.ascontiguousarray(self.up[:, neuron_ids]),
+            np.ascontiguousarray(self.thresholds[neuron_ids]),
+        )
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        """See LayerPredictor."""
+        hidden = np.empty((x.shape[0], self.hidden_size), np.float32)
+        lowrank_hidden_kernel(self.down, self.scales, x, hidden, 0, self.hidden_size)
+        for t in range(x.shape[0]):
+            lowrank_scores_kernel(
+                self.up, hidden[t], self.thresholds, scores[t], 0, self.num_neurons
+            )

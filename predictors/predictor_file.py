@@ -1,0 +1,148 @@
+"""The file of a model's predictors: one for each layer, of either kind, or none."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from model.artifact import Artifact, ModelIdentity, artifact_path, read_artifact, write_artifact
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from predictors.lowrank import LowRankLayer
+from predictors.predictor import NeuronPredictor, PredictorInput
+from predictors.sign import SignLayer
+from predictors.thresholds import Quality
+
+KINDS = ("sign", "lowrank")
+AnyLayer = SignLayer | LowRankLayer
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """All layers' predictors in the checkpoint's neuron order, and how good they are.
+
+    layers[l] is None where all neurons of layer l are computed. `qualities` and `target_recall` are
+    None where they were never measured.
+    """
+
+    layers: Sequence[AnyLayer | None]
+    input_name: PredictorInput
+    qualities: Sequence[Quality] | None = None
+    target_recall: float | None = None
+    text_digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a token reads of all of them."""
+        return sum(layer.num_bytes for layer in self.layers if layer is not None)
+
+    def arranged(self, shards: Sequence[Sequence[np.ndarray]]) -> NeuronPredictor:
+        """The predictors for services that hold the neurons shards[s][l], in that order."""
+        sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
+        layers = [
+            None if layer is None else layer.arranged(np.concatenate([s[i] for s in shards]))
+            for i, layer in enumerate(self.layers)
+        ]
+        return NeuronPredictor(layers, sizes, self.input_name)
+
+
+def predictors_path(model_path: str | Path, kind: str) -> Path:
+    """Where a model's predictors of a kind lie unless told otherwise."""
+    return artifact_path(model_path, f"predictors-{kind}.safetensors")
+
+
+def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors) -> None:
+    """Write them. Errors: ArtifactError."""
+    tensors: dict[str, np.ndarray] = {}
+    kinds = []
+    for i, layer in enumerate(predictors.layers):
+        kinds.append(_kind(layer))
+        if layer is not None:
+            arrays = {name: a for name, a in vars(layer).items() if isinstance(a, np.ndarray)}
+            tensors |= {f"{i}.{name}": array for name, array in arrays.items()}
+    facts = {
+        "kinds": kinds,
+        "input": predictors.input_name,
+        "target_recall": predictors.target_recall,
+        "text_digest": predictors.text_digest,
+        "qualities": None
+        if predictors.qualities is None
+        else [asdict(quality) for quality in predictors.qualities],
+    }
+    write_artifact(path, "predictors", identity, tensors, facts)
+
+
+def read_predictors(path: Path, identity: ModelIdentity, config: ModelConfig) -> Predictors:
+    """Read the predictors of the model `identity`, whose shape is `config`'s.
+
+    Errors:  ArtifactError where the file is missing, damaged or another model's
+    """
+    artifact = read_artifact(path, "predictors", identity)
+    kinds = artifact.fact("kinds", list)
+    input_name = artifact.fact("input", str)
+    if len(kinds) != config.num_layers:
+        raise ArtifactError(f"{path}: has predictors of {len(kinds)} layers; make it again")
+    if input_name not in get_args(PredictorInput):
+        raise ArtifactError(f"{path}: its input is unknown; make it again")
+    layers = [_read_layer(artifact, config, i, kind) for i, kind in enumerate(kinds)]
+    return Predictors(
+        layers,
+        cast(PredictorInput, input_name),
+        _read_qualities(artifact),
+        artifact.facts.get("target_recall"),
+        artifact.fact("text_digest", str),
+    )
+
+
+def _kind(layer: AnyLayer | None) -> str:
+    if layer is None:
+        return "none"
+    return "sign" if isinstance(layer, SignLayer) else "lowrank"
+
+
+def _read_layer(artifact: Artifact, config: ModelConfig, layer: int, kind: Any) -> AnyLayer | None:
+    count, width = config.ffn_size, config.hidden_size
+
+    def take(name: str, dtype: Any, *shape: int) -> np.ndarray:
+        array = artifact.tensor(f"{layer}.{name}", dtype, shape)
+        if dtype is np.float32 and np.isnan(array).any():
+            raise ArtifactError(f"{artifact.path}: {layer}.{name} holds a NaN; make it again")
+        return array
+
+    if kind == "none":
+        return None
+    thresholds = take("thresholds", np.float32, count)
+    if kind == "sign":
+        words = -(-width // 64)
+        found = artifact.tensors.get(f"{layer}.bits")
+        is_double = found is not None and found.shape == (count, 2 * words)
+        bits = take("bits", np.uint64, count, 2 * words if is_double else words)
+        center, scale = (take(name, np.float32, width) for name in ("center", "scale"))
+        return SignLayer(bits, thresholds, center, scale)
+    down = artifact.tensors.get(f"{layer}.down")
+    if (
+        kind != "lowrank"
+        or down is None
+        or down.ndim != 2
+        or down.dtype not in (np.uint16, np.int8)
+    ):
+        raise ArtifactError(f"{artifact.path}: layer {layer} has no valid predictor; make it again")
+    size, dtype = down.shape[0], down.dtype
+    return LowRankLayer(
+        take("down", dtype, size, width),
+        take("scales", np.float32, size),
+        take("up", dtype, size, count),
+        thresholds,
+    )
+
+
+def _read_qualities(artifact: Artifact) -> list[Quality] | None:
+    found = artifact.facts.get("qualities")
+    if found is None:
+        return None
+    try:
+        return [Quality(**{name: float(share) for name, share in one.items()}) for one in found]
+    except (TypeError, ValueError, AttributeError):
+        raise ArtifactError(f"{artifact.path}: its qualities are wrong; make it again") from None

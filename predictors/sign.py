@@ -1,0 +1,63 @@
+"""The sign predictor: bits of gate rows against a few bits of the input. Nothing is trained."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.memory import aligned_empty
+from numba_kernels.bit_ir import INPUT_PLANES
+from numba_kernels.predict import pack_planes_kernel, sign_scores_kernel
+
+
+@dataclass(frozen=True)
+class SignLayer:
+    """One layer's weight bits and thresholds; see numba_kernels.predict.
+
+    Shapes:  bits (N, P * ceil(d / 64)) uint64; thresholds (N,), center, scale (d,) float32
+    Source:  SparseInfer (arXiv 2411.12692), with three bits of the centred input, one or two of the
+             weights, and a threshold for every neuron
+    """
+
+    bits: np.ndarray
+    thresholds: np.ndarray
+    center: np.ndarray
+    scale: np.ndarray
+
+    @property
+    def num_neurons(self) -> int:
+        """Neurons that are scored."""
+        return self.bits.shape[0]
+
+    @property
+    def num_weight_planes(self) -> int:
+        """Bits of each gate weight: 1 or 2."""
+        return self.bits.shape[1] // -(-self.center.size // 64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a token reads."""
+        return sum(a.nbytes for a in (self.bits, self.thresholds, self.center, self.scale))
+
+    def arranged(self, neuron_ids: np.ndarray) -> "SignLayer":
+        """The same predictor for the neurons `neuron_ids`, in their order."""
+        return SignLayer(
+            copied_rows(self.bits, neuron_ids),
+            np.ascontiguousarray(self.thresholds[neuron_ids]),
+            self.center,
+            self.scale,
+        )
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        """See LayerPredictor."""
+        planes = np.empty((INPUT_PLANES, -(-x.shape[1] // 64)), np.uint64)
+        for t in range(x.shape[0]):
+            unit = pack_planes_kernel(x[t], self.center, self.scale, planes)
+            sign_scores_kernel(
+                self.bits, planes, unit, x.shape[1], self.thresholds, scores[t], 0, self.num_neurons
+            )
+
+
+def copied_rows(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """array[ids], in memory of huge pages: every token reads all of it."""
+    out = aligned_empty((ids.size, *array.shape[1:]), array.dtype)
+    return np.take(array, ids, axis=0, out=out)

@@ -1,0 +1,81 @@
+"""Where to draw the line: a threshold for every neuron such that a layer reaches a target recall.
+
+An estimate e of a neuron's pre-activation z leaves an error. With a line fitted to each neuron,
+z = slope * e + shift + noise * normal, the neuron fires with probability Phi(margin),
+margin = (slope * e + shift) / noise. Computing all neurons whose margin is above one value for the
+whole layer reaches a given recall with the fewest neurons computed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-12
+_MOST_PAIRS = 4_000_000  # of a quantile: beyond it a part of the pairs is as good
+
+
+@dataclass(frozen=True)
+class MarginFit:
+    """Each neuron's line from estimate to pre-activation. Shapes: (N,) each."""
+
+    slope: Tensor
+    shift: Tensor
+    noise: Tensor
+
+    @classmethod
+    def of(cls, estimates: Tensor, pre_activations: Tensor) -> "MarginFit":
+        """Least squares over tokens, neuron by neuron. Shapes: both (T, N) float32."""
+        e_mean, z_mean = estimates.mean(dim=0), pre_activations.mean(dim=0)
+        e, z = estimates - e_mean, pre_activations - z_mean
+        variance = e.square().mean(dim=0)
+        slope = (e * z).mean(dim=0) / variance.clamp_min(_TINY)
+        # An estimate that says nothing, or the contrary, is no reason to compute or not.
+        slope = torch.where(variance > _TINY, slope, 0).clamp_min(0)
+        noise = (z - slope * e).square().mean(dim=0).sqrt().clamp_min(_TINY)
+        return cls(slope, z_mean - slope * e_mean, noise)
+
+    def margins(self, estimates: Tensor) -> Tensor:
+        """How many deviations each neuron is expected above zero. Shapes: (T, N)."""
+        return (self.slope * estimates + self.shift) / self.noise
+
+    def thresholds(self, least_margin: float) -> Tensor:
+        """The estimates (N,) where the margin is `least_margin`; infinite where it is constant."""
+        never = torch.where(self.shift > least_margin * self.noise, -torch.inf, torch.inf)
+        finite = (least_margin * self.noise - self.shift) / self.slope
+        return torch.where(self.slope > 0, finite, never)
+
+
+def least_margin(margins: Tensor, fires: Tensor, target_recall: float) -> float:
+    """The margin above which `target_recall` of all (token, neuron) pairs that fire lie.
+
+    Shapes:  margins (T, N) float32, fires (T, N) bool
+    """
+    found = margins[fires]
+    if not found.numel():
+        return float("inf")
+    found = found[:: -(-found.numel() // _MOST_PAIRS)]
+    rank = int((1 - target_recall) * found.numel())
+    return float(found.kthvalue(max(rank, 1)).values) - 1e-6
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a layer's predictor does on tokens that it was not fitted to. Shares of 1."""
+
+    recall: float  # of the neurons that fire, how many are computed
+    precision: float  # of the neurons computed, how many fire
+    computed: float  # of all neurons
+    active: float  # of all neurons, those that fire
+
+    @classmethod
+    def of(cls, computed: Tensor, fires: Tensor) -> "Quality":
+        """Compare. Shapes: both (T, N) bool."""
+        both = int((computed & fires).sum())
+        num_computed, num_fires = int(computed.sum()), int(fires.sum())
+        return cls(
+            recall=both / num_fires if num_fires else 1.0,
+            precision=both / num_computed if num_computed else 1.0,
+            computed=num_computed / computed.numel(),
+            active=num_fires / fires.numel(),
+        )

@@ -1,0 +1,59 @@
+"""Makes the predictors of a model, layer by layer, from what the profiler recorded."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import UsageError
+from predictors.fit_lowrank import fit_lowrank
+from predictors.fit_sign import fit_sign
+from predictors.inputs import LayerInputs
+from predictors.layer_data import LayerData
+from predictors.predictor_file import AnyLayer, Predictors
+from predictors.thresholds import Quality
+
+_Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
+_FITS: dict[str, tuple[_Fit, ...]] = {
+    "sign": (fit_sign,),
+    "lowrank": (fit_lowrank,),
+    "best": (fit_sign, fit_lowrank),
+}
+TRAINING_KINDS = tuple(_FITS)
+
+
+def train_predictors(
+    model_path: Path, config: ModelConfig, inputs: LayerInputs, kind: str, target_recall: float
+) -> Iterator[tuple[AnyLayer, Quality]]:
+    """Yield each layer's predictor and how good it is on tokens that it was not fitted to.
+
+    `kind` "best" takes, for each layer, the kind that reads the fewest bytes a token.
+    Errors:  UsageError, CheckpointError, ArtifactError
+    """
+    if kind not in _FITS:
+        raise UsageError(f"no kind of predictor named {kind!r}; give {' or '.join(_FITS)}")
+    if not 0.5 <= target_recall < 1:
+        raise UsageError(f"--recall is {target_recall}; give a share from 0.5 to below 1")
+    if config.activation_fn != "relu":
+        raise UsageError(
+            f"this model's activation is {config.activation_fn}, none of whose outputs is zero: "
+            "there is nothing to predict; use --mode dense"
+        )
+    checkpoint = Checkpoint(model_path)
+    for layer in range(config.num_layers):
+        data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer])
+        found = [fit(data, target_recall) for fit in _FITS[kind]]
+        yield min(found, key=lambda pair: _token_bytes(data, *pair))
+
+
+def _token_bytes(data: LayerData, layer: AnyLayer, quality: Quality) -> float:
+    return layer.num_bytes + quality.computed * data.gate_bits.nbytes
+
+
+def gather(
+    made: list[tuple[AnyLayer, Quality]], inputs: LayerInputs, target_recall: float
+) -> Predictors:
+    """All layers together, ready to be written."""
+    layers = [layer for layer, _ in made]
+    qualities = [quality for _, quality in made]
+    return Predictors(layers, "ffn_input", qualities, target_recall, inputs.text_digest)

@@ -1,0 +1,182 @@
+"""Who fires, and on what, beside what hooks in transformers see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from actors.cpu_service import CpuService
+from actors.driver import Driver
+from actors.failures import RequestError
+from actors.messages import GenerateRequest, SystemConfig
+from actors.profiling import as_float16_bits, counts_by_neuron
+from actors.service import Service
+from actors.shards import service_specs
+from model.config import ModelConfig
+from model.sampling import SamplingParams
+from tests import tiny_models
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE, make_tiny
+
+POSITIONS, STEP = 64, 16
+# What computes the FFN's first product, and the activation, of a transformers layer.
+FIRST_AND_ACTIVATION = {
+    "llama": ("mlp.gate_proj", "mlp.act_fn"),
+    "opt": ("fc1", "activation_fn"),
+    "falcon": ("mlp.dense_h_to_4h", "mlp.act"),
+}
+
+
+def fired(services: list[Service]) -> list[np.ndarray]:
+    """Each CPU service's counts."""
+    return [service.fired_counts for service in services if isinstance(service, CpuService)]
+
+
+@contextmanager
+def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callable[[], Any]]]:
+    """A driver on two services of two threads each, and what asks for their counts."""
+    settings: dict[str, Any] = {"num_positions": POSITIONS, "max_tokens": STEP, "copying": copying}
+    with InProcessSystem(path, num_services=2, num_threads=2, **settings) as system:
+        config = SystemConfig(
+            str(path), num_cpu_actors=2, num_threads=4, context_length=POSITIONS, kv_dtype="float32"
+        )
+        specs = service_specs(config, system.config)[1:]
+        driver = Driver(config, system.exchange)
+        yield (
+            driver,
+            lambda: counts_by_neuron(system.config, specs, fired(system.services[1:])),
+        )
+        driver.close()
+
+
+def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Counts (L, N), and the FFN inputs (L, T, d) of each window, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    config = ModelConfig.from_directory(path)
+    layers = next(
+        part for name, part in model.named_modules() if name.split(".")[-1] in ("layers", "h")
+    )
+    first, activation = FIRST_AND_ACTIVATION[config.family]
+    opening = [] if config.bos_token_id is None else [config.bos_token_id]
+    counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
+    inputs = []
+    for ids in windows:
+        found = np.zeros((config.num_layers, len(ids), config.hidden_size), np.float32)
+
+        def fire(layer: int, out: torch.Tensor) -> None:
+            rows = out.reshape(-1, config.ffn_size)[len(opening) :]
+            counts[layer] += (rows != 0).sum(0).numpy()
+
+        def enter(layer: int, x: torch.Tensor, into: np.ndarray = found) -> None:
+            into[layer] = x.reshape(-1, config.hidden_size)[len(opening) :].numpy()
+
+        hooks = []
+        for i, layer in enumerate(layers):
+            hooks.append(
+                layer.get_submodule(activation).register_forward_hook(
+                    lambda _m, _x, out, i=i: fire(i, out)
+                )
+            )
+            hooks.append(layer.get_submodule(first).register_forward_hook(
+                lambda _m, x, _out, i=i: enter(i, x[0])))  # fmt: skip
+        with torch.no_grad():
+            model(torch.tensor([opening + ids]))
+        for hook in hooks:
+            hook.remove()
+        inputs.append(found)
+    return counts, inputs
+
+
+def check_against_reference(path: Path, copying: bool = False) -> None:
+    random = np.random.default_rng(3)
+    windows = [random.integers(0, VOCAB_SIZE, size).tolist() for size in (40, 63, 1)]
+    recorded = [[0, 5, 15, 16, 17, 39], list(range(63)), []]
+    counts, inputs = reference(path, windows)
+    with profiled(path, copying) as (driver, fired_counts):
+        for ids, chosen, expected in zip(windows, recorded, inputs, strict=True):
+            found = driver.profile_window(ids, chosen)
+            assert found.dtype == np.uint16 and found.shape == expected[:, chosen].shape
+            np.testing.assert_allclose(
+                found.view(np.float16).astype(np.float32), expected[:, chosen], rtol=2e-3, atol=1e-3
+            )
+        assert fired_counts().dtype == np.int64
+        np.testing.assert_array_equal(fired_counts(), counts)
+    assert 0 < counts.mean() < 104  # some fire, some do not
+
+
+@pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "falcon-relu", "opt-postnorm"])
+def test_counts_and_inputs_are_those_of_transformers(
+    variant: str, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    check_against_reference(tiny(variant).path)
+
+
+def test_over_calls(tiny: Callable[..., TinyCheckpoint]) -> None:
+    check_against_reference(tiny("llama-relu").path, copying=True)
+
+
+def test_more_than_ten_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        tiny_models.VARIANTS, "deep", lambda: tiny_models._llama(num_hidden_layers=12)
+    )
+    check_against_reference(make_tiny("deep", tmp_path))
+
+
+def test_a_model_without_bos(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
+    assert ModelConfig.from_directory(path).bos_token_id is None
+    check_against_reference(path)
+
+
+def test_requests_and_profiling_leave_each_other_alone(
+    tiny: Callable[..., TinyCheckpoint],
+) -> None:
+    checkpoint = tiny("llama-relu")
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    with profiled(checkpoint.path) as (driver, fired_counts):
+        assert fired_counts().sum() == 0
+        driver.profile_window([3, 4, 5], [])
+        before = fired_counts()
+        *_, last = driver.generate(request)
+        assert last.result is not None and last.result.ids == checkpoint.greedy_ids[:20]
+        np.testing.assert_array_equal(fired_counts(), before)
+        driver.profile_window([3, 4, 5], [])
+        np.testing.assert_array_equal(fired_counts(), 2 * before)
+
+
+def test_windows_that_do_not_fit_and_overflow_are_refused(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path)
+    with (
+        profiled(path) as (driver, _),
+        pytest.raises(RequestError, match="window of 65 tokens does not fit in a context of 64"),
+    ):
+        driver.profile_window([1] * POSITIONS, [])
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1e38
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with (
+        profiled(path) as (driver, _),
+        pytest.raises(RequestError, match="not finite"),
+    ):
+        driver.profile_window([1, 2, 3], [])
+
+
+def test_float16_ends_where_it_ends() -> None:
+    values = np.array([[0.1, -2.0, 65504.0, 1e6, -1e30, np.inf]], np.float32)
+    found = as_float16_bits(values)
+    expected = np.array([[0.1, -2.0, 65504.0, 65504.0, -65504.0, 65504.0]], np.float16)
+    assert found.dtype == np.uint16
+    np.testing.assert_array_equal(found.view(np.float16), expected)

@@ -1,0 +1,342 @@
+"""Windows scored by the services, against transformers and against counts made neuron by neuron."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actors.driver import Driver
+from actors.engine import Engine
+from actors.failures import RequestError
+from actors.messages import SystemConfig
+from actors.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
+from actors.shards import deal_neurons
+from jobs.cmd_perplexity import summary
+from model.checkpoint import Checkpoint
+from model.errors import ServiceError
+from model.weights import load_embedding
+from numba_kernels.mailbox import HEAD, OPERATION
+from predictors.predictor import NeuronPredictor
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+Tiny = Callable[..., TinyCheckpoint]
+SIZE = 37
+FIRST = SIZE // 2
+WINDOWS = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, SIZE)).tolist()
+NUM_SERVICES, NUM_THREADS = 2, 2
+
+
+@pytest.fixture(params=["llama-relu", "llama-silu", "opt-prenorm", "falcon-relu"])
+def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[InProcessSystem]:
+    path = tiny(request.param).path
+    with InProcessSystem(path, NUM_SERVICES, NUM_THREADS) as running:
+        yield running
+
+
+@pytest.fixture
+def llama(tiny: Tiny) -> Iterator[InProcessSystem]:
+    with InProcessSystem(tiny("llama-relu").path, NUM_SERVICES, NUM_THREADS) as running:
+        yield running
+
+
+def reference_model(system: InProcessSystem) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(system.path, dtype=torch.float32).eval()
+
+
+def log_probabilities(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """Of each scored position, (n, V) float64."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double().numpy()
+    return log_softmax(logits, axis=-1)[FIRST : SIZE - 1]
+
+
+def reference_nll(log_p: np.ndarray, ids: list[int]) -> np.ndarray:
+    return -log_p[np.arange(len(log_p)), ids[FIRST + 1 :]]
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+@pytest.mark.parametrize("audit", [False, True])
+def test_perplexity_equals_transformers(system: InProcessSystem, mode: str, audit: bool) -> None:
+    model = reference_model(system)
+    nll = np.concatenate([reference_nll(log_probabilities(model, ids), ids) for ids in WINDOWS])
+    engine = system.engine(mode)
+    scores = [score_window(engine, ids, FIRST, audit) for ids in WINDOWS]
+    assert system.python_answers == []  # all through kernels
+    np.testing.assert_allclose(np.concatenate([s.nll for s in scores]), nll, rtol=1e-4, atol=1e-4)
+    report = summary(scores, system.config.ffn_size, mode)
+    mean, mean_of_squares, count = np.mean(nll), np.mean(nll**2), nll.size
+    ppl = math.exp(mean)
+    assert count == 2 * (SIZE - 1 - FIRST) == report["tokens"]
+    assert report["ppl"] == pytest.approx(ppl, rel=1e-4)
+    stderr = ppl * math.sqrt((mean_of_squares - mean**2) / (count - 1))
+    assert report["ppl_stderr"] == pytest.approx(stderr, rel=1e-4)
+    if mode == "dense":
+        assert report["mean_kld"] is None and report["same_top_p"] is None
+        assert report["neurons_computed"] == 1
+        return
+    assert report["ppl_dense"] == pytest.approx(ppl, rel=1e-4)
+    assert 0 <= report["kld_max"] + 1e-12 < 1e-9
+    assert report["same_top_p"] == 1 and report["same_top_p_stderr"] == 0
+    assert report["recall"] is None and report["precision"] is None
+    assert (report["neurons_computed"] is None) != audit
+
+
+def test_exact_mode_computes_what_fires(llama: InProcessSystem) -> None:
+    ids = WINDOWS[0]
+    model, fired, _ = masked_model(llama, all_neurons)
+    log_probabilities(model, ids)
+    found = score_window(llama.engine("exact"), ids, FIRST, True).counts
+    assert found is not None and found.num_tokens == SIZE - 1
+    np.testing.assert_array_equal(found.num_fired, [f[: SIZE - 1].sum() for f in fired])
+    np.testing.assert_array_equal(found.num_fired_listed, found.num_fired)
+    assert found.num_fired.min() > 0
+
+
+class Chooser:
+    """Expects neuron n to fire where a number of the input, another one a layer, is not small."""
+
+    def __init__(self, layer: int, neuron_ids: np.ndarray) -> None:
+        self.layer, self.neuron_ids = layer, neuron_ids
+        self.num_neurons = len(neuron_ids)
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        scores[:] = chooser_scores(self.layer, x)[:, self.neuron_ids]
+
+
+FFN_SIZE, ALL_LAYER = 88, 1  # of llama-relu; layer 1 has no predictor
+
+
+def chooser_scores(layer: int, x: np.ndarray) -> np.ndarray:
+    columns = (np.arange(FFN_SIZE) * 7 + layer) % x.shape[1]
+    return x[:, columns] + np.float32(0.4 * layer)
+
+
+def chosen_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
+    return None if layer == ALL_LAYER else chooser_scores(layer, x) > 0
+
+
+def all_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
+    return None
+
+
+def masked_model(
+    system: InProcessSystem, choose: Callable[[int, np.ndarray], np.ndarray | None]
+) -> tuple[PreTrainedModel, list[np.ndarray], list[np.ndarray]]:
+    """transformers' model, its neurons silenced but for the chosen; who fired and was chosen."""
+    model = reference_model(system)
+    layers = model.model.layers
+    empty = np.empty((0, FFN_SIZE), bool)
+    fired, chosen, inputs = [empty] * len(layers), [empty] * len(layers), [empty] * len(layers)
+
+    def remember(layer: int, _: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        inputs[layer] = arguments[0][0].numpy()
+
+    def silence(layer: int, h: torch.Tensor) -> torch.Tensor:
+        fired[layer] = (h[0] != 0).numpy()
+        wanted = choose(layer, inputs[layer])
+        chosen[layer] = np.ones_like(fired[layer]) if wanted is None else wanted
+        return h * torch.from_numpy(chosen[layer])
+
+    for i, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(partial(remember, i))
+        layer.mlp.act_fn = HookedRelu(partial(silence, i))
+    return model, fired, chosen
+
+
+class HookedRelu(torch.nn.Module):
+    """relu, then a function of its result."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._then(torch.relu(x))
+
+
+def predicting_engine(system: InProcessSystem) -> Engine:
+    config = system.config
+    shards = deal_neurons(config.ffn_size, NUM_SERVICES, NUM_THREADS)
+    order = np.concatenate(shards)
+    layers = [
+        None if layer == ALL_LAYER else Chooser(layer, order) for layer in range(config.num_layers)
+    ]
+    sizes = np.array([[len(ids) for ids in shards]] * config.num_layers)
+    embedding = load_embedding(Checkpoint(system.path), config)
+    predictor = NeuronPredictor(layers, sizes, "ffn_input")
+    return Engine(config, embedding, system.exchange, "sign", predictor)
+
+
+def test_recall_and_precision_equal_a_count_neuron_by_neuron(llama: InProcessSystem) -> None:
+    engine = predicting_engine(llama)
+    scores = [score_window(engine, ids, FIRST, audit=True) for ids in WINDOWS]
+    sums = np.zeros((3, llama.config.num_layers), np.int64)  # listed, fired and listed, fired
+    for ids in WINDOWS:
+        model, fired, chosen = masked_model(llama, chosen_neurons)
+        log_probabilities(model, ids)
+        for layer, (f, c) in enumerate(zip(fired, chosen, strict=True)):
+            f, c = f[: SIZE - 1], c[: SIZE - 1]
+            sums[:, layer] += (c.sum(), (f & c).sum(), f.sum())
+    report = summary(scores, FFN_SIZE, "sign")
+    listed, both, fired_sums = sums
+    assert report["recall"] == (both / fired_sums).tolist()
+    assert report["precision"] == (both / listed).tolist()
+    assert report["recall"][ALL_LAYER] == 1
+    assert 0.1 < report["recall"][0] < 0.9 and 0.1 < report["recall"][2] < 0.9
+    num_all = 2 * (SIZE - 1) * listed.size * FFN_SIZE
+    assert report["neurons_computed"] == pytest.approx(listed.sum() / num_all, rel=1e-12)
+
+
+def test_a_predicting_mode_beside_dense_equals_transformers(llama: InProcessSystem) -> None:
+    ids, engine = WINDOWS[0], predicting_engine(llama)
+    dense_log_p = log_probabilities(reference_model(llama), ids)
+    log_p = log_probabilities(masked_model(llama, chosen_neurons)[0], ids)
+    kld = (np.exp(dense_log_p) * (dense_log_p - log_p)).sum(axis=1)
+    same = dense_log_p.argmax(axis=1) == log_p.argmax(axis=1)
+    assert kld.mean() > 0.01 and not same.all()
+    for audit in (True, False):
+        found = score_window(engine, ids, FIRST, audit)
+        assert found.predicts and (found.counts is not None) == audit
+        for values, expected in (
+            (found.nll, reference_nll(log_p, ids)),
+            (found.nll_dense, reference_nll(dense_log_p, ids)),
+            (found.kld, kld),
+        ):
+            np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found.same_top, same)
+        report = summary([found], FFN_SIZE, "sign")
+        assert report["mean_kld"] == pytest.approx(kld.mean(), rel=1e-3)
+        spread = math.sqrt(np.var(kld, ddof=1) / kld.size)
+        assert report["kld_stderr"] == pytest.approx(spread, rel=1e-3)
+        share = same.mean()
+        assert report["same_top_p"] == pytest.approx(share)
+        stderr = math.sqrt(share * (1 - share) / (same.size - 1))
+        assert report["same_top_p_stderr"] == pytest.approx(stderr)
+        assert report["kld_p99"] == pytest.approx(np.quantile(kld, 0.99), rel=1e-3)
+        assert report["kld_max"] == pytest.approx(kld.max(), rel=1e-3)
+        assert (report["recall"] is None) != audit
+
+
+def test_auditing_changes_no_bit(llama: InProcessSystem) -> None:
+    plain = predicting_engine(llama)
+    audited = AuditedEngine(plain)
+    for at, token in enumerate(WINDOWS[0][:10]):
+        expected = plain.step([token], [at], [0]).copy()
+        np.testing.assert_array_equal(audited.step([token], [at], [0]), expected)
+    with pytest.raises(ValueError, match="one token"):
+        audited.step([1, 2], [10, 11], [0, 0])
+
+
+def test_a_window_leaves_nothing_behind(llama: InProcessSystem) -> None:
+    engine = predicting_engine(llama)
+
+    def run(ids: list[int]) -> WindowScores:
+        return score_window(engine, ids, len(ids) // 2, audit=True)
+
+    first, _, again = run(WINDOWS[0]), run(WINDOWS[1]), run(WINDOWS[0])
+    short = run(WINDOWS[0][:4])
+    np.testing.assert_array_equal(first.nll, again.nll)
+    np.testing.assert_array_equal(first.kld, again.kld)
+    assert first.counts is not None and again.counts is not None and short.counts is not None
+    np.testing.assert_array_equal(first.counts.num_listed, again.counts.num_listed)
+    assert first.counts.num_tokens == SIZE - 1 and short.counts.num_tokens == 3
+    assert short.nll.size == 1
+    report = summary([short], FFN_SIZE, "sign")
+    assert report["ppl_stderr"] is None and report["kld_stderr"] is None
+
+
+def test_a_layer_where_nothing_fires_has_no_recall() -> None:
+    zero = np.zeros(2, np.int64)
+    counts = NeuronCounts(4, np.array([0, 8]), zero, np.array([0, 4]))
+    one = np.ones(3)
+    score = WindowScores(one * 800, one, one, one > 0, predicts=True, counts=counts)
+    report = summary([score, score], 10, "sign")
+    assert report["recall"] == [None, 0.0]
+    assert report["precision"] == [None, 0.0]
+    assert report["neurons_computed"] == 16 / (8 * 2 * 10)
+    assert report["ppl"] is None  # e ** 800 is no number
+
+
+def test_the_check_before_each_step_can_end_a_window(llama: InProcessSystem) -> None:
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ServiceError("stopped")
+
+    with pytest.raises(ServiceError, match="stopped"):
+        score_window(llama.engine("exact"), WINDOWS[0], FIRST, True, check)
+    assert calls == 7
+
+
+def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
+    config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
+    driver = Driver(config, llama.exchange)
+    expected = score_window(llama.engine("exact"), WINDOWS[0], FIRST, True)
+    found = driver.score_window(WINDOWS[0], FIRST, True)
+    np.testing.assert_array_equal(found.nll, expected.nll)
+    with pytest.raises(RequestError, match="does not fit"):
+        driver.score_window([1] * (SIZE + 1), FIRST, True)
+    with pytest.raises(RequestError, match="none to score"):
+        driver.score_window(WINDOWS[0], SIZE - 1, True)
+    ask, wires = llama.exchange.ask, llama.exchange.wires
+
+    def spoil(services: Sequence[int]) -> int:
+        waited = ask(services)
+        if list(services) == [0] and wires.requests[0, OPERATION] == HEAD:
+            wires.logits[0, 3] = np.nan
+        return waited
+
+    llama.exchange.ask = spoil  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match=f"token {FIRST + 2} of this window .* NaN"):
+        driver.score_window(WINDOWS[0], FIRST, False)
+    llama.exchange.ask = ask  # type: ignore[method-assign]
+    again = driver.score_window(WINDOWS[0], FIRST, True)
+    np.testing.assert_array_equal(again.nll, expected.nll)
+    driver.close()
+
+
+def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
+    config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
+    driver, ask = Driver(config, llama.exchange), llama.exchange.ask
+    asked, closing = threading.Event(), threading.Event()
+    num_asked, outcome = 0, []
+
+    def wait(services: Sequence[int]) -> int:
+        nonlocal num_asked
+        num_asked += 1
+        asked.set()
+        assert closing.wait(100)
+        return ask(services)
+
+    def run() -> None:
+        try:
+            driver.score_window(WINDOWS[0], FIRST, True)
+        except ServiceError as error:
+            outcome.append(str(error))
+
+    llama.exchange.ask = wait  # type: ignore[method-assign]
+    threads = [threading.Thread(target=run), threading.Thread(target=driver.close)]
+    threads[0].start()
+    assert asked.wait(100)
+    threads[1].start()
+    while driver._broken is None:
+        pass
+    closing.set()
+    for thread in threads:
+        thread.join(100)
+    assert outcome == ["the system is being stopped"]
+    assert num_asked <= 2 * llama.config.num_layers  # and no logits: the first step's
+    llama.exchange.ask = ask  # type: ignore[method-assign]

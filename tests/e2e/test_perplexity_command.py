@@ -1,0 +1,197 @@
+"""`hotcold perplexity`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from jobs.cli import main
+from tests.e2e.commands import CHECKOUT, run
+from tests.e2e.word_model import add_tokenizer, shared_ray
+from tests.tiny_models import MAX_POSITIONS, make_tiny
+
+DEMO = CHECKOUT / "demo"
+HELD_OUT = DEMO / "heldout.txt"
+COMPARED = ("ppl_dense", "mean_kld", "kld_stderr", "same_top_p", "same_top_p_stderr")
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    with shared_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose word i is token i, and whose tokenizer opens no text with bos."""
+    model = make_tiny("llama-gqa", tmp_path_factory.mktemp("words"))
+    add_tokenizer(model)
+    return model
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Seventy words: tokens 0 to 69."""
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{i}" for i in range(70)))
+    return path
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
+    """Run in this process; the exit status, standard output and standard error."""
+    capsys.readouterr()
+    status = main(["perplexity", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def last_line(outcome: Outcome) -> dict[str, Any]:
+    status, out, err = outcome
+    assert status == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def perplexity(model: Path, windows: list[list[int]]) -> float:
+    """By transformers in float32, of each window's second half."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    nll: list[float] = []
+    for ids in windows:
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0].double().numpy()
+        log_p, first = log_softmax(logits, axis=-1), len(ids) // 2
+        nll += [-log_p[at, ids[at + 1]] for at in range(first, len(ids) - 1)]
+    return math.exp(np.mean(nll))
+
+
+def test_the_demo_model(ray_here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows cut as llama.cpp cuts them: the text opens with bos, and so does each window."""
+    size = 128
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO)
+    ids = tokenizer(HELD_OUT.read_text("utf-8")[:10_000])["input_ids"]
+    windows = [[1, *ids[1:size]], [1, *ids[size + 1 : 2 * size]]]
+    assert ids[0] == 1 and ids[size] != 1
+    outcome = command(
+        capsys, "--text", HELD_OUT, "--mode", "exact", "--context-window", str(size),
+        "--max-windows", "2", "--json",
+    )  # fmt: skip
+    found = last_line(outcome)
+    # float16 weights are the same numbers in both, but the KV cache is float16 here.
+    assert found["ppl"] == pytest.approx(perplexity(DEMO, windows), rel=1e-3)
+    assert found["ppl_dense"] == pytest.approx(found["ppl"], rel=1e-5)
+    assert (found["tokens"], found["windows"]) == (2 * (size // 2 - 1), 2)
+    assert found["context_window"] == size and found["mode"] == "exact"
+    assert 0 < found["ppl_stderr"] < found["ppl"]
+    assert abs(found["mean_kld"]) < 1e-6 and 0 <= found["kld_stderr"] < 1e-6
+    assert found["same_top_p"] > 0.99
+    assert 0 < found["neurons_computed"] < 0.5
+    assert found["recall"] is None and found["precision"] is None
+    assert found["tokens_per_s"] > 0
+
+
+def test_plain_output(ray_here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = command(
+        capsys, "--text", HELD_OUT, "--max-windows", "2", "--context-window", "64"
+    )
+    assert (status, err) == (0, "")
+    assert out.startswith("ppl ") and " ± " in out and "tokens/s" in out
+    assert "same likeliest token 100.000% ± 0.000%" in out
+    assert "neurons computed" in out and "recall" not in out
+
+
+def test_dense_is_compared_with_nothing(
+    ray_here: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without bos, windows are the text's own ids; what fills no window is left out."""
+    options: list[str | Path] = [words, "--text", text, "--context-window", "32"]
+    windows = [list(range(32)), list(range(32, 64))]
+    outcome = command(capsys, *options, "--mode", "dense", "--json")
+    found = last_line(outcome)
+    expected = perplexity(words, windows)
+    assert found["ppl"] == pytest.approx(expected, rel=1e-4)
+    assert all(found[name] is None for name in COMPARED)
+    assert found["neurons_computed"] == 1 and found["tokens"] == 30
+    assert len(outcome[1].splitlines()) == 3
+    options += ["--no-recall", "--exchange", "calls", "--cpu-actors", "2", "--threads", "2"]
+    fast = last_line(command(capsys, *options, "--json"))
+    assert fast["ppl"] == pytest.approx(expected, rel=1e-4)
+    assert abs(fast["mean_kld"]) < 1e-9 and fast["same_top_p"] == 1
+    assert fast["neurons_computed"] is None
+
+
+def test_a_text_shorter_than_a_window(
+    ray_here: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = command(capsys, words, "--text", text, "--json")
+    found = last_line(outcome)
+    assert outcome[2].strip() == (
+        f"the text has 70 tokens, fewer than a window of {MAX_POSITIONS}: one window of 70"
+    )
+    assert found["ppl"] == pytest.approx(perplexity(words, [list(range(70))]), rel=1e-4)
+    assert (found["windows"], found["context_window"], found["tokens"]) == (1, 70, 34)
+
+
+MISTAKES: dict[str, tuple[list[str], int, str]] = {
+    "missing file": (["--text", "nowhere.txt"], 1, "nowhere.txt: "),
+    "no text": ([], 2, "Missing option '--text'"),
+    "too short": (["--text", "{short}"], 1, "has 31 tokens, too few to score"),
+    "empty": (["--text", "{empty}"], 1, "empty"),
+    "unknown mode": (["--text", "{text}", "--mode", "best"], 2, "'best' is not one of"),
+    "window too large": (
+        ["--text", "{text}", "--context-window", "129"],
+        1,
+        "--context-window is 129; give a number from 32 to 128",
+    ),
+    "window too small": (["--text", "{text}", "--context-window", "31"], 1, "from 32 to 128"),
+    "context too small": (
+        ["--text", "{text}", "--context-window", "64", "--context", "63"],
+        1,
+        "--context is 63, less than a window of 64 tokens",
+    ),
+    "no windows": (["--text", "{text}", "--max-windows", "0"], 2, "0 is not in the range"),
+    "memory": (
+        ["--text", "{text}", "--context-window", "64", "--cpu-memory", "10MB"],
+        1,
+        "of memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line(
+    name: str, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, empty = text.with_name("short.txt"), text.with_name("empty.txt")
+    short.write_text(" ".join(["w2"] * 31))
+    empty.write_text("")
+    arguments, expected_status, says = MISTAKES[name]
+    files = {"text": text, "short": short, "empty": empty}
+    status, out, err = command(capsys, words, *(part.format(**files) for part in arguments))
+    assert status == expected_status
+    assert out == ""
+    assert len(err.splitlines()) == 1 and says in err
+
+
+def test_a_model_without_tokenizer(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny("llama-gqa", tmp_path / "model")
+    status, _, err = command(capsys, model, "--text", text)
+    assert status == 1 and "tokenizer" in err and len(err.splitlines()) == 1
+
+
+def test_in_a_process_of_its_own_nothing_is_left(words: Path, text: Path) -> None:
+    outcome = run("perplexity", words, "--text", text, "--context-window", "64", "--json")
+    assert outcome.status == 0, outcome.err
+    assert json.loads(outcome.out.splitlines()[-1])["windows"] == 1
+    assert outcome.err == "" and outcome.left == []

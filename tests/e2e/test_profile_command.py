@@ -1,0 +1,329 @@
+"""`hotcold profile`, as a user runs it: its files, its figures, and going on after any end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.cli import main
+from jobs.profile_plot import cumulative_share
+from jobs.profile_report import hot_share
+from jobs.profile_state import ProfileState, ProfileTask
+from model.artifact import ModelIdentity, check_artifact
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from model.locate import DEMO_DIRECTORY
+from placement.profile import ActivationProfile, read_profile, write_profile
+from predictors.inputs import LayerInputs, read_inputs, write_inputs
+from tests.actors.test_profiling import reference
+from tests.e2e.commands import command_line, environment, processes_left, ray_folder
+from tests.e2e.word_model import add_tokenizer, make_word_model, shared_ray
+from tests.tiny_models import make_tiny
+
+WINDOW, NUM_TOKENS, NUM_INPUTS = 24, 100, 30
+HELD_OUT = DEMO_DIRECTORY / "heldout.txt"
+LONG = 15_000  # tokens of the demo's held-out text
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_word_model(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return np.random.default_rng(5).integers(3, 99, NUM_TOKENS).tolist()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(" ".join(f"w{token_id}" for token_id in ids))
+    return file
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    with shared_ray():
+        yield
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[dict[str, Any], str]:
+    """Run a command in this process; its JSON, and what it wrote on standard error."""
+    capsys.readouterr()
+    status = main(["profile", *map(str, arguments), "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return json.loads(out.splitlines()[-1]), err
+
+
+def state_of(out: Path) -> dict[str, Any]:
+    """The facts of a stopped or running run's state."""
+    return check_artifact(
+        out.with_name(f"{out.name}.part"), "profile", ModelIdentity.of(DEMO_DIRECTORY)
+    )
+
+
+@pytest.mark.parametrize("exchange", ["arena", "calls"])
+def test_files_are_what_transformers_says(
+    ray_here: None, capsys: pytest.CaptureFixture[str], words: Path, text: Path, ids: list[int],
+    tmp_path: Path, exchange: str,
+) -> None:  # fmt: skip
+    plot = tmp_path / "figure.png"
+    report, _ = run(
+        capsys, words, "--text", text, "--window", f"{WINDOW}", "--inputs", f"{NUM_INPUTS}",
+        "--exchange", exchange, "--cpu-actors", "2", "--threads", "2", "--plot", plot,
+    )  # fmt: skip
+    size = WINDOW - 1  # bos takes one
+    windows = [ids[first : first + size] for first in range(0, NUM_TOKENS, size)]
+    counts, inputs = reference(words, windows)
+    identity, config = ModelIdentity.of(words), ModelConfig.from_directory(words)
+    profile = read_profile(Path(report["path"]), identity, config)
+    np.testing.assert_array_equal(profile.counts, counts)
+    assert (profile.num_tokens, profile.text_name) == (NUM_TOKENS, "words.txt")
+    recorded = read_inputs(Path(report["inputs_path"]), identity, config)
+    chosen = [
+        token
+        for token in range(NUM_TOKENS)
+        if (token + 1) * NUM_INPUTS // NUM_TOKENS > token * NUM_INPUTS // NUM_TOKENS
+    ]
+    assert len(chosen) == NUM_INPUTS
+    expected = np.concatenate(inputs, axis=1)[:, chosen]
+    found = recorded.inputs.view(np.float16).astype(np.float32)
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
+    assert recorded.text_digest == profile.text_digest and recorded.num_tokens == NUM_TOKENS
+    assert report["tokens"] == NUM_TOKENS and report["resumed_at"] == 0
+    assert report["tokens_per_s"] > 0
+    np.testing.assert_allclose(report["sparsity"], 1 - (counts / NUM_TOKENS).mean(axis=1))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (words / "hotcold").iterdir()) == [
+        "inputs.safetensors", "profile.safetensors",
+    ]  # fmt: skip
+
+
+def test_part_of_a_text_without_inputs(
+    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "profile.safetensors"
+    report, err = run(
+        capsys, "--text", HELD_OUT, "--out", out, "--inputs", "0", "--max-tokens", "700",
+    )  # fmt: skip
+    assert report["tokens"] == 700 and report["inputs_path"] is None
+    assert report["path"] == str(out) and [path.name for path in out.parent.iterdir()] == [out.name]
+    assert len(report["hot_share"]) == len(report["never_fired"]) == 4
+    assert "warning" not in err
+
+
+def test_silu_is_never_zero(
+    ray_here: None, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    path = make_tiny("llama-silu", tmp_path)
+    add_tokenizer(path)
+    report, err = run(capsys, path, "--text", text)
+    assert "silu, which is never exactly zero" in err and len(err.splitlines()) == 1
+    assert report["sparsity"] == [0.0] * 3
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(
+    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments: list[str | Path] = ["--text", HELD_OUT, "--max-tokens", f"{LONG}"]
+    whole: list[str | Path] = ["--out", tmp_path / "a" / "p", "--inputs-out", tmp_path / "a" / "i"]
+    parts: list[str | Path] = ["--out", tmp_path / "b" / "p", "--inputs-out", tmp_path / "b" / "i"]
+    run(capsys, *arguments, *whole)
+    for how in (signal.SIGKILL, signal.SIGINT):
+        stopped_at = _stop_midway(arguments + parts, tmp_path / "b" / "p", how)
+        assert not (tmp_path / "b" / "i").exists()
+    report, err = run(capsys, *arguments, *parts)
+    assert report["resumed_at"] == stopped_at and 0 < stopped_at < LONG
+    assert f"continued at token {stopped_at}" in err
+    for name in ("p", "i"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["i", "p"]
+
+
+def _stop_midway(arguments: list[str | Path], out: Path, how: signal.Signals) -> int:
+    """Start a command, signal it and all that it started once it has saved some work."""
+    try:
+        before = state_of(out)["num_done"]
+    except ArtifactError:
+        before = 0
+    with (
+        ray_folder() as folder,
+        subprocess.Popen(
+            command_line(["profile", *arguments, "--save-every", "0"]), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(folder),
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        while process.poll() is None:
+            try:
+                if state_of(out)["num_done"] > before:
+                    break
+            except ArtifactError:
+                pass
+            time.sleep(0.01)
+        os.killpg(process.pid, how)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == (-how if how == signal.SIGKILL else 130), err.decode()
+        assert processes_left(folder) == []
+    done: int = state_of(out)["num_done"]
+    assert before < done < LONG
+    if how == signal.SIGINT:
+        assert f"stopped at token {done} of {LONG}" in err.decode()
+    return done
+
+
+def saved_state(out: Path, words: Path, task: ProfileTask) -> ProfileState:
+    """A state of two windows done, whose counts are all wrong."""
+    config = ModelConfig.from_directory(words)
+    state = ProfileState(out, ModelIdentity.of(words), config, task)
+    state.start()
+    for first, last in ((0, 23), (23, 46)):
+        shape = (config.num_layers, len(task.recorded(first, last)), config.hidden_size)
+        state.add_inputs(first, np.full(shape, first + 1, np.uint16))
+    state.save(state.counts + 7, 46)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("change", "num_done"),
+    [("none", 46), ("text", 0), ("window", 0), ("inputs", 0), ("model", 0), ("damage", 0),
+     ("no rows", 0), ("a row more", 46)],
+)  # fmt: skip
+def test_which_state_is_taken_over(words: Path, tmp_path: Path, change: str, num_done: int) -> None:
+    task, out = ProfileTask("a" * 64, NUM_TOKENS, WINDOW - 1, NUM_INPUTS), tmp_path / "profile"
+    first = saved_state(out, words, task)
+    fields: dict[str, dict[str, Any]] = {
+        "text": {"text_digest": "b" * 64}, "window": {"window_ids": 9}, "inputs": {"num_inputs": 29}
+    }  # fmt: skip
+    identity = ModelIdentity("other", "0" * 64) if change == "model" else first.identity
+    rows = out.with_name("profile.part.inputs")
+    if change in ("no rows", "a row more"):
+        rows.write_bytes(b"" if change == "no rows" else rows.read_bytes() + bytes(288))
+    if change == "damage":
+        out.with_name("profile.part").write_bytes(b"nonsense")
+    config = ModelConfig.from_directory(words)
+    state = ProfileState(out, identity, config, replace(task, **fields.get(change, {})))
+    state.resume()
+    assert state.num_done == num_done
+    assert np.unique(state.counts).tolist() == [7 if num_done else 0]
+    if num_done:
+        shape = (config.num_layers, NUM_INPUTS - task.recorded_before(46), config.hidden_size)
+        state.start()
+        state.add_inputs(46, np.full(shape, 47, np.uint16))
+        expected = [[1] * 6 + [24] * 7 + [47] * 17] * config.num_layers
+        np.testing.assert_array_equal(state.inputs()[:, :, 0], expected)
+    state.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_restart(
+    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: Path, text: Path,
+    ids: list[int],
+) -> None:  # fmt: skip
+    config, out = ModelConfig.from_directory(words), tmp_path / "profile"
+    digest = hashlib.sha256(text.read_bytes()).hexdigest()
+    saved_state(out, words, ProfileTask(digest, NUM_TOKENS, WINDOW - 1, NUM_INPUTS))
+    arguments: list[str | Path] = [words, "--text", text, "--out", out, "--inputs-out"]
+    arguments += [tmp_path / "i", "--window", f"{WINDOW}", "--inputs", f"{NUM_INPUTS}"]
+    report, err = run(capsys, *arguments, "--restart")
+    assert report["resumed_at"] == 0 and err == ""
+    windows = [ids[first : first + WINDOW - 1] for first in range(0, NUM_TOKENS, WINDOW - 1)]
+    found = read_profile(out, ModelIdentity.of(words), config)
+    np.testing.assert_array_equal(found.counts, reference(words, windows)[0])
+    saved_state(out, words, ProfileTask(digest, NUM_TOKENS, WINDOW - 1, NUM_INPUTS))
+    report, err = run(capsys, *arguments)
+    assert report["resumed_at"] == 46 and "continued at token 46" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--text", "none.txt"], "none.txt: cannot be read"),
+        (["--text", HELD_OUT, "--window", "1"], "--window is 1; give a number from 2 to 512"),
+        (["--text", HELD_OUT, "--window", "513"], "--window is 513"),
+        (["--text", HELD_OUT, "--inputs", "0", "--inputs-out", "x"], "leave one out"),
+        (["--text", HELD_OUT, "--plot", "figure.gif"], "ends in .png"),
+        (["--text", HELD_OUT, "--out", "same", "--inputs-out", "same"], "the same file"),
+        (["--text", HELD_OUT, "--out", "."], "is a directory"),
+        (["--text", HELD_OUT, "--out", HELD_OUT / "p"], "cannot be written"),
+        (["--text", HELD_OUT, "--threads", "1000"], "--threads is 1000"),
+    ],
+)
+def test_mistakes_cost_no_waiting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str | Path], problem: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    outputs: list[str | Path] = ["--out", "p", "--inputs-out", "i"]
+    if "--out" in arguments or "--inputs" in arguments:
+        outputs = []
+    assert main(["profile", *map(str, [*outputs, *arguments])]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and problem in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_another_model_are_refused(words: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(words)
+    other = ModelIdentity("other", "0" * 64)
+    counts = np.ones((config.num_layers, config.ffn_size), np.int64)
+    write_profile(tmp_path / "p", other, ActivationProfile(counts, 9, "a.txt", "0" * 64))
+    inputs = np.ones((config.num_layers, 2, config.hidden_size), np.uint16)
+    write_inputs(tmp_path / "i", other, LayerInputs(inputs, 9, "0" * 64))
+    with pytest.raises(ArtifactError, match="belongs to the model 'other'"):
+        read_profile(tmp_path / "p", ModelIdentity.of(words), config)
+    with pytest.raises(ArtifactError, match="belongs to the model 'other'"):
+        read_inputs(tmp_path / "i", ModelIdentity.of(words), config)
+    found = read_inputs(tmp_path / "i", other, config)
+    np.testing.assert_array_equal(found.inputs, inputs)
+    assert (found.num_tokens, found.text_digest) == (9, "0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "num_tokens", "problem"),
+    [
+        (np.full((3, 2, 48), 0x7C00, np.uint16), 9, "not finite"),
+        (np.full((3, 2, 48), 0xFE00, np.uint16), 9, "not finite"),
+        (np.zeros((3, 2, 48), np.uint16), 1, "2 tokens of a text of 1"),
+        (np.zeros((3, 2, 48), np.float16), 9, "float16"),
+        (np.zeros((3, 0, 48), np.uint16), 9, r"\(3, 0, 48\)"),
+    ],
+)
+def test_impossible_inputs_are_refused(
+    tmp_path: Path, inputs: np.ndarray, num_tokens: int, problem: str
+) -> None:
+    identity = ModelIdentity("any", "0" * 64)
+    with pytest.raises(ArtifactError, match=problem):
+        write_inputs(tmp_path / "i", identity, LayerInputs(inputs, num_tokens, "0" * 64))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("counts", "share"),
+    [([0, 0], 0.0), ([1, 1, 1, 1, 1], 0.8), ([0, 8, 1, 1], 0.25), ([3, 0, 5, 2], 0.5), ([7], 1.0)],
+)
+def test_hot_share(counts: list[int], share: float) -> None:
+    assert hot_share(np.array(counts)) == share
+
+
+def test_cumulative_share() -> None:
+    x, y = cumulative_share(np.array([1, 0, 6, 3]))
+    np.testing.assert_allclose(x, [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(y, [0, 0.6, 0.9, 1, 1])
+    x, y = cumulative_share(np.ones(5000, np.int64))
+    assert x.size <= 1001
+    np.testing.assert_allclose(x, y)

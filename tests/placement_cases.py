@@ -1,0 +1,96 @@
+"""Machines, models and problems for the tests of placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from placement.machine import CpuNode, GpuDevice, Machine
+from placement.problem import ATTENTION, HEAD, Problem
+
+
+def llama_config(**changes: Any) -> ModelConfig:
+    """A small Llama with ReLU, float16."""
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float16",
+        "hidden_act": "relu",
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 1000,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return ModelConfig.from_dict(values | changes)
+
+
+def make_machine(
+    gpu_bytes: tuple[int, ...] = (8 << 30,),
+    node_bytes: tuple[int, ...] = (16 << 30, 16 << 30),
+    exchange_us: float = 0.01,
+) -> Machine:
+    """Nodes of 50 GB/s and GPUs of 1000 GB/s, with so much free."""
+    return Machine(
+        name="made up",
+        nodes=tuple(
+            CpuNode(f"node{i}", 8, 2 * free, free, 55.0, 50.0, 40.0)
+            for i, free in enumerate(node_bytes)
+        ),
+        gpus=tuple(
+            GpuDevice(f"gpu{i}", "made up", 2 * free, free, 1000.0, 25.0, True)
+            for i, free in enumerate(gpu_bytes)
+        ),
+        exchange_us=exchange_us,
+        date="",
+    )
+
+
+def random_problem(
+    rng: np.random.Generator,
+    num_layers: int,
+    group_sizes: tuple[int, ...],
+    num_gpus: int,
+    num_columns: int,
+    *,
+    num_parts: int = 3,
+    tightness: float = 1.2,
+) -> Problem:
+    """A problem whose devices together hold `tightness` times what there is, about.
+
+    Frequencies fall in each layer; GPUs are 2 to 6 times as fast as a column; some layers' least
+    number of neurons is more than one group, some can use no GPU.
+    """
+    groups, devices = len(group_sizes), num_gpus + num_columns
+    sizes = np.array(group_sizes, np.int64)
+    frequency = -np.sort(-rng.random((num_layers, groups)), axis=1)
+    speed = np.concatenate([rng.uniform(2, 6, num_gpus), rng.uniform(0.7, 1.3, num_columns)])
+    seconds = (sizes * (0.2 + frequency))[:, :, None] / speed * 1e-5
+    neuron_bytes = int(rng.integers(3, 50))
+    part_bytes = rng.integers(1, 4 * 64 * neuron_bytes, num_parts)
+    total = num_layers * int(sizes.sum()) * neuron_bytes + int(part_bytes.sum())
+    cut = rng.dirichlet(np.full(devices, 4.0))
+    part_speed = np.append(speed[:num_gpus], speed[num_gpus:].sum())
+    most = int(sizes.sum())
+    return Problem(
+        num_gpus=num_gpus,
+        budget_bytes=(cut * total * tightness).astype(np.int64),
+        neuron_bytes=neuron_bytes,
+        group_sizes=sizes,
+        group_seconds=seconds,
+        group_frequency=frequency,
+        part_kinds=(*[ATTENTION] * (num_parts - 1), HEAD),
+        part_bytes=part_bytes,
+        part_seconds=part_bytes[:, None] / neuron_bytes / part_speed * 1e-5,
+        sync_s=rng.uniform(0, 3e-4, num_gpus),
+        min_neurons=rng.choice([1, 65, 100, 150, most + 1], (num_layers, num_gpus)),
+        fixed_s=1e-4,
+    )

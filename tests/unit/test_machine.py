@@ -1,0 +1,361 @@
+"""The description of a machine: read, refused, measured, kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import placement.machine
+from cuda_kernels.bandwidth import measure_gpu_bandwidth
+from cuda_kernels.device import Gpu
+from jobs.cli import main
+from jobs.doctor_checks import check_measured
+from model.errors import UsageError
+from placement.machine import (
+    CpuNode,
+    GpuDevice,
+    Machine,
+    measured_before,
+    read_machine,
+    this_machine,
+    write_machine,
+)
+from placement.measure import ASSUMED_GPU_READ_GB_PER_S
+from placement.measure_cache import cache_path
+from placement.measure_exchange import measure_exchange_us, median_us
+from placement.measure_node import NodeRates, measure_node
+from placement.survey import usable_cores
+from tests.unit.test_survey import NODE_BYTES, write, write_big_machine
+
+NODE = CpuNode("node0", 8, 1000, 500, 50.0, 45.0, 30.0)
+GPU = GpuDevice("gpu0", "NVIDIA H100", 800, 700, 2500.0, 50.0, True)
+MACHINE = Machine("EPYC", (NODE, replace(NODE, name="node1")), (GPU,), 12.5, "2026-11-21")
+
+
+def test_a_description_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "machine.json"
+    write_machine(path, MACHINE)
+    assert read_machine(path) == MACHINE
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
+
+
+def test_the_digest_leaves_out_what_changes_by_itself() -> None:
+    later = replace(MACHINE, date="", nodes=(replace(NODE, free_bytes=1), MACHINE.nodes[1]))
+    assert later.digest == MACHINE.digest
+    assert len(MACHINE.digest) == 12
+    for changed in (
+        replace(MACHINE, exchange_us=13.0),
+        replace(MACHINE, gpus=()),
+        replace(MACHINE, nodes=MACHINE.nodes[:1]),
+        replace(MACHINE, nodes=(replace(NODE, gather_gb_per_s=31.0), MACHINE.nodes[1])),
+    ):
+        assert changed.digest != MACHINE.digest
+
+
+def test_the_documented_example_is_a_description() -> None:
+    text = placement.machine.__doc__ or ""
+    values = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    machine = Machine.from_json(values, "example")
+    assert machine.nodes[0].total_bytes == 200_000_000_000
+    assert not machine.gpus[0].measured
+
+
+def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
+    values = json.loads(json.dumps(MACHINE.as_json()))
+    change(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda v: v.pop("date"), "date is missing"),
+        (lambda v: v["nodes"][1].pop("rows_gb_per_s"), "nodes[1]: rows_gb_per_s is missing"),
+        (lambda v: v["gpus"][0].pop("measured"), "gpus[0]: measured is missing"),
+        (lambda v: v.update(speed=1), "'speed' is unknown"),
+        (lambda v: v["nodes"][0].update({"a\nb": 1}), "'a\\nb' is unknown"),
+        (lambda v: v.update(nodes=[]), "nodes is empty"),
+        (lambda v: v.update(nodes={}), "nodes is {}"),
+        (lambda v: v.update(gpus=[3]), "gpus[0]: is 3"),
+        (lambda v: v.update(name=""), "name is ''"),
+        (lambda v: v.update(date=None), "date is None"),
+        (lambda v: v.update(exchange_us=0), "exchange_us is 0"),
+        (lambda v: v.update(exchange_us=True), "exchange_us is True"),
+        (lambda v: v.update(exchange_us=10**400), "exchange_us is 1000"),
+        (lambda v: v["nodes"][0].update(read_gb_per_s=float("nan")), "read_gb_per_s is nan"),
+        (lambda v: v["nodes"][0].update(gather_gb_per_s=float("inf")), "gather_gb_per_s is inf"),
+        (lambda v: v["gpus"][0].update(link_gb_per_s=-1.0), "link_gb_per_s is -1.0"),
+        (lambda v: v["gpus"][0].update(link_gb_per_s="50"), "link_gb_per_s is '50'"),
+        (lambda v: v["gpus"][0].update(measured=1), "gpus[0].measured is 1"),
+        (lambda v: v["nodes"][0].update(num_cores=0), "num_cores is 0"),
+        (lambda v: v["nodes"][0].update(num_cores=1.5), "num_cores is 1.5"),
+        (lambda v: v["nodes"][0].update(total_bytes=0), "total_bytes is 0"),
+        (lambda v: v["nodes"][0].update(free_bytes=-1), "free_bytes is -1"),
+        (lambda v: v["nodes"][0].update(free_bytes=1001), "nodes[0].free_bytes is more"),
+        (lambda v: v["nodes"][1].update(name="node0"), "nodes[1].name 'node0' is taken"),
+    ],
+)
+def test_refusals_name_the_key(change: Callable[[Any], Any], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Machine.from_json(changed(change), "m.json")
+    assert str(caught.value).startswith("m.json")
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"name": 1, "name": 2}', b" " * 2**21]
+)
+def test_files_that_hold_no_description(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_machine(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_machine(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_machine(tmp_path, MACHINE)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Stand-ins for all measuring; the list receives the cores of each node that is measured."""
+    nodes: list[tuple[int, ...]] = []
+
+    def node(cores: tuple[int, ...], free_bytes: int, cache_bytes: int) -> NodeRates:
+        nodes.append(cores)
+        return NodeRates(10.0 * len(cores), 9.0 * len(cores), 5.123456 * len(cores))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("placement.measure.measure_node", node)
+    monkeypatch.setattr("placement.measure.measure_exchange_us", lambda cores: 20.0 + len(cores))
+    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((), "none"))
+    return nodes
+
+
+@pytest.fixture
+def big_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
+    monkeypatch.setattr("placement.measure_layout.available_bytes", lambda: 100 * NODE_BYTES)
+    return write_big_machine(tmp_path)
+
+
+def test_a_machine_of_eight_nodes(measured: list[tuple[int, ...]], big_root: Path) -> None:
+    stages: list[str] = []
+    machine = this_machine(on_stage=stages.append, root=big_root)
+    # Node 7 has no memory.
+    assert [node.name for node in machine.nodes] == [f"node{i}" for i in range(7)]
+    assert measured == [
+        (*range(8 * i, 8 * i + 8), *range(64 + 8 * i, 72 + 8 * i)) for i in range(7)
+    ]
+    assert machine.name == "EPYC 9654: 96 cores"
+    assert machine.nodes[3] == CpuNode("node3", 16, NODE_BYTES, NODE_BYTES, 160.0, 144.0, 81.98)
+    assert machine.exchange_us == 27.0
+    assert machine.read_gb_per_s == 7 * 160
+    assert len(stages) == 8
+    assert Machine.from_json(machine.as_json(), "m") == machine
+
+
+def test_only_usable_cores_are_measured(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3, 17, 58})
+    machine = this_machine(root=big_root)
+    assert measured == [(1, 3), (17,)]
+    assert [(node.name, node.num_cores) for node in machine.nodes] == [("node0", 2), ("node2", 1)]
+
+
+@pytest.mark.parametrize("cores", [{56, 57}, {0, 1}])
+def test_a_machine_without_nodes_is_one(
+    cores: set[int],
+    measured: list[tuple[int, ...]],
+    big_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+    root = big_root if 56 in cores else tmp_path / "empty"
+    machine = this_machine(root=root)
+    assert measured == [tuple(sorted(cores))]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert [node.total_bytes for node in machine.nodes] == [memory]
+
+
+def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) -> None:
+    assert measured_before(big_root) is None
+    first = this_machine(root=big_root)
+    assert len(measured) == 7
+    write(
+        big_root / "sys/devices/system/node/node1/meminfo",
+        f"Node 1 MemTotal: {NODE_BYTES >> 10} kB\nNode 1 MemFree: 1 kB\n",
+    )
+    second = this_machine(root=big_root)
+    assert len(measured) == 7
+    assert second.digest == first.digest
+    assert measured_before(big_root) == second
+    this_machine(fresh=True, root=big_root)
+    assert len(measured) == 14
+
+
+def test_free_memory_is_looked_up_each_time(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = this_machine(root=big_root)
+    monkeypatch.setattr("placement.measure_layout.available_bytes", lambda: 7 << 30)
+    after = this_machine(root=big_root)
+    assert [node.free_bytes for node in after.nodes] == [1 << 30] * 7
+    assert before.nodes[0].free_bytes == NODE_BYTES
+    assert len(measured) == 7
+
+
+def test_another_machine_is_measured(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this_machine(root=big_root)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)) - {5})
+    assert measured_before(big_root) is None
+    this_machine(root=big_root)
+    assert len(measured) == 14
+    cpuinfo = big_root / "proc/cpuinfo"
+    cpuinfo.write_text(cpuinfo.read_text().replace("9654", "9754"))
+    assert measured_before(big_root) is None
+    this_machine(root=big_root)
+    write(big_root / "sys/devices/system/node/node6/meminfo", "Node 6 MemTotal: 4096 kB\n")
+    assert measured_before(big_root) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"version": 1', '"version": 0'),
+        lambda text: text.replace("160.0", "-1"),
+        lambda text: text.replace("node3", "node9"),
+        lambda text: text.replace('"machine"', '"device"'),
+    ],
+)
+def test_a_damaged_cache_is_measured_anew(
+    damage: Callable[[str], str], measured: list[tuple[int, ...]], big_root: Path
+) -> None:
+    machine = this_machine(root=big_root)
+    assert len(measured) == 7
+    text = cache_path().read_text()
+    assert damage(text) != text
+    cache_path().write_text(damage(text))
+    assert this_machine(root=big_root) == machine
+    assert len(measured) == 14
+    assert cache_path().read_text() == text
+
+
+def test_a_cache_that_cannot_be_written(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert this_machine(root=big_root) == this_machine(root=big_root)
+    assert len(measured) == 14
+
+
+def test_a_small_measurement_here() -> None:
+    before = os.sched_getaffinity(0)
+    cores = usable_cores()
+    rates = measure_node(cores, 4 * (48 << 20), seconds=0.0)
+    assert all(0.01 < rate < 100_000 for rate in vars(rates).values())
+    exchange_us = measure_exchange_us([cores], rounds=5, work_ns=200_000)
+    assert 0 < exchange_us < 10_000_000
+    assert os.sched_getaffinity(0) == before
+
+
+def test_disturbed_questions_are_left_out() -> None:
+    assert median_us(np.array([10_000, 12_000, 14_000, 1_500_000, 1_600_000]), 1_000_000) == 12.0
+    disturbed = np.full(40, 2_000_000)
+    disturbed[0] = 10_000
+    assert median_us(disturbed, 1_000_000) == 2000.0
+    assert median_us(np.array([0]), 1_000_000) > 0
+
+
+def test_a_gpu_that_cannot_be_measured(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match="CuPy cannot be imported"):
+        measure_gpu_bandwidth(0)
+    gpu = Gpu(0, "NVIDIA H100", 80 << 30, 79 << 30, (9, 0))
+    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((gpu,), ""))
+    machine = this_machine(root=big_root)
+    assert [(found.name, found.model) for found in machine.gpus] == [("gpu0", "NVIDIA H100")]
+    assert not machine.gpus[0].measured
+    assert machine.gpus[0].read_gb_per_s == ASSUMED_GPU_READ_GB_PER_S
+    smaller = replace(gpu, free_bytes=1 << 30)
+    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((smaller,), ""))
+    again = this_machine(root=big_root)
+    assert again.gpus == (replace(machine.gpus[0], free_bytes=1 << 30),)
+    assert len(measured) == 7
+    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((gpu, gpu), ""))
+    assert measured_before(big_root) is None
+
+
+def test_odd_figures_are_found() -> None:
+    levels = {found.subject: found.level for found in check_measured(MACHINE)}
+    assert levels == {"memory read": "ok"}
+    odd = replace(
+        MACHINE,
+        nodes=(NODE, replace(NODE, name="node1", read_gb_per_s=20.0)),
+        gpus=(replace(GPU, measured=False),),
+        exchange_us=900.0,
+    )
+    found = {finding.subject: finding for finding in check_measured(odd)}
+    assert {finding.level for finding in found.values()} == {"note"}
+    assert set(found) == {"memory read", "exchange", "GPU memory"}
+    assert "node1" in found["memory read"].text
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["doctor", "--json", *options]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(report, dict)
+    return report
+
+
+def test_doctor_shows_and_writes_what_is_measured(
+    measured: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = doctor(capsys, "--no-measure")
+    assert report["measured"] is None
+    assert report["machine"]["read_gb_per_s"] is None
+    assert measured == []
+    out = tmp_path / "out.json"
+    report = doctor(capsys, "--machine-out", str(out))
+    count = len(measured)
+    assert count > 0
+    assert read_machine(out).as_json() == report["measured"]
+    assert report["machine"]["read_gb_per_s"] == pytest.approx(10 * len(usable_cores()))
+    kept = doctor(capsys, "--no-measure")["measured"]
+    assert Machine.from_json(kept, "kept").digest == read_machine(out).digest
+    assert len(measured) == count
+    doctor(capsys, "--fresh")
+    assert len(measured) == 2 * count
+
+
+@pytest.mark.parametrize("options", [["--fresh"], ["--machine-out", "m.json"]])
+def test_doctor_refuses_to_guess(
+    options: list[str], measured: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--no-measure", *options]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "--no-measure" in err

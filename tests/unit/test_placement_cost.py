@@ -1,0 +1,71 @@
+"""Costs and budgets of devices, against figures worked out by hand and a search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from placement.columns import GPU_RESERVE_BYTES, make_columns
+from placement.cost import Column, RowBytes, least_neurons, neuron_seconds
+from tests.placement_cases import llama_config, make_machine
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_gate", "gpu", "cpu"),
+    [
+        # One row is 256 * 2 = 512 bytes, f = 0.25; GPU 1000 GB/s, rows 50 GB/s, gather 40 GB/s.
+        ("dense", True, 1536 / 1000, 1536 / 50),
+        ("dense", False, 1024 / 1000, 1024 / 50),
+        ("exact", True, 768 / 1000, 512 / 50 + 256 / 40),
+        ("exact", False, 640 / 1000, 512 / 50 + 128 / 40),
+        ("sign", True, 768 / 1000, (256 + 256) / 40),
+        ("lowrank", False, 640 / 1000, (256 + 128) / 40),
+    ],
+)
+def test_seconds_of_a_neuron(mode: str, has_gate: bool, gpu: float, cpu: float) -> None:
+    config = replace(llama_config(), has_gate=has_gate)
+    columns = [
+        Column("gpu0", True, 0, 0, 1000.0, 1000.0),
+        Column("cpu0", False, 0, 0, 50.0, 40.0),
+    ]
+    factor = np.array([2.0]) if mode in ("sign", "lowrank") else None
+    seconds = neuron_seconds(RowBytes.of(config), columns, np.array([[0.25]]), mode, factor)
+    np.testing.assert_allclose(seconds, [[[gpu / 1e9, cpu / 1e9]]])
+
+
+def test_a_predictor_never_picks_more_than_always() -> None:
+    rows, cpu = RowBytes(100, 200), [Column("cpu0", False, 0, 0, 1.0, 1.0)]
+    seconds = neuron_seconds(rows, cpu, np.array([[0.9]]), "sign", np.array([5.0]))
+    np.testing.assert_allclose(seconds, [[[(100 + 0.9 * 200) / 1e9]]])
+
+
+def test_least_neurons_against_a_search() -> None:
+    rng = np.random.default_rng(3)
+    seconds = rng.uniform(0.1, 2.0, (6, 50, 4))  # two GPUs, two columns
+    seconds[0, :, 0] *= 0.01
+    sync_s = np.array([3.0, 0.0])
+    found = least_neurons(seconds, sync_s, 2)
+    mean = seconds.mean(axis=1)
+    for layer in range(6):
+        cpu_s = 1 / sum(1 / mean[layer, 2:])
+        for gpu in range(2):
+            paying = [c for c in range(1, 51) if c * mean[layer, gpu] + sync_s[gpu] <= c * cpu_s]
+            assert found[layer, gpu] == (paying[0] if paying else 51)
+
+
+def test_columns_share_nodes_and_limits() -> None:
+    machine = make_machine((8 << 30, 8 << 30), (4000, 8000))
+    columns = make_columns(machine, num_cpu_actors=3, cpu_memory_bytes=6000, host_reserve_bytes=60)
+    assert [column.name for column in columns] == ["gpu0", "gpu1", "cpu0", "cpu1", "cpu2"]
+    assert columns[0].budget_bytes == (8 << 30) - GPU_RESERVE_BYTES
+    # Node 0 has two actors of 2000 bytes, node 1 one of 8000: shares of 6000 and 60 as 1 : 4 : 1.
+    assert [column.budget_bytes for column in columns[2:]] == [990, 3960, 990]
+    assert [column.rows_gb_per_s for column in columns[2:]] == [25.0, 50.0, 25.0]
+    assert sum(column.gather_gb_per_s for column in columns[2:]) == 80.0
+    limited = make_columns(machine, num_cpu_actors=1, gpu_memory_bytes=GPU_RESERVE_BYTES)
+    assert [column.name for column in limited] == ["cpu0"]
+    first_is_full = make_machine((1 << 20, 8 << 30), (4000,))
+    names = [column.name for column in make_columns(first_is_full, num_cpu_actors=1)]
+    assert names == ["gpu1", "cpu0"]

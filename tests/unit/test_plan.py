@@ -1,0 +1,261 @@
+"""Plans and profiles: nothing is lost, and what their files may not be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model.artifact import ModelIdentity, read_artifact, write_artifact
+from model.config import ModelConfig
+from model.errors import ArtifactError, MemoryBudgetError
+from model.weights import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from placement.columns import GPU_RESERVE_BYTES
+from placement.cost import (
+    PredictorCost,
+    group_order,
+)
+from placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
+from placement.planner import make_plan
+from placement.profile import ActivationProfile, read_profile, write_profile
+from tests.placement_cases import llama_config, make_machine
+
+IDENTITY = ModelIdentity("tiny", "ab" * 32)
+OTHER = ModelIdentity("another", "cd" * 32)
+MIB = 1 << 20
+REQUEST = PlanRequest(
+    mode="exact",
+    gpu_memory_bytes=GPU_RESERVE_BYTES + 2 * MIB,
+    cpu_memory_bytes=None,
+    context_length=128,
+    kv_dtype="float16",
+    num_cpu_actors=2,
+    machine_digest="0123456789ab",
+    profile_digest="",
+    predictor_digest="",
+)
+
+
+def make_profile(config: ModelConfig, seed: int = 0) -> ActivationProfile:
+    rng = np.random.default_rng(seed)
+    shape = (config.num_layers, config.ffn_size)
+    counts = np.minimum(1000, 100 * rng.pareto(1.2, shape)).astype(np.int64)
+    return ActivationProfile(counts, 1000, "made up", "00")
+
+
+@pytest.mark.parametrize("context", [16, 128])
+def test_all_bytes_of_the_model_are_somewhere(context: int) -> None:
+    config = llama_config()
+    request = replace(REQUEST, context_length=context)
+    plan = make_plan(config, make_machine(), make_profile(config), request)
+    devices = plan.report["devices"]
+    weights = attention_bytes(config) + head_bytes(config)
+    weights += ffn_bytes(config, config.num_layers * config.ffn_size)
+    cache = kv_cache_bytes(config, context, 2)
+    assert sum(device["used_bytes"] for device in devices) == weights + cache
+    assert sum(device["bytes"]["kv_cache"] for device in devices) == pytest.approx(cache, abs=10)
+    for device in devices:
+        assert device["left_bytes"] >= 0
+        assert device["left_bytes"] == device["budget_bytes"] - device["used_bytes"]
+        assert device["used_bytes"] == sum(device["bytes"].values())
+    assert devices[0]["budget_bytes"] == 2 * MIB
+    assert sum(device["active_share"] for device in devices) == pytest.approx(1)
+    assert sum(part["ms"] for part in plan.report["parts"]) == pytest.approx(
+        plan.report["token_s"] * 1e3
+    )
+    assert plan.report["tokens_per_s"] == pytest.approx(1 / plan.report["token_s"])
+
+
+def test_hot_neurons_are_on_the_gpu() -> None:
+    config = llama_config()
+    profile = make_profile(config)
+    plan = make_plan(config, make_machine(), profile, REQUEST)
+    assert plan.device_names == ("gpu0", "cpu0", "cpu1")
+    hot = plan.neuron_device == 0
+    assert hot.any() and not hot.all()
+    assert profile.counts[hot].mean() > 2 * profile.counts[~hot].mean()
+    names = plan.device_names
+    for layer in range(config.num_layers):
+        parts = [plan.neurons_of(name)[layer] for name in names]
+        assert all(part.dtype == np.int32 and (np.diff(part) > 0).all() for part in parts)
+        assert np.sort(np.concatenate(parts)).tolist() == list(range(config.ffn_size))
+    share = profile.counts[hot].sum() / profile.counts.sum()
+    assert plan.report["devices"][0]["active_share"] == pytest.approx(share)
+    with pytest.raises(KeyError):
+        plan.neurons_of("gpu7")
+
+
+@pytest.mark.parametrize("counts", ["equal", "zero", "none"])
+@pytest.mark.parametrize("layers", [1, 12])
+@pytest.mark.parametrize("gpu_memory", [0, None])
+def test_profiles_that_say_nothing(counts: str, layers: int, gpu_memory: int | None) -> None:
+    config = llama_config(num_hidden_layers=layers, intermediate_size=300)
+    profile = None
+    if counts != "none":
+        value = 7 if counts == "equal" else 0
+        profile = ActivationProfile(np.full((layers, 300), value, np.int64), 10, "", "")
+    request = replace(REQUEST, gpu_memory_bytes=gpu_memory)
+    plan = make_plan(config, make_machine(), profile, request)
+    assert plan.neuron_device.shape == (layers, 300)
+    assert ("gpu0" in plan.device_names) == (gpu_memory is None)
+    if gpu_memory == 0:
+        assert plan.head_device == -1
+        assert (plan.attention_device == -1).all()
+        count = np.bincount(plan.neuron_device.ravel(), minlength=2)
+        assert abs(int(count[0]) - int(count[1])) <= 64 * layers
+
+
+def test_predictors_have_a_place() -> None:
+    config = llama_config()
+    layers = config.num_layers
+    predictor = PredictorCost("sign", np.full(layers, 32_000), np.full(layers, 1.5))
+    request = replace(REQUEST, mode="sign", gpu_memory_bytes=None)
+    profile = make_profile(config)
+    plan = make_plan(config, make_machine(), profile, request, predictor=predictor)
+    assert (plan.predictor_device == 0).all()
+    assert plan.report["devices"][0]["bytes"]["predictors"] == layers * 32_000
+    without = make_plan(config, make_machine(), profile, replace(request, mode="exact"))
+    assert (without.predictor_device == -1).all()
+
+
+def test_reserves_can_leave_too_little() -> None:
+    config = llama_config()
+    machine = make_machine((), (16 * MIB,))
+    make_plan(config, machine, None, replace(REQUEST, num_cpu_actors=1))
+    with pytest.raises(MemoryBudgetError, match="neurons do not fit"):
+        make_plan(
+            config,
+            machine,
+            None,
+            replace(REQUEST, num_cpu_actors=1),
+            host_reserve_bytes=11 * MIB,
+        )
+
+
+def a_plan(config: ModelConfig) -> PlacementPlan:
+    return make_plan(config, make_machine(), make_profile(config), REQUEST)
+
+
+def test_a_plan_comes_back_as_written(tmp_path: Path) -> None:
+    config = llama_config()
+    plan, path = a_plan(config), tmp_path / "plan.safetensors"
+    write_plan(path, IDENTITY, plan)
+    again = read_plan(path, IDENTITY, config, REQUEST)
+    assert again.request == REQUEST
+    assert again.device_names == plan.device_names
+    assert again.head_device == plan.head_device
+    assert again.report == plan.report
+    for name in ("neuron_device", "attention_device", "predictor_device"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(plan, name))
+
+
+def refusal(path: Path, identity: ModelIdentity, request: PlanRequest = REQUEST) -> str:
+    with pytest.raises(ArtifactError) as error:
+        read_plan(path, identity, llama_config(), request)
+    text = str(error.value)
+    assert str(path) in text
+    assert "hotcold plan" in text
+    assert "\n" not in text
+    return text
+
+
+def test_other_plans_are_refused(tmp_path: Path) -> None:
+    config = llama_config()
+    path = tmp_path / "plan.safetensors"
+    assert "no plan file" in refusal(path, IDENTITY)
+    write_plan(path, IDENTITY, a_plan(config))
+    assert "'another'" in refusal(path, OTHER)
+    other = replace(REQUEST, gpu_memory_bytes=8 << 30, mode="dense", profile_digest="123456789abc")
+    text = refusal(path, IDENTITY, other)
+    assert "was made for --mode exact, --gpu-memory 0.752 GiB, no profile" in text
+    assert "not --mode dense, --gpu-memory 8 GiB, profile 123456789abc" in text
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refusal(path, IDENTITY)
+
+
+@pytest.mark.parametrize("device", [-1, 3])
+def test_a_neuron_without_a_place_is_refused(tmp_path: Path, device: int) -> None:
+    config, path = llama_config(), tmp_path / "plan.safetensors"
+    plan = a_plan(config)
+    places = plan.neuron_device.copy()
+    places[1, 17] = device
+    write_plan(path, IDENTITY, replace(plan, neuron_device=places))
+    assert "1 neurons are on no device, the first is neuron 17 of layer 1" in refusal(
+        path, IDENTITY
+    )
+
+
+@pytest.mark.parametrize("device", [-2, 1])
+def test_a_part_on_no_gpu_is_refused(tmp_path: Path, device: int) -> None:
+    path = tmp_path / "plan.safetensors"
+    write_plan(path, IDENTITY, replace(a_plan(llama_config()), head_device=device))
+    assert "is no GPU" in refusal(path, IDENTITY)
+
+
+@pytest.mark.parametrize("change", [{"mode": 3}, {"kv_dtype": None}, {"more": 1}])
+def test_a_plan_must_say_what_it_is_for(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "plan.safetensors"
+    write_plan(path, IDENTITY, a_plan(llama_config()))
+    artifact = read_artifact(path, "plan", IDENTITY)
+    facts = artifact.facts | {"request": artifact.facts["request"] | change}
+    write_artifact(path, "plan", IDENTITY, artifact.tensors, facts)
+    assert "does not say what it was made for" in refusal(path, IDENTITY)
+
+
+def test_every_request_has_its_own_file(tmp_path: Path) -> None:
+    changes = [
+        {},
+        {"mode": "dense"},
+        {"gpu_memory_bytes": 1},
+        {"gpu_memory_bytes": None},
+        {"cpu_memory_bytes": 1},
+        {"context_length": 64},
+        {"kv_dtype": "float32"},
+        {"num_cpu_actors": 1},
+        {"machine_digest": "x"},
+        {"profile_digest": "x"},
+        {"predictor_digest": "x"},
+    ]
+    paths = {plan_path(tmp_path, replace(REQUEST, **change)) for change in changes}  # type: ignore[arg-type]
+    assert len(paths) == len(changes)
+    assert all(path.parent == tmp_path / "hotcold" for path in paths)
+
+
+def test_a_profile_comes_back_as_written(tmp_path: Path) -> None:
+    config, path = llama_config(), tmp_path / "profile.safetensors"
+    profile = make_profile(config)
+    write_profile(path, IDENTITY, profile)
+    again = read_profile(path, IDENTITY, config)
+    np.testing.assert_array_equal(again.counts, profile.counts)
+    assert (again.num_tokens, again.text_name, again.digest) == (1000, "made up", profile.digest)
+    assert again.frequency.max() <= 1
+    assert make_profile(config, seed=1).digest != profile.digest
+    order = group_order(profile.frequency)
+    assert (np.diff(np.take_along_axis(profile.counts, order, axis=1), axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_tokens", "text"),
+    [
+        (np.zeros((3, 1000), np.int64), 0, "profile of 0 tokens"),
+        (np.full((3, 1000), 11, np.int64), 10, "from 11 to 11"),
+        (np.full((3, 1000), -1, np.int64), 10, "from -1 to -1"),
+        (np.zeros((3, 1000), np.int32), 10, "int32"),
+        (np.zeros(3, np.int64), 10, "(3,)"),
+    ],
+)
+def test_an_impossible_profile_is_refused(
+    tmp_path: Path, counts: np.ndarray, num_tokens: int, text: str
+) -> None:
+    path = tmp_path / "profile.safetensors"
+    profile = ActivationProfile(counts, num_tokens, "", "")
+    with pytest.raises(ArtifactError) as error:
+        write_profile(path, IDENTITY, profile)
+    assert text in str(error.value)
+    facts = {"num_tokens": num_tokens, "text_name": "", "text_digest": ""}
+    write_artifact(path, "profile", IDENTITY, {"counts": counts}, facts)
+    with pytest.raises(ArtifactError, match="make it again"):
+        read_profile(path, IDENTITY, llama_config())

@@ -1,0 +1,198 @@
+"""`hotcold plan`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.cli import main
+from model.artifact import ModelIdentity, artifact_path
+from model.config import ModelConfig
+from placement.columns import GPU_RESERVE_BYTES
+from placement.machine import Machine, write_machine
+from placement.plan import PlanRequest, read_plan
+from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from tests.placement_cases import make_machine
+
+Plan = Callable[..., tuple[int, str, str]]
+BUDGET = str(GPU_RESERVE_BYTES + 100_000)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m"
+    assert main(["make-model", "--context", "64", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    path = tmp_path / "machine.json"
+    write_machine(path, make_machine())
+    return path
+
+
+@pytest.fixture
+def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Run the command on the model, on a stand-in for this machine; nothing is measured."""
+
+    def described(**_options: Any) -> Machine:
+        return make_machine()
+
+    monkeypatch.setattr("placement.machine.this_machine", described)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["plan", str(model), *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def add_profile(model: Path, name: str = "named.safetensors") -> Path:
+    config = ModelConfig.from_directory(model)
+    counts = np.random.default_rng(0).integers(0, 10, (config.num_layers, config.ffn_size))
+    path = artifact_path(model, name)
+    write_profile(
+        path, ModelIdentity.of(model), ActivationProfile(counts.astype(np.int64), 10, "", "")
+    )
+    return path
+
+
+def test_the_json_says_what_the_tables_say(plan: Plan, model: Path) -> None:
+    status, out, err = plan("--gpu-memory", BUDGET, "--json")
+    assert (status, err.count("no profile: every neuron counts")) == (0, 1)
+    report = json.loads(out.splitlines()[-1])
+    assert [device["name"] for device in report["devices"]] == ["gpu0", "cpu0"]
+    config = ModelConfig.from_directory(model)
+    neurons = sum(device["neurons"] for device in report["devices"])
+    assert neurons == config.num_layers * config.ffn_size
+    assert f"expect {report['tokens_per_s']:.3g} tokens/s" in out
+    assert report["method"] in ("milp", "greedy")
+    assert 0 <= report["gap"] <= 1
+    assert report["seconds"] > 0
+    assert {part["name"] for part in report["parts"]} == {
+        "attention",
+        "head",
+        "neurons",
+        "exchanges",
+    }
+    for text in ("gpu0", "cpu0", "KV cache", "bytes over bandwidth", "optimal within"):
+        assert text in out
+    written = Path(report["path"])
+    assert written.parent == model / "hotcold"
+
+
+def test_the_written_plan_can_be_read(plan: Plan, model: Path) -> None:
+    _status, out, _err = plan("--gpu-memory", BUDGET, "--json", "--context", "32")
+    path = Path(json.loads(out.splitlines()[-1])["path"])
+    request = PlanRequest(
+        mode="exact",
+        gpu_memory_bytes=int(BUDGET),
+        cpu_memory_bytes=None,
+        context_length=32,
+        kv_dtype="float16",
+        num_cpu_actors=1,
+        machine_digest=make_machine().digest,
+        profile_digest="",
+        predictor_digest="",
+    )
+    config = ModelConfig.from_directory(model)
+    found = read_plan(path, ModelIdentity.of(model), config, request)
+    assert found.report["devices"][0]["budget_bytes"] == 100_000
+    assert set(np.unique(found.neuron_device)) <= {0, 1}
+
+
+def written(out: str) -> str | None:
+    path: str | None = json.loads(out.splitlines()[-1])["path"]
+    return path
+
+
+def test_another_budget_is_another_file(plan: Plan, model: Path) -> None:
+    paths = {
+        written(plan(*arguments, "--json")[1])
+        for arguments in [
+            (),
+            ("--gpu-memory", "0"),
+            ("--gpu-memory", BUDGET),
+            ("--cpu-memory", "4GiB"),
+            ("--mode", "dense"),
+            ("--context", "16"),
+            ("--kv-dtype", "float32"),
+            ("--profile", str(add_profile(model))),
+        ]
+    }
+    assert len(paths) == 8
+    assert all(path and Path(path).exists() for path in paths)
+
+
+def test_another_machine_is_written_only_where_told(
+    plan: Plan, machine: Path, tmp_path: Path
+) -> None:
+    status, out, _err = plan("--machine", str(machine), "--json")
+    assert (status, written(out)) == (0, None)
+    names = [device["name"] for device in json.loads(out.splitlines()[-1])["devices"]]
+    assert names == ["gpu0", "cpu0", "cpu1"]
+    target = tmp_path / "there.safetensors"
+    status, out, _err = plan(
+        "--machine", str(machine), "--out", str(target), "--cpu-actors", "3", "--json"
+    )
+    assert (status, written(out)) == (0, str(target))
+    assert target.exists()
+    assert len(json.loads(out.splitlines()[-1])["devices"]) == 4
+
+
+def test_the_models_own_profile_is_used(plan: Plan, model: Path) -> None:
+    path = add_profile(model, PROFILE_FILE)
+    try:
+        status, _out, err = plan()
+        assert (status, "no profile" in err) == (0, False)
+    finally:
+        path.unlink()
+
+
+def refused(result: tuple[int, str, str], *texts: str) -> None:
+    status, out, err = result
+    assert (status, out) == (1, "")
+    assert err.startswith("hotcold: error: ")
+    assert err.count("\n") == 1
+    for text in texts:
+        assert text in err
+
+
+def test_a_file_of_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert main(["make-model", "--seed", "9", "--context", "64", str(other)]) == 0
+    refused(plan("--profile", str(add_profile(other))), "belongs to the model", "hotcold profile")
+
+
+def test_a_truncated_file_is_refused(plan: Plan, model: Path, machine: Path) -> None:
+    path = add_profile(model, "cut.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(plan("--profile", str(path)), str(path), "damaged")
+    refused(plan("--profile", str(path.with_name("absent"))), "hotcold profile")
+    machine.write_text(machine.read_text()[:-20])
+    refused(plan("--machine", str(machine)), str(machine))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--cpu-actors", "17"), "--cpu-actors is 17"),
+        (("--cpu-actors", "0"), "--cpu-actors is 0"),
+        (("--threads", "17"), "--threads is 17"),
+        (("--cpu-actors", "3", "--threads", "2"), "--cpu-actors is 3"),
+        (("--context", "1"), "--context is 1"),
+        (("--gpu-memory", "0", "--cpu-memory", "1GB"), "bytes are missing"),
+    ],
+)
+def test_what_cannot_be_planned(
+    plan: Plan, machine: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    refused(plan("--machine", str(machine), *arguments), text)

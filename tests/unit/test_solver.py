@@ -1,0 +1,279 @@
+"""The placement against enumeration of all placements, and what must hold of every placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.errors import MemoryBudgetError
+from placement.cost import Column, PredictorCost, make_problem, part_costs
+from placement.greedy import hottest_first
+from placement.problem import Assignment, Problem, objective_s, part_bytes_on, shares
+from placement.program import make_classes
+from placement.solver import Solution, solve
+from tests.placement_cases import llama_config, random_problem
+
+
+def best_of_all(problem: Problem) -> float:
+    """The least seconds over every placement that keeps the rules; infinite without one."""
+    devices, gpus = problem.num_devices, problem.num_gpus
+    budget = problem.budget_bytes.tolist()
+    layers = [layer_choices(problem, layer) for layer in range(problem.num_layers)]
+    best = float("inf")
+    for parts in product(range(-1, gpus), repeat=len(problem.part_bytes)):
+        held = [0] * devices
+        host, seconds = 0, problem.fixed_s
+        for part, device in enumerate(parts):
+            seconds += problem.part_seconds[part][gpus if device < 0 else device]
+            if device < 0:
+                host += int(problem.part_bytes[part])
+            else:
+                held[device] += int(problem.part_bytes[part])
+        for chosen in product(*layers):
+            used = [held[d] + sum(entry[1][d] for entry in chosen) for d in range(devices)]
+            fits = all(a <= b for a, b in zip(used, budget, strict=True))
+            if fits and sum(used[gpus:]) + host <= sum(budget[gpus:]):
+                best = min(best, seconds + sum(entry[0] for entry in chosen))
+    return best
+
+
+def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int]]]:
+    """Seconds and bytes on each device of every way to place one layer's groups."""
+    found = []
+    for places in product(range(problem.num_devices), repeat=len(problem.group_sizes)):
+        work, count = [0.0] * problem.num_devices, [0] * problem.num_devices
+        for group, device in enumerate(places):
+            work[device] += problem.group_seconds[layer][group][device]
+            count[device] += int(problem.group_sizes[group])
+        allowed = True
+        for gpu in range(problem.num_gpus):
+            if count[gpu]:
+                work[gpu] += problem.sync_s[gpu]
+                allowed = allowed and count[gpu] >= problem.min_neurons[layer][gpu]
+        if allowed:
+            found.append((max(work), [n * problem.neuron_bytes for n in count]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("num_gpus", "num_columns", "num_parts"), [(1, 2, 3), (2, 2, 1), (0, 2, 1), (2, 1, 2)]
+)
+def test_nothing_better_exists(seed: int, num_gpus: int, num_columns: int, num_parts: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = (64, 64, 40) if seed % 2 else (64, 64, 64)
+    tightness = float(rng.choice([1.15, 1.4, 3.0]))
+    problem = random_problem(
+        rng, 2, sizes, num_gpus, num_columns, num_parts=num_parts, tightness=tightness
+    )
+    best = best_of_all(problem)
+    if not np.isfinite(best):
+        free = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
+        best_without_rule = best_of_all(free)
+        if np.isfinite(best_without_rule):
+            found = solve(problem, mip_gap=0.0)
+            assert not found.keeps_min_neurons
+            assert found.objective_s == pytest.approx(best_without_rule, rel=1e-5)
+        else:
+            with pytest.raises(MemoryBudgetError, match="bytes"):
+                solve(problem, mip_gap=0.0)
+        return
+    found = solve(problem, mip_gap=0.0)
+    check(problem, found)
+    assert found.objective_s == pytest.approx(best, rel=1e-5)
+    assert found.bound_s <= best * (1 + 1e-5)
+
+
+def test_a_budget_is_used_to_its_last_byte() -> None:
+    problem = tight_problem(missing_bytes=0)
+    found = solve(problem, mip_gap=0.0)
+    assert (found.assignment.group_device[:, :2] == 0).all()
+    check(problem, found)
+    with pytest.raises(MemoryBudgetError, match="separate memories"):
+        solve(tight_problem(missing_bytes=1, other_bytes=1))
+    with pytest.raises(MemoryBudgetError, match=r"neurons do not fit.* 1 bytes are missing") as bad:
+        solve(tight_problem(missing_bytes=1))
+    assert "\n" not in str(bad.value)
+
+
+def tight_problem(missing_bytes: int, other_bytes: int = 0) -> Problem:
+    """Two layers of four groups; the GPU has room for four groups, the one column for the rest."""
+    rng = np.random.default_rng(1)
+    problem = random_problem(rng, 2, (64, 64, 64, 64), 1, 1, num_parts=1)
+    four = 4 * 64 * problem.neuron_bytes
+    host = four + int(problem.part_bytes.sum()) + other_bytes
+    return replace(
+        problem,
+        budget_bytes=np.array([four - missing_bytes, host]),
+        min_neurons=np.ones((2, 1), np.int64),
+        part_seconds=np.array([[1.0, 0.0]]),
+        group_frequency=np.tile([0.9, 0.8, 0.1, 0.1], (2, 1)),
+        group_seconds=np.tile([[0.9, 9], [0.8, 8], [0.1, 1], [0.1, 1]], (2, 1, 1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("room", "what", "need", "left"),
+    [
+        (0, "attention", 20, 0),
+        (19, "attention", 20, 19),
+        (1019, "head", 1000, 999),
+        (1020 + 1279, "neurons", 1280, 1279),
+    ],
+)
+def test_what_does_not_fit_is_named(room: int, what: str, need: int, left: int) -> None:
+    problem = random_problem(np.random.default_rng(0), 2, (64,), 1, 1)
+    with pytest.raises(MemoryBudgetError) as error:
+        solve(
+            replace(
+                problem,
+                budget_bytes=np.array([0, room]),
+                part_bytes=np.array([10, 10, 1000]),
+                neuron_bytes=10,
+            )
+        )
+    text = str(error.value)
+    assert what in text.split(" do not fit")[0]
+    assert f"need {need} bytes, {left} are left" in text
+    assert f"{need - left} bytes are missing" in text
+    assert "\n" not in text
+
+
+problems = st.builds(
+    random_problem,
+    rng=st.integers(0, 2**32 - 1).map(np.random.default_rng),
+    num_layers=st.integers(1, 12),
+    group_sizes=st.tuples(st.integers(1, 40), st.integers(1, 64)).map(
+        lambda pair: (64,) * pair[0] + (pair[1],)
+    ),
+    num_gpus=st.integers(0, 2),
+    num_columns=st.integers(1, 3),
+    num_parts=st.integers(1, 5),
+    tightness=st.sampled_from([1.05, 1.3, 4.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+def test_every_placement_keeps_the_rules(problem: Problem) -> None:
+    try:
+        found = solve(problem, time_limit_s=0.5)
+    except MemoryBudgetError:
+        return
+    check(problem, found)
+    greedy = hottest_first(problem)
+    if greedy is not None:
+        check(problem, replace(found, assignment=greedy, objective_s=objective_s(problem, greedy)))
+        assert found.objective_s <= objective_s(problem, greedy)
+
+
+def check(problem: Problem, found: Solution) -> None:
+    """Budgets to the byte, the rule of least neurons, and the seconds, all counted anew."""
+    where = found.assignment.group_device
+    assert where.shape == problem.group_seconds.shape[:2]
+    assert ((where >= 0) & (where < problem.num_devices)).all()
+    used = [0] * problem.num_devices
+    seconds = problem.fixed_s
+    for layer, places in enumerate(where.tolist()):
+        count, work = [0] * problem.num_devices, [0.0] * problem.num_devices
+        for group, device in enumerate(places):
+            count[device] += int(problem.group_sizes[group])
+            work[device] += problem.group_seconds[layer, group, device]
+        for gpu in range(problem.num_gpus):
+            least = problem.min_neurons[layer, gpu] if found.keeps_min_neurons else 0
+            assert count[gpu] == 0 or count[gpu] >= least
+            work[gpu] += problem.sync_s[gpu] if count[gpu] else 0
+        seconds += max(work)
+        used = [a + n * problem.neuron_bytes for a, n in zip(used, count, strict=True)]
+    held = part_bytes_on(problem, found.assignment)
+    assert (held >= 0).all()
+    assert held.sum(axis=1).tolist() == problem.part_bytes.tolist()
+    for part, device in enumerate(found.assignment.part_device.tolist()):
+        seconds += problem.part_seconds[part, device if device >= 0 else problem.num_gpus]
+        if device >= 0:
+            assert held[part, device] == problem.part_bytes[part]
+        else:
+            assert not held[part, : problem.num_gpus].any()
+    assert (np.array(used) + held.sum(axis=0) <= problem.budget_bytes).all()
+    assert found.objective_s == pytest.approx(seconds, rel=1e-9)
+
+
+@given(st.lists(st.integers(0, 10**13), min_size=1, max_size=9), st.floats(0, 1), st.floats(0, 1))
+def test_shares_are_exact(weights: list[int], part: float, of_part: float) -> None:
+    total = int(sum(weights) * part)
+    cut = shares(total, np.array(weights))
+    assert sum(cut) == total
+    if sum(weights):
+        assert all(0 <= a <= b for a, b in zip(cut, weights, strict=True))
+        again = shares(int(total * of_part), np.array(cut))
+        assert all(0 <= a <= b for a, b in zip(again, cut, strict=True)) or not total
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 448])
+@pytest.mark.parametrize("last", [64, 3])
+def test_classes_cut_every_layer(count: int, last: int) -> None:
+    sizes = (64,) * (count - 1) + (last,)
+    problem = random_problem(np.random.default_rng(2), 3, sizes, 1, 2)
+    flat = replace(problem, group_frequency=np.zeros_like(problem.group_frequency))
+    for each in (problem, flat):
+        classes = make_classes(each)
+        for layer in range(3):
+            mine = classes.layer == layer
+            ends = classes.first[mine] + classes.count[mine]
+            assert classes.first[mine].tolist() == [0, *ends[:-1].tolist()]
+            assert ends[-1] == count
+            assert mine.sum() <= 33
+            assert (classes.count[mine] == 1).all() or count > 32
+        total = (classes.seconds * classes.count[:, None]).sum(axis=0)
+        np.testing.assert_allclose(total, each.group_seconds.sum(axis=(0, 1)))
+
+
+@pytest.mark.parametrize("mode", ["exact", "sign"])
+def test_a_large_model(mode: str) -> None:
+    """80 layers of 28672 neurons on a GPU that holds a tenth of them, and two nodes."""
+    layers, neurons = 80, 28672
+    config = llama_config(
+        hidden_size=8192,
+        intermediate_size=neurons,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    rng = np.random.default_rng(0)
+    skew = rng.uniform(0.3, 1.5, (layers, 1))
+    frequency = np.minimum(1, 0.1 * skew * rng.pareto(1.2, (layers, neurons)) + 0.001)
+    columns = [
+        Column("gpu0", True, 24 << 30, 24 << 30, 800.0, 800.0, 25.0),
+        Column("cpu0", False, 130 << 30, 130 << 30, 50.0, 35.0),
+        Column("cpu1", False, 130 << 30, 130 << 30, 50.0, 35.0),
+    ]
+    predictor, factor = None, None
+    if mode == "sign":
+        factor = np.full(layers, 2.0)
+        predictor = PredictorCost("sign", np.full(layers, neurons * 1024), factor)
+    parts = part_costs(config, 4096, "float16", predictor)
+    problem = make_problem(config, columns, frequency, mode, parts, 15.0, factor)
+    found = solve(problem, time_limit_s=8)
+    check(problem, found)
+    assert found.gap < 0.01
+    greedy = hottest_first(problem)
+    assert greedy is not None
+    assert found.objective_s <= objective_s(problem, greedy)
+    on_gpu = found.assignment.group_device == 0
+    assert on_gpu[:, 0].mean() > on_gpu[:, -1].mean()
+
+
+def test_without_time_hottest_first_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finds_nothing(*_arguments: object) -> tuple[Assignment | None, float]:
+        return None, 0.0
+
+    monkeypatch.setattr("placement.solver._solve_program", finds_nothing)
+    problem = random_problem(np.random.default_rng(5), 3, (64,) * 6, 1, 2, tightness=3.0)
+    found = solve(problem)
+    assert (found.method, found.gap) == ("greedy", 1.0)
+    check(problem, found)
