@@ -25,6 +25,7 @@ class SystemConfig:
     prefill_chunk: int = 256
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
+    plan_path: str = ""  # where neurons go; dealt in turn without one
 
 
 @dataclass(frozen=True)

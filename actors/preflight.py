@@ -1,9 +1,10 @@
 """What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
+from actors.planning import find_plan
 from actors.shards import arena_layout
 from model.artifact import ModelIdentity, check_artifact
 from model.checkpoint import Checkpoint
@@ -32,6 +33,7 @@ class SystemOptions:
     cpu_memory_bytes: int | None = None
     exchange: str = "arena"
     predictors: Path | None = None
+    plan: Path | None = None
 
 
 def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
@@ -43,7 +45,9 @@ def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, Mo
     config = read_model(path)
     system = choose_system(path, config, options)
     require_memory(system_need(system, config), options.cpu_memory_bytes)
-    return system, config
+    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
+    plan = find_plan(path, system, config, *budgets, options.plan)
+    return replace(system, plan_path=plan), config
 
 
 def read_model(path: Path) -> ModelConfig:
@@ -79,7 +83,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
-    if options.gpu_memory_bytes is not None:
+    if options.gpu_memory_bytes:
         raise UsageError(
             "--gpu-memory was given, but this version computes everything on the CPU; leave it out"
         )

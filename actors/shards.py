@@ -4,6 +4,7 @@ import numpy as np
 
 from actors.arena import ArenaLayout
 from actors.messages import CacheSpec, ServiceSpec, SystemConfig
+from actors.planning import deal, planned_shards
 from model.config import ModelConfig
 
 # Rows of logits in the arena. Generation asks for one; eight leave room for a small batch and cost
@@ -35,10 +36,14 @@ def deal_neurons(
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
-    """The GPU service and the CPU services of a system."""
+    """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
+
+    Errors:  ArtifactError
+    """
     num_services = system.num_cpu_actors
     num_threads, num_extra = divmod(max(system.num_threads, num_services), num_services)
-    shards = deal_neurons(config.ffn_size, num_services, num_threads, num_extra)
+    dealt = deal_neurons(config.ffn_size, num_services, num_threads, num_extra)
+    planned = planned_shards(system, config)
     cache = CacheSpec(1, system.context_length, system.kv_dtype)
     gpu = ServiceSpec("gpu", 0, system.num_threads, system.model_path, cache=cache)
     cpus = [
@@ -47,9 +52,11 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
             i + 1,
             num_threads + (i < num_extra),
             system.model_path,
-            neuron_ids=[ids] * config.num_layers,
+            neuron_ids=[ids] * config.num_layers
+            if planned is None
+            else [deal(layer_ids, num_threads + (i < num_extra)) for layer_ids in planned[i]],
         )
-        for i, ids in enumerate(shards)
+        for i, ids in enumerate(dealt)
     ]
     return [gpu, *cpus]
 

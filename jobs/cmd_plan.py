@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.messages import MODES, PREDICTED_MODES
+from actors.messages import MODES
 from jobs.console import json_option, print_json, stderr_console
 from jobs.options import Bytes, split_system_options
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from actors.preflight import SystemOptions
     from model.artifact import ModelIdentity
     from model.config import ModelConfig
-    from placement.cost import PredictorCost
     from placement.machine import Machine
     from placement.plan import PlacementPlan
     from placement.profile import ActivationProfile
@@ -29,6 +28,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command()
 @click.argument("model", required=False)
 @click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
+@click.option("--predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
 @click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
 @click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
 @click.option("--context", "context_length", type=int, help="Positions in the KV cache.")
@@ -98,44 +98,22 @@ def _make_plan(
     profile: ActivationProfile | None,
     time_limit_s: float,
 ) -> PlacementPlan:
+    from actors.planning import plan_request, predictor_cost
     from actors.preflight import system_need
-    from placement.plan import PlanRequest
+    from model.artifact import ModelIdentity
     from placement.planner import make_plan
 
-    predictor, predictor_digest = None, ""
-    if system.mode in PREDICTED_MODES:
-        predictor, predictor_digest = predictor_cost(path, system.mode)
-    request = PlanRequest(
-        mode=system.mode,
-        gpu_memory_bytes=options.gpu_memory_bytes,
-        cpu_memory_bytes=options.cpu_memory_bytes,
-        context_length=system.context_length,
-        kv_dtype=system.kv_dtype,
-        num_cpu_actors=system.num_cpu_actors,
-        machine_digest=machine.digest,
-        profile_digest="" if profile is None else profile.digest,
-        predictor_digest=predictor_digest,
-    )
+    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     need = system_need(system, config)
     return make_plan(
         config,
         machine,
         profile,
-        request,
-        predictor=predictor,
+        plan_request(system, *budgets, machine.digest, profile),
+        predictor=predictor_cost(system, ModelIdentity.of(path), config),
         host_reserve_bytes=need.process_bytes + need.arena_bytes,
         time_limit_s=time_limit_s,
     )
-
-
-def predictor_cost(path: Path, mode: str) -> tuple[PredictorCost, str]:
-    """What the predictors of `mode` cost for the model at `path`, and their digest.
-
-    Errors:  UsageError where there are none
-    """
-    from model.errors import UsageError
-
-    raise UsageError(f"plans for --mode {mode} are not made yet; give --mode exact or dense")
 
 
 def _machine(file: Path | None, on_stage: Callable[[str], None]) -> Machine:
@@ -174,11 +152,11 @@ def _profile(
     path: Path, file: Path | None, identity: ModelIdentity, config: ModelConfig
 ) -> ActivationProfile | None:
     """The profile that was named, else the model's own if it has one."""
-    from model.artifact import artifact_path
-    from placement.profile import PROFILE_FILE, read_profile
+    from actors.planning import own_profile
+    from placement.profile import read_profile
 
-    if file is None:
-        file = artifact_path(path, PROFILE_FILE)
-        if not file.exists():
-            return None
-    return read_profile(file, identity, config)
+    return (
+        own_profile(path, identity, config)
+        if file is None
+        else read_profile(file, identity, config)
+    )

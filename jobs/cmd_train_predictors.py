@@ -73,13 +73,14 @@ def train_predictors(
     config = read_model(path)
     identity = ModelIdentity.of(path)
     started = time.monotonic()
+    target = out or predictors_path(path, "lowrank" if folder is not None else kind)
     if folder is not None:
+        _refuse_fitting_options()
         from predictors.powerinfer import import_powerinfer
 
-        kind, predictors = "lowrank", import_powerinfer(folder, config)
+        predictors = import_powerinfer(folder, config)
     else:
         predictors = _train(path, config, identity, inputs_file, kind, target_recall)
-    target = out or predictors_path(path, kind)
     write_predictors(target, identity, predictors)
     seconds = time.monotonic() - started
     _print_report(predictors)
@@ -88,6 +89,16 @@ def train_predictors(
                f"weights; {seconds:.1f} s")  # fmt: skip
     if as_json:
         print_json(_as_json(predictors) | {"path": str(target), "seconds": round(seconds, 3)})
+
+
+def _refuse_fitting_options() -> None:
+    from model.errors import UsageError
+
+    context = click.get_current_context()
+    options = {"kind": "--kind", "target_recall": "--recall", "inputs_file": "--inputs"}
+    for name, option in options.items():
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise UsageError(f"{option} says how to fit, and --import fits nothing; leave one out")
 
 
 def _train(
@@ -126,8 +137,8 @@ def _print_report(predictors: Predictors) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2))
-    names = ("layer", "kind", "hidden size", "format", "MB", "active", "computed", "recall",
+    table = Table(box=None, padding=(0, 1))
+    names = ("layer", "kind", "size", "format", "MB", "active", "computed", "recall",
              "precision")  # fmt: skip
     for name in names:
         table.add_column(name, justify="left" if name == "kind" else "right")

@@ -54,6 +54,8 @@ _SYSTEM = [
                  "down only where the gate fired (the same tokens); what a predictor chooses."),
     click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
                  "--mode sign and lowrank; the model's own without it."),
+    click.option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
+                 "the one that `hotcold plan` made for these options, if there is one."),
     click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
     click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "cold neurons; as many as NUMA nodes without it."),

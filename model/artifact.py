@@ -153,7 +153,10 @@ def _open(
     command = COMMANDS[kind]
     about, tensors = _read(path, kind, command, with_tensors)
     if about.get("kind") != kind:
-        raise ArtifactError(f"{path}: is a {shown(about.get('kind'))} file, not a {kind} file")
+        raise ArtifactError(
+            f"{path}: is a {shown(about.get('kind'))} file, not a {kind} file; make one with "
+            f"`{command}`"
+        )
     if about.get("version") != VERSION:
         raise ArtifactError(
             f"{path}: is of version {shown(about.get('version'))}, this program reads version "
@@ -184,7 +187,10 @@ def _read(
             names = list(file.keys()) if with_tensors else []
             tensors = {name: file.get_tensor(name) for name in names}
         about = json.loads(metadata.get(_KEY, ""))
-    except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as problem:
+    except (
+        SafetensorError, OSError, ValueError, RecursionError,
+        TypeError, AttributeError,  # formats that NumPy has not
+    ) as problem:  # fmt: skip
         reason = shown(str(problem).split("\n")[0], 80)
         raise ArtifactError(
             f"{path}: is no {kind} file, or a damaged one ({reason}); make it again with "

@@ -43,12 +43,12 @@ def pack_planes_kernel(x, center, scale, planes):
     for i in range(width):
         value = (x[i] - center[i]) * scale[i]
         squares += value * value
-    top = (1 << INPUT_PLANES) - 1
-    unit = np.float32(1)
-    if squares > 0 and squares < np.inf:
-        unit = np.float32(math.sqrt(squares / width) * _LEVELS_SPAN / top)
-    half = np.float32(0.5) / unit
     planes[:] = 0
+    if not 0 < squares < np.inf:
+        return squares * np.float32(0)  # NaN unless x is the center: then all scores are NaN too
+    top = (1 << INPUT_PLANES) - 1
+    unit = np.float32(math.sqrt(squares / width) * _LEVELS_SPAN / top)
+    half = np.float32(0.5) / unit
     for i in range(width):
         # (q + top) / 2 is the whole number 0..top whose bits the planes hold.
         level = (x[i] - center[i]) * scale[i] * half + np.float32(0.5) * np.float32(top + 1)

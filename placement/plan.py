@@ -112,12 +112,18 @@ def read_plan(
     Errors:  ArtifactError where it is missing, damaged, of another model or for another request, or
              where it leaves something without a place
     """
+    plan = load_plan(path, identity, config)
+    different = plan.request.differences(request)
+    if different:
+        asked = ", ".join(request.differences(plan.request))
+        raise ArtifactError(f"{path}: was made for {', '.join(different)}, not {asked}; {_REMEDY}")
+    return plan
+
+
+def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> PlacementPlan:
+    """Read a plan of `identity`, whatever it was made for. Errors: as of `read_plan`."""
     artifact = read_artifact(path, _KIND, identity)
     made_for = _request(artifact)
-    different = made_for.differences(request)
-    if different:
-        asked = ", ".join(request.differences(made_for))
-        raise ArtifactError(f"{path}: was made for {', '.join(different)}, not {asked}; {_REMEDY}")
     layers = (config.num_layers,)
     plan = PlacementPlan(
         request=made_for,

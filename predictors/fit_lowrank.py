@@ -171,14 +171,15 @@ def _stored(down: Tensor, up: Tensor, dtype: str) -> LowRankLayer:
     reach = down.abs().amax(dim=1).clamp_min(1e-30)
     none = np.empty(0, np.float32)
     if dtype == "float16":
-        scaled = (down / reach[:, None]).numpy().astype(np.float16).view(np.uint16)
-        return LowRankLayer(
-            scaled, reach.numpy(), up.numpy().astype(np.float16).view(np.uint16), none
-        )
+        return LowRankLayer(_float16(down / reach[:, None]), reach.numpy(), _float16(up), none)
     column_reach = up.abs().amax(dim=0).clamp_min(1e-30)
     return LowRankLayer(
         _int8(down / reach[:, None]), (reach / 127).numpy(), _int8(up / column_reach), none
     )
+
+
+def _float16(values: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(values.numpy(), np.float16).view(np.uint16)
 
 
 def _int8(values: Tensor) -> np.ndarray:

@@ -86,12 +86,15 @@ def read_predictors(path: Path, identity: ModelIdentity, config: ModelConfig) ->
         raise ArtifactError(f"{path}: has predictors of {len(kinds)} layers; make it again")
     if input_name not in get_args(PredictorInput):
         raise ArtifactError(f"{path}: its input is unknown; make it again")
+    target_recall = artifact.facts.get("target_recall")
+    if target_recall is not None:
+        target_recall = artifact.fact("target_recall", float)
     layers = [_read_layer(artifact, config, i, kind) for i, kind in enumerate(kinds)]
     return Predictors(
         layers,
         cast(PredictorInput, input_name),
-        _read_qualities(artifact),
-        artifact.facts.get("target_recall"),
+        _read_qualities(artifact, config.num_layers),
+        target_recall,
         artifact.fact("text_digest", str),
     )
 
@@ -138,11 +141,14 @@ def _read_layer(artifact: Artifact, config: ModelConfig, layer: int, kind: Any) 
     )
 
 
-def _read_qualities(artifact: Artifact) -> list[Quality] | None:
+def _read_qualities(artifact: Artifact, num_layers: int) -> list[Quality] | None:
     found = artifact.facts.get("qualities")
     if found is None:
         return None
     try:
-        return [Quality(**{name: float(share) for name, share in one.items()}) for one in found]
+        read = [Quality(**{name: float(share) for name, share in one.items()}) for one in found]
+        if len(read) == num_layers:
+            return read
     except (TypeError, ValueError, AttributeError):
-        raise ArtifactError(f"{artifact.path}: its qualities are wrong; make it again") from None
+        pass
+    raise ArtifactError(f"{artifact.path}: its qualities are wrong; make it again")

@@ -41,7 +41,7 @@ class SignLayer:
     def arranged(self, neuron_ids: np.ndarray) -> "SignLayer":
         """The same predictor for the neurons `neuron_ids`, in their order."""
         return SignLayer(
-            copied_rows(self.bits, neuron_ids),
+            _copied_rows(self.bits, neuron_ids),
             np.ascontiguousarray(self.thresholds[neuron_ids]),
             self.center,
             self.scale,
@@ -57,7 +57,7 @@ class SignLayer:
             )
 
 
-def copied_rows(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _copied_rows(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """array[ids], in memory of huge pages: every token reads all of it."""
     out = aligned_empty((ids.size, *array.shape[1:]), array.dtype)
     return np.take(array, ids, axis=0, out=out)

@@ -33,7 +33,10 @@ class MarginFit:
         # An estimate that says nothing, or the contrary, is no reason to compute or not.
         slope = torch.where(variance > _TINY, slope, 0).clamp_min(0)
         noise = (z - slope * e).square().mean(dim=0).sqrt().clamp_min(_TINY)
-        return cls(slope, z_mean - slope * e_mean, noise)
+        shift = z_mean - slope * e_mean
+        # Exactly zero on every token, as a pruned row's: it never fires.
+        shift = torch.where((shift == 0) & (noise <= _TINY), -1, shift)
+        return cls(slope, shift, noise)
 
     def margins(self, estimates: Tensor) -> Tensor:
         """How many deviations each neuron is expected above zero. Shapes: (T, N)."""

@@ -22,6 +22,7 @@ from model.config import ModelConfig
 from model.errors import ServiceError
 from model.weights import load_embedding
 from numba_kernels.mailbox import OPERATION, STOP
+from predictors.predictor import NeuronPredictor
 
 _MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
 
@@ -109,7 +110,6 @@ class InProcessSystem:
         )
 
     def _cpus(self) -> list[Service]:
-        shards = deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
         return [
             load_cpu_service(
                 self.path,
@@ -120,7 +120,7 @@ class InProcessSystem:
                 index == 1,
                 lambda num_bytes: None,
             )
-            for index, ids in enumerate(shards, start=1)
+            for index, ids in enumerate(self.shards(), start=1)
         ]
 
     def _count_python_answers(self, service: Service) -> None:
@@ -132,14 +132,25 @@ class InProcessSystem:
 
         service.answer_in_python = counted  # type: ignore[method-assign]
 
-    def engine(self, mode: str) -> Engine:
+    def shards(self) -> list[np.ndarray]:
+        """The neurons of each CPU service, in its loading order; the same in every layer."""
+        return deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
+
+    def engine(self, mode: str, predictor: NeuronPredictor | None = None) -> Engine:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
-        return Engine(self.config, embedding, self.exchange, mode)
+        return Engine(self.config, embedding, self.exchange, mode, predictor)
 
-    def logits(self, mode: str, ids: np.ndarray, sizes: Sequence[int], slot: int = 0) -> np.ndarray:
+    def logits(
+        self,
+        mode: str,
+        ids: np.ndarray,
+        sizes: Sequence[int],
+        slot: int = 0,
+        predictor: NeuronPredictor | None = None,
+    ) -> np.ndarray:
         """Logits (T, V) of `ids` run in steps of `sizes` tokens, in turn."""
-        engine, first = self.engine(mode), 0
+        engine, first = self.engine(mode, predictor), 0
         parts: list[np.ndarray] = []
         while first < len(ids):
             last = min(first + sizes[len(parts) % len(sizes)], len(ids))

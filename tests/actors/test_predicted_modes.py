@@ -1,0 +1,335 @@
+"""Modes in which a predictor chooses the neurons: what is computed is what was chosen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.driver import Driver
+from actors.messages import GenerateRequest, SystemConfig
+from actors.steps import KERNEL_TOKENS
+from model.artifact import ModelIdentity
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from model.sampling import SamplingParams
+from numba_kernels.mailbox import NUM_IDS
+from predictors.fit_lowrank import fit_lowrank
+from predictors.fit_sign import fit_sign
+from predictors.layer_data import LayerData
+from predictors.predictor import NeuronPredictor
+from predictors.predictor_file import AnyLayer, Predictors, write_predictors
+from predictors.thresholds import Quality
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+Tiny = Callable[..., TinyCheckpoint]
+VARIANTS = ["llama-relu", "opt-prenorm", "opt-postnorm", "falcon-relu", "llama-mlp-bias"]
+# First matrix and, neuron by neuron, the last, as transformers names them.
+NAMES = {
+    "llama": ("mlp.gate_proj", "mlp.down_proj"),
+    "opt": ("fc1", "fc2"),
+    "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def layer_tensors(path: Path, config: ModelConfig, name: str) -> list[np.ndarray]:
+    """The tensor of that name of every layer, in order, as float32."""
+    tensors = load_file(path / "model.safetensors")
+    found = {key: tensor for key, tensor in tensors.items() if key.endswith(name)}
+    layers = sorted(found, key=lambda key: int(next(p for p in key.split(".") if p.isdigit())))
+    assert len(layers) in (0, config.num_layers)
+    return [found[key].float().numpy() for key in layers]
+
+
+class Oracle:
+    """Knows who fires: the pre-activation itself, but for neurons that it is told to keep quiet."""
+
+    def __init__(self, gate: np.ndarray, bias: np.ndarray, quiet: np.ndarray) -> None:
+        self.gate, self.bias, self.quiet = gate, bias, quiet
+        self.num_neurons = gate.shape[0]
+        self.num_chosen: list[np.ndarray] = []
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        """See LayerPredictor."""
+        scores[:] = x @ self.gate.T + self.bias
+        scores[:, self.quiet] = -1
+        self.num_chosen.append((scores > 0).sum(axis=1))
+
+
+class Constant:
+    """Chooses the same neurons always."""
+
+    def __init__(self, chosen: np.ndarray) -> None:
+        self.chosen = chosen
+        self.num_neurons = chosen.size
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        """See LayerPredictor."""
+        scores[:] = np.where(self.chosen, 1, -1)
+
+
+def for_services(system: InProcessSystem, layers: Sequence[Oracle | Constant]) -> NeuronPredictor:
+    sizes = np.array([[ids.size for ids in system.shards()]] * system.config.num_layers)
+    return NeuronPredictor(layers, sizes, "ffn_input")
+
+
+def oracles(system: InProcessSystem, quiet: Sequence[int] = ()) -> list[Oracle]:
+    """One for each layer, in the order of the services' shards."""
+    order = np.concatenate(system.shards())
+    name = NAMES[system.config.family][0]
+    gates = layer_tensors(system.path, system.config, f"{name}.weight")
+    biases = layer_tensors(system.path, system.config, f"{name}.bias")
+    if not biases:
+        biases = [np.zeros(system.config.ffn_size, np.float32)] * len(gates)
+    positions = np.flatnonzero(np.isin(order, quiet))
+    return [Oracle(g[order], b[order], positions) for g, b in zip(gates, biases, strict=True)]
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("copying", [False, True], ids=["arena", "copying"])
+@pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_an_oracle_changes_nothing(
+    tiny: Tiny, num_services: int, num_threads: int, copying: bool
+) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, num_services, num_threads, copying=copying) as system:
+        for sizes in ([1], [KERNEL_TOKENS], [3, 1, 5]):
+            layers = oracles(system)
+            predictor = for_services(system, layers)
+            found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
+            assert_close(found, checkpoint.logits)
+            counts = np.concatenate([c for layer in layers for c in layer.num_chosen])
+            assert counts.size == 40 * system.config.num_layers
+            assert 0.2 < counts.mean() / system.config.ffn_size < 0.8
+        assert system.python_answers == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_oracle_of_every_family(tiny: Tiny, variant: str) -> None:
+    checkpoint = tiny(variant)
+    with InProcessSystem(checkpoint.path, 2, 1) as system:
+        for sizes in ([1], [5, 8]):
+            predictor = for_services(system, oracles(system))
+            found = system.logits("lowrank", checkpoint.ids, sizes, predictor=predictor)
+            assert_close(found, checkpoint.logits)
+
+
+def silenced(tiny: Tiny, variant: str, quiet: Sequence[int], path: Path) -> TinyCheckpoint:
+    """The model whose `quiet` neurons, ids in every layer, add nothing."""
+    shutil.copytree(tiny(variant).path, path)
+    config = ModelConfig.from_directory(path)
+    tensors = load_file(path / "model.safetensors")
+    for key, tensor in tensors.items():
+        if key.endswith(f"{NAMES[config.family][1]}.weight"):
+            tensor[:, list(quiet)] = 0
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return TinyCheckpoint(path)
+
+
+@pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "falcon-relu"])
+@pytest.mark.parametrize("copying", [False, True], ids=["arena", "copying"])
+def test_neurons_not_chosen_add_nothing(
+    tiny: Tiny, tmp_path: Path, variant: str, copying: bool
+) -> None:
+    """A third of the neurons are kept quiet though they fire, the same for each token."""
+    checkpoint = tiny(variant)
+    with InProcessSystem(checkpoint.path, 2, 2, copying=copying) as system:
+        quiet = range(0, system.config.ffn_size, 3)
+        expected = silenced(tiny, variant, quiet, tmp_path / "m").logits
+        assert np.abs(expected - checkpoint.logits).max() > 0.1 * np.abs(expected).max()
+        for sizes in ([1], [8]):
+            predictor = for_services(system, oracles(system, quiet))
+            found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "llama-mlp-bias"])
+@pytest.mark.parametrize("idle", [[0], [1], [2], [0, 2], [0, 1, 2], []], ids=str)
+def test_services_for_which_nothing_is_chosen(
+    tiny: Tiny, tmp_path: Path, variant: str, idle: list[int]
+) -> None:
+    """Their partials are zero, but for the bias that belongs to no neuron; other ones do all."""
+    checkpoint = tiny(variant)
+    with InProcessSystem(checkpoint.path, 3, 1) as system:
+        shards = system.shards()
+        chosen = np.concatenate([np.full(ids.size, s not in idle) for s, ids in enumerate(shards)])
+        quiet = [int(n) for s in idle for n in shards[s]]
+        expected = silenced(tiny, variant, quiet, tmp_path / "m").logits
+        predictor = for_services(system, [Constant(chosen)] * system.config.num_layers)
+        for sizes in ([1], [3, 8]):
+            found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
+            assert_close(found, expected)
+        counts = system.exchange.wires.requests[1:, NUM_IDS]
+        assert counts.tolist() == [0 if s in idle else shards[s].size for s in range(3)]
+
+
+class Fickle:
+    """Chooses other neurons for each token, by the signs of the input's numbers."""
+
+    def __init__(self, layer: int, neuron_ids: np.ndarray, width: int) -> None:
+        self.columns = (neuron_ids * 7 + layer) % width
+        self.num_neurons = neuron_ids.size
+
+    def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+        """See LayerPredictor."""
+        scores[:] = x[:, self.columns]
+
+
+@pytest.mark.parametrize("copying", [False, True], ids=["arena", "copying"])
+@pytest.mark.parametrize("num_services", [1, 3])
+def test_a_step_of_many_tokens_is_as_single_steps(
+    tiny: Tiny, num_services: int, copying: bool
+) -> None:
+    """Each token gets the neurons that were chosen for it, and no other's."""
+    checkpoint = tiny("opt-prenorm")
+    with InProcessSystem(checkpoint.path, num_services, 2, copying=copying) as system:
+        order, config = np.concatenate(system.shards()), system.config
+        layers = [Fickle(i, order, config.hidden_size) for i in range(config.num_layers)]
+        sizes = np.array([[ids.size for ids in system.shards()]] * config.num_layers)
+        predictor = NeuronPredictor(layers, sizes, "ffn_input")
+        single = system.logits("sign", checkpoint.ids, [1], predictor=predictor)
+        assert np.abs(single - checkpoint.logits).max() > 0.1 * np.abs(single).max()
+        for steps in ([KERNEL_TOKENS], [2, 7, 1]):
+            found = system.logits("sign", checkpoint.ids, steps, predictor=predictor)
+            assert_close(found, single)
+
+
+@pytest.mark.parametrize("num_tokens", [KERNEL_TOKENS + 1, 40])
+def test_long_prompts_run_dense(tiny: Tiny, num_tokens: int) -> None:
+    """A predictor that chooses nothing is not asked there."""
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 1) as system:
+        nothing = Constant(np.zeros(system.config.ffn_size, bool))
+        predictor = for_services(system, [nothing] * system.config.num_layers)
+        ids = checkpoint.ids[:num_tokens]
+        found = system.logits("sign", ids, [num_tokens], predictor=predictor)
+        assert_close(found, checkpoint.logits[:num_tokens])
+        short = system.logits("sign", ids, [KERNEL_TOKENS], predictor=predictor)
+        assert np.abs(short - found).max() > 0.1 * np.abs(found).max()
+
+
+@pytest.mark.parametrize("variant", ["llama-relu", "falcon-relu"])
+@pytest.mark.parametrize("input_name", ["ffn_input", "residual"])
+def test_what_the_predictor_is_given(tiny: Tiny, variant: str, input_name: str) -> None:
+    """The FFN's input, or the stream before its norm; in parallel layers that is the layer's."""
+    checkpoint, given = tiny(variant), []
+
+    class Spy(Constant):
+        def score(self, x: np.ndarray, scores: np.ndarray) -> None:
+            given.append(x.copy())
+            super().score(x, scores)
+
+    with InProcessSystem(checkpoint.path) as system:
+        spy = Spy(np.ones(system.config.ffn_size, bool))
+        predictor = for_services(system, [spy] * system.config.num_layers)
+        predictor.input_name = input_name  # type: ignore[assignment]
+        assert_close(
+            system.logits("sign", checkpoint.ids[:6], [6], predictor=predictor),
+            checkpoint.logits[:6],
+        )
+    expected = ffn_inputs(checkpoint, input_name)
+    assert len(given) == len(expected)
+    for found, wanted in zip(given, expected, strict=True):
+        assert_close(found, wanted[:6])
+
+
+def ffn_inputs(checkpoint: TinyCheckpoint, input_name: str) -> list[np.ndarray]:
+    """By transformers: what goes into each layer's FFN, or into the norm before it."""
+    model, family = checkpoint._model(), ModelConfig.from_directory(checkpoint.path).family
+    if input_name == "ffn_input":
+        wanted = NAMES[family][0]
+    else:
+        wanted = "post_attention_layernorm" if family == "llama" else "input_layernorm"
+    found: list[np.ndarray] = []
+    for name, module in model.named_modules():
+        if name.endswith(wanted):
+            module.register_forward_pre_hook(lambda _, x: found.append(x[0][0].numpy()))
+    with torch.no_grad():
+        model(torch.from_numpy(checkpoint.ids)[None])
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of predictors of llama-relu, fitted to what goes into its FFNs on random tokens."""
+    path, folder = tiny("llama-relu").path, tmp_path_factory.mktemp("predictors")
+    config, identity = ModelConfig.from_directory(path), ModelIdentity.of(path)
+    checkpoint = TinyCheckpoint(path)
+    parts: list[list[np.ndarray]] = []
+    for seed in range(8):
+        checkpoint.__dict__["ids"] = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 120)
+        parts.append(ffn_inputs(checkpoint, "ffn_input"))
+    inputs = [np.concatenate(layer).astype(np.float16) for layer in zip(*parts, strict=True)]
+    files = {}
+    fits: dict[str, Callable[[LayerData, float], tuple[AnyLayer, Quality]]] = {
+        "sign": fit_sign, "lowrank": fit_lowrank,
+    }  # fmt: skip
+    for kind, fit in fits.items():
+        layers = [
+            fit(LayerData.load(Checkpoint(path), config, i, x.view(np.uint16)), 0.97)[0]
+            for i, x in enumerate(inputs)
+        ]
+        files[kind] = folder / kind
+        write_predictors(files[kind], identity, Predictors(layers, "ffn_input"))
+    return files
+
+
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
+def test_fitted_predictors_through_the_driver(
+    tiny: Tiny, fitted: dict[str, Path], kind: str
+) -> None:
+    """A recall of 0.97 keeps near the dense model, with fewer neurons' gates than all."""
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 2) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        settings = SystemConfig(
+            str(checkpoint.path), kind, context_length=120, kv_dtype="float32",
+            predictors_path=str(fitted[kind]),
+        )  # fmt: skip
+        driver = Driver(settings, system.exchange, shards)
+        scores = driver.score_window(checkpoint.ids.tolist(), 8, True)
+        counts = scores.counts
+        assert scores.predicts and counts is not None and scores.kld is not None
+        recall = counts.num_fired_listed.sum() / counts.num_fired.sum()
+        precision = counts.num_fired_listed.sum() / counts.num_listed.sum()
+        everyone = counts.num_tokens * system.config.num_layers * system.config.ffn_size
+        assert recall > 0.93
+        assert precision > counts.num_fired.sum() / everyone + 0.05
+        assert counts.num_listed.sum() < 0.95 * everyone
+        assert scores.kld.mean() < 0.05
+        sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+        *_, last = driver.generate(request)
+        assert last.result is not None and len(last.result.ids) == GREEDY_TOKENS
+        assert 0 < last.result.neurons_computed < last.result.gates_computed < 0.95
+        driver.close()
+
+
+def test_the_driver_refuses_predictors_of_another_model(
+    tiny: Tiny, fitted: dict[str, Path]
+) -> None:
+    other = tiny("llama-gqa").path
+    with InProcessSystem(other) as system:
+        settings = SystemConfig(str(other), "sign", predictors_path=str(fitted["sign"]))
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        with pytest.raises(ArtifactError, match="belongs to the model"):
+            Driver(settings, system.exchange, shards)

@@ -1,0 +1,300 @@
+"""Scores of neurons and the list of those above zero, against float64 NumPy from the formulas."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from numba_kernels.predict import (
+    lowrank_hidden_kernel,
+    lowrank_scores_kernel,
+    pack_planes_kernel,
+    pack_weights,
+    select_kernel,
+    sign_scores,
+    sign_scores_kernel,
+)
+from tests.kernels.arrays import random_bits, random_floats
+from tests.kernels.reference import widened
+
+WIDTHS = [1, 63, 64, 65, 384, 4096]
+TIE = 1e-4  # of a level: float32 may round a number so close to the middle of two either way
+
+
+def unpacked(words: np.ndarray, width: int) -> np.ndarray:
+    """Bits (..., width) of rows of words, bit by bit."""
+    items = np.arange(width)
+    return (words[..., items // 64] >> (items % 64).astype(np.uint64)) & np.uint64(1)
+
+
+def decoded_weights(bits: np.ndarray, width: int, num_planes: int) -> np.ndarray:
+    """w = sum over p of 2**p * (2 w_bit[p] - 1)."""
+    planes = bits.reshape(bits.shape[0], num_planes, -1)
+    signs = 2.0 * unpacked(planes, width) - 1
+    return np.einsum("npi,p->ni", signs, 2.0 ** np.arange(num_planes))
+
+
+def expected_weights(weights: np.ndarray, num_planes: int) -> np.ndarray:
+    """The levels that the packing stands for, by comparing."""
+    wide = weights.astype(np.float64)
+    signs = np.where(wide > 0, 1, -1)
+    if num_planes == 1:
+        return signs
+    rms = np.sqrt((wide**2).mean(axis=1, keepdims=True))
+    return signs * np.where(np.abs(wide) > 0.9957 * rms, 3, 1)
+
+
+def weights_of_two_sizes(seed: int, height: int, width: int) -> np.ndarray:
+    """Rows whose items are clearly smaller or clearly larger than their root mean square."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0.5, 1.5], (height, width)) + rng.uniform(0, 0.2, (height, width))
+    return (sizes * rng.choice([-1, 1], (height, width))).astype(np.float32)
+
+
+def expected_levels(values: np.ndarray) -> tuple[float, np.ndarray, int]:
+    """The unit, each value's nearest odd number in -7..7 of it, and how many lie near a tie."""
+    unit = math.sqrt((values**2).mean()) * 2.5 / 7
+    scaled = values / unit
+    levels = np.clip(2 * np.floor(scaled / 2) + 1, -7, 7)
+    ties = np.abs(scaled / 2 - np.round(scaled / 2)) < TIE
+    return unit, levels, int(ties.sum())
+
+
+@pytest.mark.parametrize("num_planes", [1, 2])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pack_weights(width: int, num_planes: int) -> None:
+    weights = weights_of_two_sizes(width, 7, width)
+    bits = pack_weights(weights, num_planes)
+    words = -(-width // 64)
+    assert bits.dtype == np.uint64 and bits.shape == (7, num_planes * words)
+    found = decoded_weights(bits, width, num_planes)
+    np.testing.assert_array_equal(found, expected_weights(weights, num_planes))
+    # Bits beyond the width are zero in weights and inputs alike: they never differ.
+    ones = np.bitwise_count(bits.reshape(7, num_planes, words)).sum(axis=2)
+    planes = bits.reshape(7, num_planes, words)
+    np.testing.assert_array_equal(ones, unpacked(planes, width).sum(axis=2))
+
+
+def test_zeros_are_packed_as_the_small_negative_level() -> None:
+    row = np.array([[0.0, -0.0, 5.0, -5.0, 1e-45, -1e-45]], np.float32)
+    small, large = [-1, -1, 1, -1, 1, -1], [-1, -1, 3, -3, 1, -1]
+    assert decoded_weights(pack_weights(row, 1), 6, 1).tolist() == [small]
+    assert decoded_weights(pack_weights(row, 2), 6, 2).tolist() == [large]
+    zeros = np.zeros((1, 6), np.float32)
+    for num_planes in (1, 2):
+        assert decoded_weights(pack_weights(zeros, num_planes), 6, num_planes).tolist() == [
+            [-1] * 6
+        ]
+
+
+def test_two_planes_lose_least_of_normal_weights() -> None:
+    """Levels at a common unit: Max's four even levels lose 0.1188 of the variance."""
+    weights = random_floats(3, 16, 4096)
+    levels = decoded_weights(pack_weights(weights, 2), 4096, 2)
+    unit = (weights * levels).sum() / (levels**2).sum()
+    assert np.mean((weights - unit * levels) ** 2) == pytest.approx(0.1188, rel=0.02)
+
+
+@pytest.mark.parametrize("num_planes", [0, 3])
+def test_numbers_of_planes_refused(num_planes: int) -> None:
+    with pytest.raises(ValueError, match="num_weight_planes"):
+        pack_weights(np.ones((2, 3), np.float32), num_planes)
+
+
+@pytest.mark.parametrize("num_planes", [1, 2])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sign_scores(width: int, num_planes: int) -> None:
+    num_tokens, height = 3, 41
+    weights = weights_of_two_sizes(width, height, width)
+    x, center = random_floats(1, num_tokens, width), 0.5 * random_floats(2, width)
+    scale = np.exp(random_floats(3, width))
+    thresholds = random_floats(4, height)
+    thresholds[3], thresholds[5] = np.inf, -np.inf
+    found = sign_scores(pack_weights(weights, num_planes), x, thresholds, center, scale)
+    assert found.dtype == np.float32 and found.shape == (num_tokens, height)
+    levels = expected_weights(weights, num_planes)
+    for t in range(num_tokens):
+        unit, q, num_ties = expected_levels((x[t].astype(np.float64) - center) * scale)
+        assert num_ties < 0.001 * width + 1
+        expected = unit * (levels @ q) - thresholds
+        slack = 2 * unit * 3 * num_ties + 1e-5 * (unit * np.abs(q).sum() + 1)
+        finite = np.isfinite(thresholds)
+        assert (np.abs(found[t, finite] - expected[finite]) <= slack).all()
+        assert found[t, 3] == -np.inf and found[t, 5] == np.inf
+
+
+@pytest.mark.parametrize("num_planes", [1, 2])
+def test_sign_scores_of_a_part_of_the_neurons(num_planes: int) -> None:
+    bits = pack_weights(random_floats(0, 20, 100), num_planes)
+    planes = np.empty((3, 2), np.uint64)
+    center, scale = np.zeros(100, np.float32), np.ones(100, np.float32)
+    x, thresholds = random_floats(1, 100), random_floats(2, 20)
+    unit = pack_planes_kernel(x, center, scale, planes)
+    out = np.full(20, 77, np.float32)
+    sign_scores_kernel(bits, planes, unit, 100, thresholds, out, 6, 13)
+    whole = sign_scores(bits, x[None], thresholds, center, scale)[0]
+    np.testing.assert_array_equal(out[6:13], whole[6:13])
+    assert (out[:6] == 77).all() and (out[13:] == 77).all()
+
+
+def test_sign_scores_follow_the_pre_activations() -> None:
+    """Signs correlate with normal numbers by sqrt(2 / pi) = 0.80, four levels by sqrt(1 - 0.1188)
+    = 0.94; eight levels of the input take two hundredths from both."""
+    gate, x = random_floats(0, 500, 1024), random_floats(1, 20, 1024)
+    zeros, ones = np.zeros(1024, np.float32), np.ones(1024, np.float32)
+    for num_planes, least in ((1, 0.77), (2, 0.91)):
+        bits = pack_weights(gate, num_planes)
+        found = sign_scores(bits, x, np.zeros(500, np.float32), zeros, ones)
+        assert np.corrcoef(found.ravel(), (x @ gate.T).ravel())[0, 1] > least
+
+
+def test_an_input_at_its_center_says_nothing() -> None:
+    x, thresholds = random_floats(0, 1, 70), random_floats(1, 9)
+    bits = pack_weights(random_floats(2, 9, 70), 2)
+    found = sign_scores(bits, x, thresholds, x[0], np.ones(70, np.float32))
+    np.testing.assert_array_equal(found[0], -thresholds)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_an_input_that_is_not_finite_asks_for_every_neuron(value: float) -> None:
+    x = random_floats(0, 1, 70)
+    x[0, 5] = value
+    bits = pack_weights(random_floats(2, 9, 70), 1)
+    thresholds = np.full(9, np.inf, np.float32)
+    zeros, ones = np.zeros(70, np.float32), np.ones(70, np.float32)
+    assert np.isnan(sign_scores(bits, x, thresholds, zeros, ones)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("bits", np.zeros((5, 3), np.int64)),
+        ("bits", np.zeros((5, 6), np.uint64)),
+        ("x", np.zeros((1, 69), np.float32)),
+        ("x", np.zeros((1, 70), np.float64)),
+        ("thresholds", np.zeros(4, np.float32)),
+        ("scale", np.zeros(71, np.float32)),
+    ],
+)
+def test_mismatches_refused(name: str, array: np.ndarray) -> None:
+    arguments: dict[str, np.ndarray] = {
+        "bits": np.zeros((5, 2), np.uint64),
+        "x": np.zeros((1, 70), np.float32),
+        "thresholds": np.zeros(5, np.float32),
+        "center": np.zeros(70, np.float32),
+        "scale": np.ones(70, np.float32),
+    }
+    sign_scores(**arguments)
+    with pytest.raises(ValueError):
+        sign_scores(**arguments | {name: array})
+
+
+def lowrank_arrays(dtype: type, size: int, width: int, height: int) -> tuple[np.ndarray, ...]:
+    """down, scales, up, thresholds."""
+    if dtype is np.int8:
+        rng = np.random.default_rng(size)
+        down, up = (
+            rng.integers(-127, 128, shape, dtype=np.int8)
+            for shape in ((size, width), (size, height))
+        )
+    else:
+        down, up = random_bits(1, np.uint16, size, width), random_bits(2, np.uint16, size, height)
+    scales = np.exp(random_floats(3, size))
+    return down, scales, up, random_floats(4, height)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int8])
+@pytest.mark.parametrize(("size", "width", "height"), [(1, 1, 1), (6, 65, 33), (16, 384, 200)])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_lowrank(dtype: type, size: int, width: int, height: int, num_tokens: int) -> None:
+    down, scales, up, thresholds = lowrank_arrays(dtype, size, width, height)
+    x = random_floats(5, num_tokens, width)
+    hidden = np.full((num_tokens, size), np.nan, np.float32)
+    cuts = [0, size // 3, size // 2 + 1, size]
+    for first, last in pairwise(cuts):
+        lowrank_hidden_kernel(down, scales, x, hidden, first, last)
+    products = x.astype(np.float64) @ widened(down).T
+    expected = scales * np.maximum(products, 0)
+    sums = scales * (np.abs(x).astype(np.float64) @ np.abs(widened(down)).T)
+    assert (np.abs(hidden - expected) <= 1e-6 * sums).all()
+    if size > 1:
+        assert (hidden == 0).any() and (hidden > 0).any()
+    for t in range(num_tokens):
+        scores = np.full(height, np.nan, np.float32)
+        for first, last in ((0, height // 2), (height // 2, height)):
+            lowrank_scores_kernel(up, hidden[t], thresholds, scores, first, last)
+        wanted = hidden[t].astype(np.float64) @ widened(up) - thresholds
+        size_of_sums = hidden[t] @ np.abs(widened(up)) + np.abs(thresholds)
+        assert (np.abs(scores - wanted) <= 2e-6 * size_of_sums).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int8])
+def test_parts_of_lowrank_leave_the_rest_alone(dtype: type) -> None:
+    down, scales, up, thresholds = lowrank_arrays(dtype, 10, 20, 30)
+    hidden, scores = np.full((1, 10), 77, np.float32), np.full(30, 77, np.float32)
+    lowrank_hidden_kernel(down, scales, random_floats(0, 1, 20), hidden, 2, 9)
+    assert hidden[0, [0, 1, 9]].tolist() == [77] * 3 and (hidden[0, 2:9] != 77).all()
+    lowrank_scores_kernel(up, hidden[0], thresholds, scores, 7, 23)
+    assert (scores[:7] == 77).all() and (scores[23:] == 77).all() and (scores[7:23] != 77).all()
+
+
+@pytest.mark.parametrize("num_active", range(10))
+def test_silent_hidden_units_are_never_read(num_active: int) -> None:
+    """Their rows hold NaN, which would show in the sum even when weighted by zero."""
+    up = random_floats(0, 9, 40)
+    hidden = np.abs(random_floats(1, 9)) + np.float32(0.1)
+    silent = np.random.default_rng(num_active).permutation(9)[num_active:]
+    expected = np.delete(hidden, silent).astype(np.float64) @ np.delete(up, silent, axis=0)
+    hidden[silent], up[silent] = 0, np.nan
+    thresholds, scores = random_floats(2, 40), np.empty(40, np.float32)
+    thresholds[:2] = np.inf, -np.inf
+    lowrank_scores_kernel(up, hidden, thresholds, scores, 0, 40)
+    np.testing.assert_allclose(scores[2:], (expected - thresholds)[2:], rtol=1e-4, atol=1e-5)
+    assert scores[:2].tolist() == [-np.inf, np.inf]
+
+
+def test_a_nan_in_the_input_reaches_the_lowrank_scores() -> None:
+    down, scales, up, thresholds = lowrank_arrays(np.int8, 8, 20, 30)
+    x, hidden = random_floats(0, 1, 20), np.empty((1, 8), np.float32)
+    x[0, 3] = np.nan
+    lowrank_hidden_kernel(down, scales, x, hidden, 0, 8)
+    scores = np.empty(30, np.float32)
+    lowrank_scores_kernel(up, hidden[0], thresholds, scores, 0, 30)
+    assert np.isnan(scores).all()
+
+
+SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0]
+
+
+@st.composite
+def scores_and_part(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
+    num_tokens = draw(st.sampled_from([1, 2, 31, 32]))
+    shape = (num_tokens, draw(st.integers(0, 12)))
+    scores = draw(hnp.arrays(np.float32, shape, elements=st.sampled_from(SPECIAL).map(np.float32)))
+    begin, end = sorted(draw(st.tuples(*[st.integers(0, shape[1])] * 2)))
+    return scores, begin, end
+
+
+@settings(deadline=None, max_examples=150)
+@given(scores_and_part())
+def test_select(case: tuple[np.ndarray, int, int]) -> None:
+    scores, begin, end = case
+    ids, tokens = np.full(20, -7, np.int32), np.full(20, 7, np.uint32)
+    count = select_kernel(scores, begin, end, ids, tokens)
+    wanted = {
+        n - begin: sum(
+            1 << t for t, score in enumerate(scores[:, n]) if score > 0 or math.isnan(score)
+        )
+        for n in range(begin, end)
+    }
+    expected = [(n, mask) for n, mask in wanted.items() if mask]
+    assert ids[:count].tolist() == [n for n, _ in expected]
+    if scores.shape[0] > 1:
+        assert tokens[:count].tolist() == [mask for _, mask in expected]
+    assert (ids[max(count, end - begin) :] == -7).all()

@@ -1,0 +1,281 @@
+"""Files that belong to one model: whole or not there, refused in one line if they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file as save_torch_file
+
+from model.artifact import (
+    COMMANDS,
+    VERSION,
+    ModelIdentity,
+    artifact_path,
+    check_artifact,
+    read_artifact,
+    write_artifact,
+)
+from model.errors import ArtifactError
+from tests.tiny_models import make_tiny
+
+IDENTITY = ModelIdentity("mine", "ab" * 32)
+TENSORS: dict[str, np.ndarray] = {
+    "a": np.arange(12, dtype=np.uint16).reshape(3, 4),
+    "b": np.linspace(0, 1, 5, dtype=np.float32),
+    "c": np.array([[1 << 63]], np.uint64),
+    "empty": np.empty((0, 3), np.int8),
+}
+FACTS: dict[str, Any] = {"list": [1, None, "x"], "text": "ä\n", "share": 0.25, "none": None}
+
+
+def write(path: Path, kind: str = "profile") -> Path:
+    write_artifact(path, kind, IDENTITY, TENSORS, FACTS)
+    return path
+
+
+def refused(path: Path, kind: str = "profile", identity: ModelIdentity = IDENTITY) -> str:
+    """The line with which both readers refuse a file; it names the file and the command."""
+    lines = []
+    for reader in (read_artifact, check_artifact):
+        with pytest.raises(ArtifactError) as caught:
+            reader(path, kind, identity)
+        lines.append(str(caught.value))
+    assert lines[0] == lines[1] and len(lines[0].splitlines()) == 1
+    assert str(path) in lines[0] and f"`{COMMANDS[kind]}`" in lines[0]
+    return lines[0]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "file.safetensors")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "file.safetensors"
+    strided = np.arange(12, dtype=np.int16).reshape(3, 4).T
+    write_artifact(path, "plan", IDENTITY, TENSORS | {"strided": strided}, FACTS)
+    found = read_artifact(path, "plan", IDENTITY)
+    assert found.path == path and found.facts == FACTS == check_artifact(path, "plan", IDENTITY)
+    assert found.tensors.keys() == TENSORS.keys() | {"strided"}
+    for name, expected in (TENSORS | {"strided": strided}).items():
+        assert found.tensors[name].dtype == expected.dtype
+        np.testing.assert_array_equal(found.tensors[name], expected)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    write_artifact(path, "plan", IDENTITY, {}, {})
+    again = read_artifact(path, "plan", IDENTITY)
+    assert not again.tensors and not again.facts
+
+
+def test_a_tensor_or_fact_that_is_not_as_expected(file: Path) -> None:
+    found = read_artifact(file, "profile", IDENTITY)
+    np.testing.assert_array_equal(found.tensor("b", np.float32, (5,)), TENSORS["b"])
+    assert found.fact("share", float) == 0.25
+    for call in (
+        lambda: found.tensor("missing", np.float32, (5,)),
+        lambda: found.tensor("b", np.float16, (5,)),
+        lambda: found.tensor("b", np.float32, (5, 1)),
+        lambda: found.fact("missing", list),
+        lambda: found.fact("text", list),
+        lambda: found.fact("none", str),
+    ):
+        with pytest.raises(ArtifactError, match="make it again") as caught:
+            call()
+        assert str(file) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_missing(kind: str, tmp_path: Path) -> None:
+    assert f"there is no {kind} file" in refused(tmp_path / "none", kind)
+    assert f"there is no {kind} file" in refused(tmp_path, kind)
+
+
+def test_truncated_anywhere(file: Path) -> None:
+    content = file.read_bytes()
+    for length in {0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 9, len(content) - 1}:
+        file.write_bytes(content[:length])
+        assert "damaged" in refused(file)
+    file.write_bytes(content + b"\0")
+    assert "damaged" in refused(file)
+
+
+@settings(deadline=None, max_examples=60)
+@given(content=st.binary(max_size=200))
+def test_random_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "random"
+    path.write_bytes(content)
+    assert "damaged" in refused(path)
+
+
+@settings(deadline=None, max_examples=150)
+@given(at=st.integers(0, 600), value=st.integers(0, 255))
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(
+    at: int, value: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "changed")
+    content = bytearray(path.read_bytes())
+    at %= 8 + int.from_bytes(content[:8], "little")
+    content[at] = value
+    path.write_bytes(content)
+    try:
+        read_artifact(path, "profile", IDENTITY)
+    except ArtifactError as problem:
+        assert str(path) in str(problem) and len(str(problem).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"other": "{}"},
+        {"hotcold": ""},
+        {"hotcold": "{"},
+        {"hotcold": "3"},
+        {"hotcold": "[]"},
+        {"hotcold": "[" * 100_000},
+        {"hotcold": "9" * 10_000},
+        {"hotcold": "{}"},
+    ],
+    ids=["none", "other", "empty", "cut", "number", "list", "deep", "long number", "no kind"],
+)
+def test_another_programs_file(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path, metadata)
+    refused(path)
+
+
+def test_formats_that_numpy_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    about = {"kind": "profile", "version": VERSION, "model_digest": IDENTITY.digest, "facts": {}}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        tensors = {"a": torch.ones(3).to(dtype)}
+        save_torch_file(tensors, path, {"hotcold": json.dumps(about)})
+        with pytest.raises(ArtifactError, match="damaged") as caught:
+            read_artifact(path, "profile", IDENTITY)
+        assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """A file whose description differs from a right one in `changes`."""
+    about = {"kind": "profile", "version": VERSION, "model_name": IDENTITY.name,
+             "model_digest": IDENTITY.digest, "facts": FACTS} | changes  # fmt: skip
+    save_file(TENSORS, path, {"hotcold": json.dumps(about)})
+
+
+def test_files_that_do_not_fit(file: Path) -> None:
+    rewrite(file)
+    read_artifact(file, "profile", IDENTITY)
+    assert "is a 'profile' file, not a plan file" in refused(file, "plan")
+    rewrite(file, version=VERSION + 1)
+    assert f"is of version {VERSION + 1}, this program reads version {VERSION}" in refused(file)
+    rewrite(file, version="x\ny" * 500)
+    assert len(refused(file)) < 600
+    rewrite(file, facts=[1])
+    assert "holds no facts" in refused(file)
+    rewrite(file, model_name="x\ny\x1b" * 500)
+    text = refused(file, identity=ModelIdentity("other", "cd" * 32))
+    assert "(abababababab), not to 'other' (cdcdcdcdcdcd)" in text and text.isprintable()
+    rewrite(file, model_digest=None)
+    assert "belongs to the model 'mine'" in refused(file)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("opt-prenorm", tmp_path_factory.mktemp("model"), dtype="bfloat16")
+
+
+def test_a_moved_model_is_the_same(model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "moved")
+    found, moved = ModelIdentity.of(model), ModelIdentity.of(path)
+    assert found.digest == moved.digest and moved.name == "moved"
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
+    assert ModelIdentity.of(path).digest == found.digest
+    write_artifact(tmp_path / "f", "plan", found, {}, {})
+    read_artifact(tmp_path / "f", "plan", moved)
+
+
+def test_another_config_is_another_model(model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "copy")
+    config = json.loads((path / "config.json").read_text())
+    config["eos_token_id"] = 77
+    (path / "config.json").write_text(json.dumps(config))
+    write_artifact(tmp_path / "f", "predictors", ModelIdentity.of(model), {}, {})
+    text = refused(tmp_path / "f", "predictors", ModelIdentity.of(path))
+    assert f"belongs to the model '{model.name}'" in text and "not to 'copy'" in text
+
+
+def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
+    """Any one tensor, changed in its first number."""
+    path = shutil.copytree(model, tmp_path / "copy")
+    weights, digests = path / "model.safetensors", {ModelIdentity.of(model).digest}
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        changed = tensor.clone()
+        changed.view(-1)[0] += 1
+        save_torch_file(tensors | {name: changed}, weights, {"format": "pt"})
+        digests.add(ModelIdentity.of(path).digest)
+    assert len(digests) == 1 + len(tensors) > 40
+    name = next(name for name in tensors if name.endswith("fc1.weight"))
+    save_torch_file(tensors | {name: tensors[name].half()}, weights, {"format": "pt"})
+    assert ModelIdentity.of(path).digest not in digests
+
+
+def unwritable(path: Path) -> str:
+    with pytest.raises(ArtifactError, match=r"cannot be written .*; give another place") as caught:
+        write(path)
+    assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("")
+    unwritable(tmp_path / "text" / "file")
+    (tmp_path / "folder").mkdir()
+    unwritable(tmp_path / "folder")
+    unwritable(tmp_path / ("n" * 250))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "text"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    unwritable(tmp_path / "file")
+    tmp_path.chmod(0o700)
+
+
+def test_a_full_disk_leaves_the_old_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file.read_bytes()
+
+    def fill(path: Path, content: bytes) -> int:
+        with path.open("wb") as stream:
+            stream.write(content[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    assert "No space left on device" in unwritable(file)
+    assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_an_interrupt_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(file)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_where_files_lie() -> None:
+    assert artifact_path("/models/m", "x") == Path("/models/m/hotcold/x")

@@ -1,0 +1,196 @@
+"""Benchmarks' tables say what their reports say; the text to profile the demo model on is fair.
+
+Benchmarks are programs that nothing imports, so their tables are asked for as a user would.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.prompts import Prompts
+from jobs.demo_corpus import HELD_OUT_MODULES, stdlib_entries
+from jobs.demo_text import mixed, write_demo_text
+from jobs.text_file import read_text_ids
+from model.config import ModelConfig
+from model.errors import UsageError
+from model.locate import DEMO_DIRECTORY
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT = {"machine": "a machine", "date": "2000-01-01", "shape": "some layers", "batch": 1}
+NUM_TOKENS = 12_000
+
+
+def _table(name: str, report: dict[str, Any], folder: Path) -> str:
+    file = folder / "report.json"
+    file.write_text(json.dumps(ABOUT | report))
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--table-of", str(file)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def _rows(table: str) -> list[list[str]]:
+    """The cells of each row, headers and rules left out."""
+    lines = table.splitlines()
+    rules = [number for number, line in enumerate(lines) if line.startswith("| ---")]
+    wide = {lines[rule].count("|") for rule in rules}
+    rows = [line for number, line in enumerate(lines) if line.startswith("|")
+            and number not in rules and number + 1 not in rules]  # fmt: skip
+    assert {row.count("|") for row in rows} <= wide
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def _decode(tokens_per_s: float, gates: float) -> dict[str, Any]:
+    return {
+        "tokens_per_s": tokens_per_s,
+        "gates_computed": gates,
+        "density": 0.1,
+        "bytes_per_token": 2.5e9,
+        "gb_per_s": 40.0,
+        "read_gb_per_s": 50.0,
+        "per_token_ms": {"ffn": 3.0, "total": 4.0},
+    }
+
+
+def _vs_round(theirs: float, exact: float, sign: float) -> dict[str, Any]:
+    modes = {"exact": _decode(exact, 1.0), "sign": _decode(sign, 0.25)}
+    return {
+        "llama_cpp": {"decode": theirs, "prefill": 100.0},
+        "hotcold": {"modes": modes, "prefill": 130.0},
+    }
+
+
+def test_llama_cpp_table_has_a_row_a_mode_and_ratios_of_each_round(tmp_path: Path) -> None:
+    recall = {"by_layer": [0.5, None, 0.9], "tokens": 128, "distinct_tokens": 7}
+    report = {
+        "modes": ["exact", "sign"],
+        "tokens": 64,
+        "prompt_tokens": 128,
+        "recall": {"sign": recall},
+        "runs": [_vs_round(10, 20, 30), _vs_round(20, 30, 100), _vs_round(40, 100, 40)],
+    }
+    table = _table("vs_llama_cpp", report, tmp_path)
+    assert _rows(table) == [
+        ["decode of 64 tokens, `exact`", "20.00", "30.00", "2.00 (1.50 to 2.50)", "100.0%",
+         "10.0%", "2.50"],
+        ["decode of 64 tokens, `sign`", "20.00", "40.00", "3.00 (1.00 to 5.00)", "25.0%", "10.0%",
+         "2.50"],
+        ["prefill of 128 tokens", "100.00", "130.00", "1.30 (1.30 to 1.30)", "", "", ""],
+    ]  # fmt: skip
+    exact_note, sign_note = table.splitlines()[-2:]
+    assert "recall" not in exact_note and "least layer" not in exact_note
+    assert "50.00% in the least layer, 70.00% in the mean of all" in sign_note
+
+
+def _plan_round(planned: float, measured: float, ffn_ms: float) -> dict[str, Any]:
+    names = ("attention", "attention", "head", "neurons", "exchanges")
+    parts = [{"name": name, "ms": ms} for name, ms in zip(names, (1, 2, 4, 8, 16), strict=True)]
+    ms = {"attention": 5.0, "head": 6.0, "ffn": ffn_ms, "predictor": 0.0, "exchange": 8.0}
+    return {
+        "planned": {"tokens_per_s": planned, "token_s": 0.031, "parts": parts},
+        "measured": {
+            "tokens_per_s": measured,
+            "per_token_ms": ms | {"python": 0.5, "total": 30.0},
+        },
+    }
+
+
+def test_plan_table_takes_the_median_of_ratios_and_adds_up_parts(tmp_path: Path) -> None:
+    rounds = [_plan_round(10, 20, 7.0), _plan_round(30, 20, 9.0), _plan_round(30, 30, 10.0)]
+    case = {"shape_name": "llama-7b", "density": 0.1, "rounds": rounds}
+    table = _table("plan_accuracy", {"layers": 8, "cases": [case]}, tmp_path)
+    speeds, parts = _rows(table)
+    assert speeds == ["llama-7b, 10.0%", "30.00", "20.00", "1.00 (0.50 to 1.50)"]
+    assert parts == ["llama-7b", "3.00 / 5.00", "4.00 / 6.00", "8.00 / 9.00", "16.00 / 8.00",
+                     "0.00 / 0.50", "31.00 / 30.00"]  # fmt: skip
+
+
+def _variant(
+    title: str, ppl: float, right: int, speeds: tuple[float, float, float], **scores: Any
+) -> dict[str, Any]:
+    scored = {"ppl": ppl, "ppl_dense": 100.0, "mean_kld": 0.0125, "same_top_p": 0.975}
+    sizes = {"tokens": 512, "windows": 2, "context_window": 512, "recall": None}
+    return {
+        "title": title,
+        "mode": title.split()[0],
+        "training": None,
+        "perplexity": scored | sizes | {"neurons_computed": None} | scores,
+        "decode": [{"tokens_per_s": speed} for speed in speeds],
+        "answers": {"asked": 5, "right": right},
+    }
+
+
+def test_demo_table_compares_with_dense_and_exact(tmp_path: Path) -> None:
+    found = {"recall": [0.94, None, 0.97], "neurons_computed": 0.25}
+    sign = _variant("sign 0.95", 110.0, 3, (800, 1200, 900), **found)
+    sign["training"] = {"bytes": [500_000, 750_000]}
+    dense = _variant("dense", 100.0, 5, (200, 150, 100), ppl_dense=None)
+    variants = [dense, _variant("exact", 99.9999, 5, (400, 300, 600)), sign]
+    table = _table("demo_modes", {"profile_tokens": 9, "variants": variants}, tmp_path)
+    assert _rows(table) == [
+        ["dense", "", "", "", "", "100%", "", "150", "0.50", "5"],
+        ["exact", "+0.00%", "0.013", "97.5%", "", "100%", "", "400", "1.00", "5"],
+        ["sign 0.95", "+10.00%", "0.013", "97.5%", "94.0%", "25.0%", "1.25", "900", "2.00", "3"],
+    ]
+    assert "right answers of 5" in table and "dense on held-out text: 100.00" in table
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of the demo's text; that it has the tokens asked for is checked on the way."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    num_documents, num_tokens = write_demo_text(file, NUM_TOKENS)
+    found = _ids(file)
+    assert found.num_documents == num_documents
+    assert abs(found.ids.size - num_tokens) <= 1  # the last text is followed by no eos
+    assert NUM_TOKENS <= num_tokens < NUM_TOKENS * 1.1
+    return file.read_text().splitlines()
+
+
+def _ids(file: Path) -> Any:
+    return read_text_ids(file, Prompts(DEMO_DIRECTORY, ModelConfig.from_directory(DEMO_DIRECTORY),
+                                       512))  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_every_beginning_is_half_questions(
+    documents: list[str], share: float, tmp_path: Path
+) -> None:
+    first = documents[: int(len(documents) * share)]
+    sizes = []
+    for key in ("text", "messages"):
+        file = tmp_path / f"{key}.jsonl"
+        file.write_text("\n".join(line for line in first if key in json.loads(line)))
+        sizes.append(_ids(file).ids.size)
+    assert 0.4 < sizes[1] / sum(sizes) < 0.6
+
+
+def test_a_shorter_text_is_the_beginning_of_a_longer_one(
+    documents: list[str], tmp_path: Path
+) -> None:
+    write_demo_text(tmp_path / "text.jsonl", NUM_TOKENS // 4)
+    shorter = (tmp_path / "text.jsonl").read_text().splitlines()
+    assert 10 < len(shorter) < len(documents)
+    assert shorter == documents[: len(shorter)]
+
+
+def test_held_out_modules_are_in_no_document(documents: list[str]) -> None:
+    held_out = {entry.name for entry in stdlib_entries() if entry.module in HELD_OUT_MODULES}
+    read = [json.loads(line) for line in documents]
+    lines = {line for each in read for line in each.get("text", "").splitlines()}
+    asked = {
+        word.strip("?.")
+        for each in read
+        for word in (each["messages"][0]["content"].split() if "messages" in each else [])
+    }
+    assert {"tarfile.open", "fractions.Fraction"} & held_out
+    assert not {name for name in held_out if "." in name} & (lines | asked)
+
+
+def test_more_tokens_than_there_are_are_refused() -> None:
+    kinds: list[list[Any]] = [[({"text": "a"}, 3)] * 4, [({"text": "b"}, 2)] * 2]
+    assert [size for _, size in mixed(kinds, 8)] == [3, 2, 2, 3]
+    with pytest.raises(UsageError, match="--tokens is 20"):
+        mixed(kinds, 20)

@@ -1,0 +1,185 @@
+"""The file of predictors, and predictors arranged for the services' shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from actors.shards import deal_neurons
+from model.artifact import ModelIdentity, read_artifact, write_artifact
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from predictors.lowrank import LowRankLayer
+from predictors.predictor_file import AnyLayer, Predictors, read_predictors, write_predictors
+from predictors.sign import SignLayer
+from predictors.thresholds import Quality
+from tests.kernels.reference import narrowed
+from tests.tiny_models import make_tiny
+
+CONFIG_SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 70, "ffn_size": 37}
+IDENTITY = ModelIdentity("mine", "ab" * 32)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    tiny = ModelConfig.from_directory(make_tiny("llama-relu", tmp_path_factory.mktemp("tiny")))
+    return replace(tiny, **CONFIG_SIZES)
+
+
+def sign_layer(seed: int, num_planes: int) -> SignLayer:
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 63, (37, 2 * num_planes), np.uint64)
+    bits[:, 1::2] &= np.uint64((1 << 6) - 1)  # of 70 items
+    thresholds, center, scale = (
+        rng.standard_normal(size, dtype=np.float32) for size in (37, 70, 70)
+    )
+    thresholds[:2] = np.inf, -np.inf
+    return SignLayer(bits, thresholds, center, scale)
+
+
+def lowrank_layer(seed: int, dtype: type) -> LowRankLayer:
+    rng = np.random.default_rng(seed)
+    wide = [rng.standard_normal(shape, dtype=np.float32) for shape in ((18, 70), (18, 37))]
+    if dtype is np.int8:
+        narrow = [np.clip(a * 40, -127, 127).astype(np.int8) for a in wide]
+    else:
+        narrow = [narrowed(a, np.uint16) for a in wide]
+    down, up = narrow
+    scales = np.exp(rng.standard_normal(18, dtype=np.float32))
+    return LowRankLayer(down, scales, up, rng.standard_normal(37, dtype=np.float32))
+
+
+def mixed() -> Predictors:
+    """A layer of each kind, and one that has none."""
+    layers = [sign_layer(1, 2), None, lowrank_layer(2, np.int8), sign_layer(3, 1)]
+    qualities = [Quality(0.5, 0.25, 0.75, 0.125)] * 4
+    return Predictors(layers, "ffn_input", qualities, 0.9, "cd" * 32)
+
+
+def assert_same_layer(found: AnyLayer | None, expected: AnyLayer | None) -> None:
+    assert type(found) is type(expected)
+    for name, array in {} if expected is None else vars(expected).items():
+        assert getattr(found, name).dtype == array.dtype
+        np.testing.assert_array_equal(getattr(found, name), array)
+
+
+def test_file_round_trip(config: ModelConfig, tmp_path: Path) -> None:
+    written = mixed()
+    write_predictors(tmp_path / "p", IDENTITY, written)
+    found = read_predictors(tmp_path / "p", IDENTITY, config)
+    for one, other in zip(found.layers, written.layers, strict=True):
+        assert_same_layer(one, other)
+    assert replace(found, layers=()) == replace(written, layers=())
+    expected = sum(array.nbytes for array in load_file(tmp_path / "p").values())
+    assert found.num_bytes == expected > 0
+    plain = Predictors([None, lowrank_layer(0, np.uint16), None, None], "residual")
+    write_predictors(tmp_path / "p", IDENTITY, plain)
+    found = read_predictors(tmp_path / "p", IDENTITY, config)
+    assert (found.qualities, found.target_recall, found.input_name) == (None, None, "residual")
+    assert_same_layer(found.layers[1], plain.layers[1])
+
+
+@pytest.mark.parametrize("num_services", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_tokens: int) -> None:
+    predictors = mixed()
+    rng = np.random.default_rng(num_services)
+    shards = []
+    for _ in predictors.layers:  # another deal in every layer
+        order = rng.permutation(37).astype(np.int32)
+        shards.append(np.split(order, np.sort(rng.integers(0, 38, num_services - 1))))
+    by_service = [[layer[s] for layer in shards] for s in range(num_services)]
+    arranged = predictors.arranged(by_service)
+    x = rng.standard_normal((num_tokens, 70), dtype=np.float32)
+    ids = np.full((num_services, 37), -1, np.int32)
+    tokens = np.zeros((num_services, 37), np.uint32)
+    for i, layer in enumerate(predictors.layers):
+        counts = arranged.choose(i, x, ids, tokens)
+        if layer is None:
+            assert counts is None
+            continue
+        scores = np.empty((num_tokens, 37), np.float32)
+        layer.score(x, scores)
+        assert counts is not None and counts.shape == (num_services,)
+        found = np.zeros((num_tokens, 37), bool)
+        for s, count in enumerate(counts):
+            neurons = shards[i][s][ids[s, :count]]
+            masks = tokens[s, :count] if num_tokens > 1 else np.ones(count, np.uint32)
+            for t in range(num_tokens):
+                found[t, neurons] = (masks >> np.uint32(t)) & np.uint32(1)
+        np.testing.assert_array_equal(found, scores > 0)
+        assert 0 < found.mean() < 1
+
+
+def test_arranged_as_services_deal() -> None:
+    """The order that actors give their neurons: each score goes with its own neuron."""
+    layer = lowrank_layer(5, np.uint16)
+    order = np.concatenate(deal_neurons(37, 2, 2))
+    x = np.random.default_rng(0).standard_normal((3, 70), dtype=np.float32)
+    scores, arranged = np.empty((3, 37), np.float32), np.empty((3, 37), np.float32)
+    layer.score(x, scores)
+    layer.arranged(order).score(x, arranged)
+    np.testing.assert_allclose(arranged, scores[:, order], rtol=1e-5, atol=1e-5)
+
+
+def spoiled(tensors: dict[str, np.ndarray], facts: dict[str, Any], how: str) -> None:
+    """Change a written file's content in one way."""
+    if how.startswith("no "):
+        del tensors[how[3:]]
+    elif how.startswith("NaN in "):
+        tensors[how[7:]] = np.full_like(tensors[how[7:]], np.nan)
+    elif how.startswith("cut "):
+        tensors[how[4:]] = tensors[how[4:]][:-1]
+    elif how.startswith("cast "):
+        tensors[how[5:]] = tensors[how[5:]].astype(np.float64)
+    elif how.startswith("flat "):
+        tensors[how[5:]] = tensors[how[5:]].reshape(-1)
+    else:
+        name, _, value = how.partition("=")
+        facts[name] = {"": None, "3": ["sign"] * 3, "odd": ["x", "none", "lowrank", "sign"],
+                       "list": [[], "none", "lowrank", "sign"], "wrong": "wrong",
+                       "swap": ["lowrank", "none", "sign", "sign"], "half": [{"recall": 1}],
+                       "text": [{"recall": "x", "precision": 1, "computed": 1, "active": 1}],
+                       "few": [{"recall": 1, "precision": 1, "computed": 1, "active": 1}],
+                       "more": [{"x": 1}]}[value]  # fmt: skip
+
+
+WAYS = [
+    *(f"no {name}" for name in ("0.bits", "0.thresholds", "0.center", "2.up", "2.scales")),
+    *(f"NaN in {name}" for name in ("0.thresholds", "0.scale", "2.scales", "2.thresholds")),
+    *(f"cut {name}" for name in ("0.bits", "0.center", "3.thresholds", "2.down", "2.up")),
+    *(f"cast {name}" for name in ("0.bits", "2.down", "2.thresholds")),
+    *(f"flat {name}" for name in ("0.bits", "2.down")),
+    *("no 2.down", "kinds=", "kinds=3", "kinds=odd", "kinds=list", "kinds=swap"),
+    *("input=", "input=wrong", "text_digest=", "target_recall=wrong"),
+    *("qualities=wrong", "qualities=half", "qualities=text", "qualities=more", "qualities=few"),
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_files_that_make_no_sense_are_refused(
+    config: ModelConfig, tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "p"
+    write_predictors(path, IDENTITY, mixed())
+    artifact = read_artifact(path, "predictors", IDENTITY)
+    spoiled(artifact.tensors, artifact.facts, how)
+    write_artifact(path, "predictors", IDENTITY, artifact.tensors, artifact.facts)
+    with pytest.raises(ArtifactError, match="make it again") as caught:
+        read_predictors(path, IDENTITY, config)
+    assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", CONFIG_SIZES)
+def test_predictors_of_other_sizes_are_refused(
+    config: ModelConfig, tmp_path: Path, name: str
+) -> None:
+    write_predictors(tmp_path / "p", IDENTITY, mixed())
+    other = replace(config, **{name: CONFIG_SIZES[name] + 1})
+    with pytest.raises(ArtifactError, match="make it again"):
+        read_predictors(tmp_path / "p", IDENTITY, other)

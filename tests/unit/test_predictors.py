@@ -1,0 +1,196 @@
+"""Predictors fitted to layers of known structure, on tokens that they never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ArtifactError
+from predictors import fit_lowrank as lowrank_module
+from predictors.fit_lowrank import fit_lowrank
+from predictors.fit_sign import fit_sign
+from predictors.layer_data import LayerData, Split
+from predictors.lowrank import LowRankLayer
+from predictors.predictor_file import AnyLayer
+from predictors.sign import SignLayer
+from predictors.thresholds import Quality
+from tests.tiny_models import make_tiny
+
+WIDTH, NUM_NEURONS, TARGET = 128, 512, 0.95
+Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
+FITS: dict[str, Fit] = {"sign": fit_sign, "lowrank": fit_lowrank}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Two that wait for each other on busy cores take longer than one over arrays so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class SyntheticLayer:
+    """Gate rows of low rank plus noise; a tenth of the neurons fire, some far more than others.
+
+    Inputs are normal around a mean, along which rows point away; without a mean a bias does that.
+    """
+
+    def __init__(self, rank: int = 12, mean: float = 3.0, noise: float = 0.1) -> None:
+        self._source = torch.Generator().manual_seed(rank)
+        rows = self._normal(NUM_NEURONS, rank) @ self._normal(rank, WIDTH) / rank**0.5
+        rows = (1 - noise) * rows + noise * self._normal(NUM_NEURONS, WIDTH)
+        direction = torch.nn.functional.normalize(self._normal(WIDTH), dim=0)
+        self._mean = mean * WIDTH**0.5 * direction
+        rows -= torch.outer(rows @ direction, direction)
+        below = rows.norm(dim=1) * (1.5 + 0.8 * self._normal(NUM_NEURONS))
+        self.bias = torch.zeros(NUM_NEURONS) if mean else -below
+        self.gate = rows - torch.outer(below, direction) / (mean * WIDTH**0.5) if mean else rows
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._source)
+
+    def draw(self, num_tokens: int) -> Split:
+        """New tokens."""
+        x = self._normal(num_tokens, WIDTH) + self._mean
+        return Split(x, x @ self.gate.T + self.bias)
+
+    def data(self, num_tokens: int = 1500) -> LayerData:
+        """What a predictor is fitted to."""
+        bits = self.gate.numpy().astype(np.float16).view(np.uint16)
+        return LayerData(bits, self.gate, self.draw(num_tokens), self.draw(800), self.draw(800))
+
+
+def computed_by(layer: AnyLayer, inputs: Tensor) -> Tensor:
+    """Which neurons the compiled predictor chooses, (T, N)."""
+    scores = np.empty((inputs.shape[0], layer.num_neurons), np.float32)
+    layer.score(np.ascontiguousarray(inputs.numpy()), scores)
+    return torch.from_numpy(scores > 0)
+
+
+@pytest.fixture(scope="module", params=["mean", "no mean"])
+def synthetic(request: pytest.FixtureRequest) -> SyntheticLayer:
+    """Without a mean, hidden units have twins."""
+    return SyntheticLayer(mean=3.0 if request.param == "mean" else 0.0)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_fitted_predictors_on_new_tokens(synthetic: SyntheticLayer, kind: str) -> None:
+    layer, told = FITS[kind](synthetic.data(), TARGET)
+    fresh = synthetic.draw(3000)
+    found = Quality.of(computed_by(layer, fresh.inputs), fresh.fires)
+    assert 0.05 < found.active < 0.2
+    assert found.recall >= TARGET - 0.02
+    assert found.precision > 2.5 * found.active
+    assert found.computed < 0.4
+    for name, share in vars(told).items():
+        assert getattr(found, name) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_a_higher_target_computes_more(kind: str) -> None:
+    data = SyntheticLayer().data()
+    low, high = (FITS[kind](data, target)[1] for target in (0.8, 0.99))
+    assert low.recall == pytest.approx(0.8, abs=0.03) and high.recall > 0.975
+    assert low.computed < high.computed and low.precision > high.precision
+
+
+def fit_in(dtype: str, data: LayerData, patch: pytest.MonkeyPatch) -> tuple[AnyLayer, Quality]:
+    patch.setattr(lowrank_module, "DTYPES", (dtype,))
+    return fit_lowrank(data, TARGET)
+
+
+def test_int8_and_float16_agree(synthetic: SyntheticLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, fresh = synthetic.data(), synthetic.draw(1000)
+    monkeypatch.setattr(lowrank_module, "_start_size", lambda data, most: 48)
+    for step in ("_larger", "_smaller"):  # that size, and no other
+        monkeypatch.setattr(lowrank_module, step, lambda size, most: None)
+    wide, wide_quality = fit_in("float16", data, monkeypatch)
+    narrow, narrow_quality = fit_in("int8", data, monkeypatch)
+    assert isinstance(wide, LowRankLayer) and isinstance(narrow, LowRankLayer)
+    assert wide.down.dtype == np.uint16 and narrow.down.dtype == np.int8
+    assert wide.hidden_size == narrow.hidden_size == 48
+    same = computed_by(wide, fresh.inputs) == computed_by(narrow, fresh.inputs)
+    assert float(same.float().mean()) > 0.97
+    assert narrow_quality.recall == pytest.approx(wide_quality.recall, abs=0.01)
+    assert narrow_quality.computed == pytest.approx(wide_quality.computed, abs=0.01)
+    assert narrow.num_bytes < 0.6 * wide.num_bytes
+
+
+def test_the_hidden_size_grows_with_the_rank() -> None:
+    sizes = []
+    for rank in (4, 24, 96):
+        layer, _ = fit_lowrank(SyntheticLayer(rank=rank, noise=0.02).data(), TARGET)
+        assert isinstance(layer, LowRankLayer)
+        sizes.append(layer.hidden_size)
+    assert sizes[0] < sizes[1] < sizes[2] <= WIDTH // 2
+
+
+def test_a_layer_of_known_rank_is_seen_through() -> None:
+    """Rank 4 without noise: a hidden size of 16 foresees nearly every neuron that fires."""
+    synthetic = SyntheticLayer(rank=4, noise=0.0)
+    layer, _ = fit_lowrank(synthetic.data(), 0.99)
+    assert isinstance(layer, LowRankLayer) and layer.hidden_size == 16
+    fresh = synthetic.draw(2000)
+    found = Quality.of(computed_by(layer, fresh.inputs), fresh.fires)
+    assert found.recall > 0.98 and found.precision > 0.9
+
+
+def test_the_better_of_one_and_two_weight_planes() -> None:
+    """Gate rows of signs lose nothing in one bit; normal ones of a wide layer gain by two."""
+    synthetic = SyntheticLayer()
+    layer, _ = fit_sign(synthetic.data(), TARGET)
+    assert isinstance(layer, SignLayer)
+    assert layer.num_weight_planes == 2
+    synthetic.gate = synthetic.gate.sign()
+    synthetic.bias = -1.5 * torch.ones(NUM_NEURONS) * WIDTH**0.5
+    layer, _ = fit_sign(synthetic.data(), TARGET)
+    assert isinstance(layer, SignLayer) and layer.num_weight_planes == 1
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_dead_layers_and_constant_neurons(kind: str) -> None:
+    synthetic = SyntheticLayer()
+    synthetic.gate[:3] = 0
+    synthetic.bias = synthetic.bias.clone()
+    synthetic.bias[1] = 1
+    layer, _ = FITS[kind](synthetic.data(), TARGET)
+    shares = computed_by(layer, synthetic.draw(500).inputs).float().mean(dim=0)
+    assert shares[:3].tolist() == [0, 1, 0]
+    synthetic.bias[:] = -1e4
+    layer, quality = FITS[kind](synthetic.data(), TARGET)
+    assert not computed_by(layer, synthetic.draw(500).inputs).any()
+    assert quality.recall == 1 and quality.computed == quality.active == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("opt-prenorm", "float16"), ("llama-relu", "bfloat16")]
+)
+def test_layer_data_is_what_the_checkpoint_says(variant: str, dtype: str, tmp_path: Path) -> None:
+    path = make_tiny(variant, tmp_path, dtype=dtype)
+    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
+    data = LayerData.load(checkpoint, config, 1, x.view(np.uint16))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    name = "layers.1.fc1" if variant.startswith("opt") else "layers.1.mlp.gate_proj"
+    first = next(module for each, module in model.named_modules() if each.endswith(name))
+    with torch.no_grad():
+        expected = first(torch.from_numpy(x.astype(np.float32)))
+    places = [torch.arange(100) % 20 < 14, (torch.arange(100) % 20 - 15).abs() < 2]
+    places = [places[0], places[1] & ~places[0], ~places[0] & ~places[1]]
+    for split, place in zip((data.fit, data.calibrate, data.check), places, strict=True):
+        torch.testing.assert_close(split.pre_activations, expected[place], rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(split.inputs.numpy(), x[place.numpy()].astype(np.float32))
+        assert torch.equal(split.fires, split.pre_activations > 0)
+    torch.testing.assert_close(data.gate, first.weight.detach(), rtol=0, atol=0)
+    with pytest.raises(ArtifactError, match=r"63 tokens were recorded, .* at least 64"):
+        LayerData.load(checkpoint, config, 1, x.view(np.uint16)[:63])

@@ -1,0 +1,133 @@
+"""Thresholds on data whose posterior is known: how near they come to those of one who knows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from predictors.thresholds import MarginFit, Quality, least_margin
+
+NUM_TOKENS, NUM_NEURONS = 6000, 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Two that wait for each other on busy cores take longer than one over arrays so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Known:
+    """z = slope * e + shift + noise * normal, with numbers of each neuron's own."""
+
+    def __init__(self, seed: int) -> None:
+        self._source = torch.Generator().manual_seed(seed)
+        self.slope = 0.2 + 3 * torch.rand(NUM_NEURONS, generator=self._source)
+        self.shift = 3 * torch.randn(NUM_NEURONS, generator=self._source) - 3
+        self.noise = 0.2 + 2 * torch.rand(NUM_NEURONS, generator=self._source)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Estimates and pre-activations of tokens never drawn before, (T, N) each."""
+        shape = (NUM_TOKENS, NUM_NEURONS)
+        e = 2 * torch.randn(shape, generator=self._source) + 1
+        noise = self.noise * torch.randn(shape, generator=self._source)
+        return e, self.slope * e + self.shift + noise
+
+    def probability(self, e: Tensor) -> Tensor:
+        """That the neuron fires, given its estimate."""
+        return 0.5 * torch.erfc(-(self.slope * e + self.shift) / self.noise / math.sqrt(2))
+
+
+def test_a_fitted_line_is_the_known_one() -> None:
+    known = Known(0)
+    fit = MarginFit.of(*known.draw())
+    torch.testing.assert_close(fit.slope, known.slope, rtol=0.02, atol=0.06)
+    torch.testing.assert_close(fit.shift, known.shift, rtol=0.02, atol=0.15)
+    torch.testing.assert_close(fit.noise, known.noise, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("target", [0.5, 0.9, 0.98, 0.999])
+def test_as_few_neurons_as_one_who_knows(target: float) -> None:
+    known = Known(1)
+    fit = MarginFit.of(*known.draw())
+    e, z = known.draw()
+    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, target))
+    e, z = known.draw()
+    fires, computed = z > 0, e > thresholds
+    quality = Quality.of(computed, fires)
+    assert quality.recall == pytest.approx(target, abs=0.2 * (1 - target) + 0.001)
+    # Who knows takes the likeliest first until these tokens' recall is reached.
+    order = known.probability(e).flatten().argsort(descending=True)
+    found = fires.flatten()[order].cumsum(0)
+    num_best = int((found < quality.recall * found[-1]).sum()) + 1
+    assert int(computed.sum()) <= 1.02 * num_best
+    assert 0.1 < quality.active < quality.computed < 0.9 or target < 0.9
+
+
+def test_one_margin_for_the_layer_not_one_recall_for_each_neuron() -> None:
+    """A neuron that is hard to foresee is computed less reliably, where that is cheaper."""
+    known = Known(2)
+    known.noise[: NUM_NEURONS // 2] = 6
+    known.noise[NUM_NEURONS // 2 :] = 0.3
+    fit = MarginFit.of(*known.draw())
+    e, z = known.draw()
+    computed = e > fit.thresholds(least_margin(fit.margins(e), z > 0, 0.9))
+    hard, easy = (
+        Quality.of(computed[:, part], z[:, part] > 0).recall
+        for part in (slice(0, NUM_NEURONS // 2), slice(NUM_NEURONS // 2, None))
+    )
+    assert easy > hard + 0.05
+
+
+def test_dead_neurons_are_never_computed_and_constant_ones_always() -> None:
+    e, z = Known(3).draw()
+    z[:, 0] = -5  # never fires
+    z[:, 1], e[:, 1] = -5 + 0.1 * torch.randn(NUM_TOKENS), 2.5  # estimated by a constant
+    z[:, 2], e[:, 2] = 5 + 0.1 * torch.randn(NUM_TOKENS), 2.5
+    z[:, 3] = 4  # always fires, by the same amount
+    fit = MarginFit.of(e, z)
+    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, 0.98))
+    assert not thresholds.isnan().any()
+    computed = (e > thresholds).float().mean(dim=0)
+    assert computed[:4].tolist() == [0, 0, 1, 1]
+    assert thresholds[1] == math.inf and thresholds[2] == -math.inf
+
+
+def test_estimates_that_say_the_contrary_are_as_good_as_none() -> None:
+    e, z = Known(4).draw()
+    fit = MarginFit.of(-e, z)
+    assert (fit.slope == 0).all()
+    torch.testing.assert_close(fit.shift, z.mean(dim=0))
+    thresholds = fit.thresholds(-1.0)
+    assert thresholds.isinf().all()
+    assert ((thresholds == -math.inf) == (z.mean(dim=0) > -z.std(dim=0))).float().mean() > 0.99
+
+
+def test_least_margin_is_that_quantile() -> None:
+    margins = torch.arange(1000.0).reshape(10, 100) / 100
+    fires = margins >= 5
+    for target, most_lost in ((0.9, 50), (0.98, 10), (0.998, 1), (0.9999, 0)):
+        num_lost = int((margins[fires] <= least_margin(margins, fires, target)).sum())
+        assert most_lost - 2 <= num_lost <= most_lost
+    assert least_margin(margins, fires & False, 0.9) == math.inf
+
+
+def test_nothing_fires() -> None:
+    e, z = torch.randn(50, 4), -torch.rand(50, 4)
+    fit = MarginFit.of(e, z)
+    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, 0.9))
+    assert not (e > thresholds).any()
+
+
+def test_quality_by_hand() -> None:
+    fires = torch.tensor([[True, True, False, False], [True, False, False, False]])
+    computed = torch.tensor([[True, False, True, False], [True, False, False, True]])
+    assert Quality.of(computed, fires) == Quality(2 / 3, 0.5, 0.5, 3 / 8)
+    assert Quality.of(computed, fires & False) == Quality(1.0, 0.0, 0.5, 0.0)
+    assert Quality.of(computed & False, fires) == Quality(0.0, 1.0, 0.0, 3 / 8)
