@@ -65,6 +65,7 @@ def train_predictors(
 ) -> None:
     """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
     from actors.preflight import read_model
+    from jobs.profile_files import require_writable
     from model.artifact import ModelIdentity
     from model.locate import locate_model
     from predictors.predictor_file import predictors_path, write_predictors
@@ -74,6 +75,7 @@ def train_predictors(
     identity = ModelIdentity.of(path)
     started = time.monotonic()
     target = out or predictors_path(path, "lowrank" if folder is not None else kind)
+    require_writable("--out", target)
     if folder is not None:
         _refuse_fitting_options()
         from predictors.powerinfer import import_powerinfer

@@ -45,7 +45,7 @@ class ProfileFiles:
         options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot}
         for option, path in options.items():
             if path is not None:
-                _require_writable(option, path)
+                require_writable(option, path)
         if len({path.resolve() for path in files.all}) < len(files.all):
             raise UsageError("--out, --inputs-out and --plot name the same file; give others")
         return files
@@ -56,7 +56,8 @@ class ProfileFiles:
         return [path for path in (self.profile, self.inputs, self.plot) if path is not None]
 
 
-def _require_writable(option: str, path: Path) -> None:
+def require_writable(option: str, path: Path) -> None:
+    """Make the folder of `path`, which `option` names. Errors: UsageError where it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         reason = "is a directory" if path.is_dir() else ""
