@@ -3,8 +3,10 @@
     python -m benchmarks.plan_accuracy --out benchmarks/results/plan-accuracy
 
 Models of random weights are made in a scratch folder, one at a time, and profiled on random ids.
-Each round surveys the machine anew, plans and measures within a minute or two, for a shared
-machine's bandwidth wanders. The survey replaces the one that hotcold keeps of this machine.
+The machine is surveyed and the plan made; then the model decodes some tokens, again and again,
+between two plain reads of memory. A shared machine's bandwidth wanders within seconds, so the
+plan's memory times are taken at what those reads got, relative to the survey's. The survey replaces
+the one that hotcold keeps of this machine.
 """
 
 import json
@@ -16,6 +18,9 @@ from statistics import median
 
 import click
 
+from actors.messages import SystemConfig
+from actors.preflight import SystemOptions, prepare_system
+from actors.system import System
 from benchmarks.vs_llama_cpp import (
     Json,
     hotcold,
@@ -25,11 +30,15 @@ from benchmarks.vs_llama_cpp import (
     where_and_when,
     write_report,
 )
+from jobs.bench_decode import decode_report, decode_request
 from model.config import ModelConfig
+from placement.bandwidth import measure_read_bandwidth
 
 CASES = (("llama-7b", 0.10), ("opt-6.7b", 0.03), ("falcon-7b-like", 0.05))
 _PROFILE_TOKENS = 2048
 _SEED = 2026
+_PROMPT = 16  # tokens before those that are decoded
+_READ_BYTES, _READ_S = 1 << 29, 0.3
 # A plan's names of the parts, and the measurement's.
 _PARTS = {"attention": "attention", "head": "head", "neurons": "ffn", "exchanges": "exchange"}
 
@@ -39,7 +48,7 @@ def table_of(report: Json) -> str:
     first = report["cases"][0]
     lines = [
         f"{report['layers']} layers, float16; batch 1, mode exact; {report['machine']}; "
-        f"{report['date']}; {len(first['rounds'])} rounds: survey, plan, measure",
+        f"{report['date']}; {len(first['rounds'])} rounds",
         "",
         "| shape, share of neurons that fire | planned, tokens/s | measured, tokens/s | planned / "
         "measured (least to most) |",
@@ -103,11 +112,19 @@ def _case(name: str, density: float, layers: int, rounds: int, tokens: int, fold
         ids = [rng.randrange(config.vocab_size) for _ in range(_PROFILE_TOKENS)]
         text.write_text(json.dumps({"ids": ids}) + "\n")
         hotcold("profile", str(model), "--text", str(text), "--inputs", "0")
+        surveyed = hotcold("doctor", "--fresh")["measured"]
+        plan = hotcold("plan", str(model), "--mode", "exact")
         found = []
-        for number in range(rounds):
-            found.append(_round(model, tokens))
-            click.echo(f"{name}, round {number + 1}: {_progress(found[-1])}", err=True)
-        about = where_and_when(model, found[0]["measured"]["num_threads"])
+        system, config = prepare_system(model, SystemOptions(mode="exact"))
+        with System.start(system) as running:
+            running.complete(decode_request(config, _PROMPT, tokens))  # warms up
+            for number in range(rounds):
+                measured = _measure(running, system, config, tokens)
+                planned = _planned(plan, surveyed, measured["read_gb_per_s"])
+                ratio = planned["tokens_per_s"] / measured["tokens_per_s"]
+                found.append({"planned": planned, "measured": measured, "ratio": ratio})
+                click.echo(f"{name}, round {number + 1}: {_progress(found[-1])}", err=True)
+        about = where_and_when(model, system.num_threads)
     finally:
         shutil.rmtree(model, ignore_errors=True)
     return {
@@ -116,21 +133,30 @@ def _case(name: str, density: float, layers: int, rounds: int, tokens: int, fold
         "asked_density": density,
         "density": made["density"],
         "machine": about["machine"],
+        "survey": surveyed,
+        "plan": plan,
         "rounds": found,
     }
 
 
-def _round(model: Path, tokens: int) -> Json:
-    surveyed = hotcold("doctor", "--fresh")["measured"]
-    plan = hotcold("plan", str(model), "--mode", "exact")
-    measured = hotcold("bench", "decode", str(model), "--mode", "exact", "--tokens", str(tokens))
-    planned = {name: plan[name] for name in ("tokens_per_s", "token_s", "parts")}
-    return {
-        "machine": surveyed,
-        "planned": planned,
-        "measured": measured,
-        "ratio": plan["tokens_per_s"] / measured["tokens_per_s"],
-    }
+def _measure(running: System, system: SystemConfig, config: ModelConfig, tokens: int) -> Json:
+    """Decode once; what memory gave a plain read is the mean of one before and one after."""
+    before = measure_read_bandwidth(system.num_threads, _READ_BYTES, _READ_S)
+    result = running.complete(decode_request(config, _PROMPT, tokens))
+    after = measure_read_bandwidth(system.num_threads, _READ_BYTES, _READ_S)
+    return decode_report(system, config, [result], (before + after) / 2)
+
+
+def _planned(plan: Json, surveyed: Json, read_gb_per_s: float) -> Json:
+    """The plan, had the survey found memory as fast as it was beside the measured run."""
+    surveyed_gb_per_s = sum(node["read_gb_per_s"] for node in surveyed["nodes"])
+    slower = surveyed_gb_per_s / read_gb_per_s
+    parts = [
+        part | {"ms": part["ms"] * (1.0 if part["name"] == "exchanges" else slower)}
+        for part in plan["parts"]
+    ]
+    token_s = sum(part["ms"] for part in parts) / 1e3
+    return {"parts": parts, "token_s": token_s, "tokens_per_s": 1 / token_s}
 
 
 def _progress(found: Json) -> str:
@@ -144,8 +170,8 @@ def _progress(found: Json) -> str:
 @click.option("--shape", "cases", type=(str, float), multiple=True, default=CASES,
               show_default=True, help="A make-model shape and a density; repeatable.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=2), default=24, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
 @table_option(table_of)
 def main(
@@ -158,7 +184,7 @@ def main(
             found.append(_case(name, density, layers, rounds, tokens, Path(scratch)))
     report = {
         "machine": found[0]["machine"],
-        "date": found[0]["rounds"][0]["machine"]["date"],
+        "date": found[0]["survey"]["date"],
         "batch": 1,
         "layers": layers,
         "tokens": tokens,

@@ -15,19 +15,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import click
+import ray
 
+from actors.launch import start_local_ray
 from actors.messages import MODES, PREDICTED_MODES
+from actors.preflight import SystemOptions, prepare_system
+from actors.shards import arena_layout
+from actors.system import System
+from jobs.bench_decode import decode_report, decode_request
 from model.config import ModelConfig
+from placement.bandwidth import measure_read_bandwidth
 from placement.sysfs import read_cpu
 
 Json = dict[str, Any]
+_PROMPT = 16  # tokens before those that are decoded
+_READ_BYTES, _READ_S = 1 << 29, 0.2
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
 
 
@@ -171,25 +182,43 @@ def _check_predictors(model: Path, modes: tuple[str, ...]) -> None:
 
 
 def _llama_cpp(program: str, weights: Path, threads: int, tokens: int, prompt_tokens: int) -> Json:
-    command = [program, "-m", str(weights), "-t", str(threads), "-r", "3", "-o", "json"]
+    command = [program, "-m", str(weights), "-t", str(threads), "-r", "1", "-o", "json"]
     command += ["-p", str(prompt_tokens), "-n", str(tokens)]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     rates = {("decode" if row["n_gen"] else "prefill"): median(row["samples_ts"]) for row in rows}
     return rates | {"build": rows[0].get("build_commit", "")}
 
 
-def _hotcold(
-    model: Path, threads: int, tokens: int, prompt_tokens: int, modes: tuple[str, ...]
-) -> Json:
-    """Decode in every mode; prefill in the first, for long prompts ask no predictor."""
-    common = [str(model), "--threads", str(threads)]
-    decoded = {
-        mode: hotcold("bench", "decode", *common, "--mode", mode, "--tokens", str(tokens))
-        for mode in modes
-    }
-    prompt = ["--mode", modes[0], "--prompt-tokens", str(prompt_tokens)]
-    prefill = hotcold("bench", "prefill", *common, *prompt)
-    return {"modes": decoded, "prefill": prefill["tokens_per_s"]}
+@contextmanager
+def _loaded(
+    model: Path, threads: int, modes: tuple[str, ...], prompt_tokens: int
+) -> Iterator[Callable[[int], Json]]:
+    """A system for each mode, all loaded; gives what measures them one after another.
+
+    Loaded all the time, so that a round takes seconds and its runs see the same machine.
+    """
+    options = SystemOptions(num_threads=threads)
+    prepared = {mode: prepare_system(model, replace(options, mode=mode)) for mode in modes}
+    arenas = sum(arena_layout(*found).num_bytes for found in prepared.values())
+    start_local_ray(len(modes) * threads, arenas)
+    with ExitStack() as stack:
+        running = {
+            mode: stack.enter_context(System.start(system))
+            for mode, (system, _) in prepared.items()
+        }
+
+        def measure(tokens: int) -> Json:
+            found = {}
+            for mode, (system, config) in prepared.items():
+                results = [running[mode].complete(decode_request(config, _PROMPT, tokens))]
+                read_gb_per_s = measure_read_bandwidth(threads, _READ_BYTES, _READ_S)
+                found[mode] = decode_report(system, config, results, read_gb_per_s)
+            request = decode_request(prepared[modes[0]][1], prompt_tokens, 0)
+            prefill = running[modes[0]].complete(request).prefill_tokens_per_s
+            return {"modes": found, "prefill": prefill}
+
+        measure(8)  # warms up
+        yield measure
 
 
 def _recall(model: Path, threads: int, modes: tuple[str, ...], scratch: Path) -> Json:
@@ -230,7 +259,7 @@ def _progress(run: Json) -> str:
 @click.option("--llama-bench", default=None, help="llama.cpp's llama-bench; from PATH without it.")
 @click.option("--gguf", type=click.Path(path_type=Path), help="Keep the converted weights here.")
 @click.option("--threads", default=2, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option("--tokens", default=64, show_default=True, help="Tokens decoded a run.")
 @click.option("--prompt-tokens", default=128, show_default=True, help="Tokens of the prefill run.")
 @click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, default=("exact",),
@@ -261,11 +290,12 @@ def main(
         if not weights.exists():
             write_gguf(model, weights)
         runs = []
-        for number in range(rounds):
-            theirs = _llama_cpp(program, weights, threads, tokens, prompt_tokens)
-            ours = _hotcold(model, threads, tokens, prompt_tokens, modes)
-            runs.append({"llama_cpp": theirs, "hotcold": ours})
-            click.echo(f"round {number + 1}: {_progress(runs[-1])}", err=True)
+        with _loaded(model, threads, modes, prompt_tokens) as measure:
+            for number in range(rounds):
+                theirs = _llama_cpp(program, weights, threads, tokens, prompt_tokens)
+                runs.append({"llama_cpp": theirs, "hotcold": measure(tokens)})
+                click.echo(f"round {number + 1}: {_progress(runs[-1])}", err=True)
+        ray.shutdown()
         recall = _recall(model, threads, modes, Path(scratch))
     sizes = {"modes": modes, "tokens": tokens, "prompt_tokens": prompt_tokens}
     report = {**where_and_when(model, threads), **sizes, "recall": recall, "runs": runs}

@@ -35,16 +35,32 @@ def decode(
     """Time greedy decoding, batch 1, and say where a token's time goes."""
 
     def measure(running: System, config: ModelConfig) -> list[Generation]:
-        request = _request(config, prompt_tokens, tokens + 1)
+        request = decode_request(config, prompt_tokens, tokens)
         return [running.complete(request) for _ in range(repeat)]
 
     system, config, results, read_gb_per_s = _run(model, values, measure)
+    report = decode_report(system, config, results, read_gb_per_s)
+    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in report["per_token_ms"].items())
+    click.echo(
+        f"decode, batch 1, {system.mode}: {report['tokens_per_s']:.2f} tokens/s; "
+        f"{report['density']:.1%} of the neurons computed, {report['gates_computed']:.1%} of the "
+        f"gates\n  ms a token: {parts}\n  {report['bytes_per_token'] / 1e9:.2f} GB a token: "
+        f"{report['gb_per_s']:.1f} GB/s of {read_gb_per_s:.1f} that a plain read gets"
+    )
+    if as_json:
+        print_json(report)
+
+
+def decode_report(
+    system: SystemConfig, config: ModelConfig, results: list[Generation], read_gb_per_s: float
+) -> dict[str, Any]:
+    """What `bench decode --json` says of repeated runs: the median, and the middle run's parts."""
     rates = [result.decode_tokens_per_s for result in results]
     tokens_per_s = median(rates)
     middle = min(results, key=lambda result: abs(result.decode_tokens_per_s - tokens_per_s))
     token_bytes = _bytes_a_token(config, middle, system)
     gb_per_s = token_bytes * tokens_per_s / 1e9
-    report = {
+    return {
         "tokens_per_s": tokens_per_s,
         "runs": rates,
         "density": middle.neurons_computed,
@@ -56,16 +72,13 @@ def decode(
         "mode": system.mode,
         "num_threads": system.num_threads,
     }
-    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in middle.per_token_ms.items())
-    click.echo(
-        f"decode, batch 1, {system.mode}: {tokens_per_s:.2f} tokens/s; "
-        f"{middle.neurons_computed:.1%} of the neurons computed, {middle.gates_computed:.1%} of "
-        f"the gates\n"
-        f"  ms a token: {parts}\n  {token_bytes / 1e9:.2f} GB a token: {gb_per_s:.1f} GB/s of "
-        f"{read_gb_per_s:.1f} that a plain read gets"
-    )
-    if as_json:
-        print_json(report)
+
+
+def decode_request(config: ModelConfig, prompt_tokens: int, num_tokens: int) -> GenerateRequest:
+    """Greedy decoding of `num_tokens` after the first, from ids spread over the vocabulary."""
+    ids = [(7 + 31 * i) % config.vocab_size for i in range(prompt_tokens)]
+    sampling = SamplingParams(max_tokens=num_tokens + 1, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=ids)
 
 
 @click.command()
@@ -80,7 +93,7 @@ def prefill(
     """Time a prompt up to its first token; one run before the counted ones warms up."""
 
     def measure(running: System, config: ModelConfig) -> list[Generation]:
-        request = _request(config, prompt_tokens, 1)
+        request = decode_request(config, prompt_tokens, 0)
         return [running.complete(request) for _ in range(repeat + 1)][1:]
 
     system, _, results, read_gb_per_s = _run(model, values, measure)
@@ -109,13 +122,6 @@ def _run(
         results = measure(running, config)
         after = measure_read_bandwidth(system.num_threads, _READ_BYTES)
     return system, config, results, max(before, after)
-
-
-def _request(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> GenerateRequest:
-    """A prompt of ids spread over the vocabulary."""
-    ids = [(7 + 31 * i) % config.vocab_size for i in range(prompt_tokens)]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(sampling, prompt_ids=ids)
 
 
 def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig) -> int:
