@@ -38,7 +38,9 @@ LONG = 15_000  # tokens of the demo's held-out text
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_word_model(tmp_path_factory.mktemp("words"))
+    model = make_word_model(tmp_path_factory.mktemp("words"))
+    add_tokenizer(model, opens_with="w1")  # the model's bos
+    return model
 
 
 @pytest.fixture(scope="module")

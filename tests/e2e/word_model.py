@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from actors.launch import start_local_ray
 from tests.tiny_models import VOCAB_SIZE, make_tiny
@@ -18,11 +18,16 @@ _ARENA_BYTES = 8 << 20
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-def add_tokenizer(model: Path) -> None:
-    """Write a tokenizer.json in which word i is token i."""
+def add_tokenizer(model: Path, opens_with: str | None = None) -> None:
+    """Write a tokenizer.json in which word i is token i; texts may open with a word."""
     vocab = {f"w{i}": i for i in range(VOCAB_SIZE - 1)} | {"<unk>": VOCAB_SIZE - 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if opens_with is not None:
+        special = [(opens_with, vocab[opens_with])]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{opens_with} $A", special_tokens=special
+        )
     tokenizer.save(str(model / "tokenizer.json"))
 
 
