@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +84,8 @@ def find_plan(
     it: there can be a plan only where it was.
     Errors:  ArtifactError, UsageError for a `file` that does not fit the system
     """
+    if file is None and not any(artifact_path(path, "").glob("plan-*")):
+        return ""
     machine = measured_before()
     if machine is None and file is None:
         return ""
@@ -107,7 +108,7 @@ def find_plan(
         return ""
     raise UsageError(
         f"{found}: places {num_on_gpus} neurons on a GPU, and this version computes everything on "
-        "the CPU; make a plan with --gpu-memory 0"
+        "the CPU; make a plan with --gpu-memory 0 and give that option here too"
     )
 
 
@@ -131,9 +132,3 @@ def _predictor_digest(system: SystemConfig) -> str:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     return hashlib.sha256(head + str(path.stat().st_size).encode()).hexdigest()
-
-
-def deal(ids: np.ndarray, num_threads: int) -> np.ndarray:
-    """A service's neurons in loading order: neighbours dealt to its threads in turn."""
-    hands: Sequence[np.ndarray] = [ids[thread::num_threads] for thread in range(num_threads)]
-    return np.concatenate(hands)

@@ -4,7 +4,7 @@ import numpy as np
 
 from actors.arena import ArenaLayout
 from actors.messages import CacheSpec, ServiceSpec, SystemConfig
-from actors.planning import deal, planned_shards
+from actors.planning import planned_shards
 from model.config import ModelConfig
 
 # Rows of logits in the arena. Generation asks for one; eight leave room for a small batch and cost
@@ -35,6 +35,11 @@ def deal_neurons(
     ]
 
 
+def _dealt(ids: np.ndarray, num_threads: int) -> np.ndarray:
+    """One service's neurons of a layer in its loading order."""
+    return ids[deal_neurons(ids.size, 1, num_threads)[0]]
+
+
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
     """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
 
@@ -54,7 +59,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
             system.model_path,
             neuron_ids=[ids] * config.num_layers
             if planned is None
-            else [deal(layer_ids, num_threads + (i < num_extra)) for layer_ids in planned[i]],
+            else [_dealt(layer_ids, num_threads + (i < num_extra)) for layer_ids in planned[i]],
         )
         for i, ids in enumerate(dealt)
     ]
