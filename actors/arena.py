@@ -19,7 +19,8 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows."""
+    """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows;
+    sequences at once, and pages of the KV cache that one may have."""
 
     num_services: int
     max_tokens: int
@@ -27,6 +28,8 @@ class ArenaLayout:
     max_neurons: int
     vocab_size: int
     max_logits: int
+    num_slots: int
+    pages_a_slot: int
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
@@ -36,6 +39,7 @@ class ArenaLayout:
             ("replies", np.int64, (s, NUM_REPLY_WORDS)),
             ("positions", np.int32, (t,)),
             ("slots", np.int32, (t,)),
+            ("page_tables", np.int32, (self.num_slots, self.pages_a_slot)),
             ("hidden", np.float32, (t, d)),
             ("mixed", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),

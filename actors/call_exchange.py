@@ -14,6 +14,7 @@ import ray
 
 from actors.exchange import Watch
 from actors.failures import RequestError, service_error
+from actors.kv_pool import num_pages_of
 from actors.watch import LOOK_S
 from numba_kernels.mailbox import (
     ATTENTION,
@@ -34,6 +35,7 @@ _INPUTS = {
     COUNT_FFN: ("ffn_input",),
 }
 _OF_SERVICE = ("active_ids", "active_tokens")  # a row for each service
+_PAGES = "page_tables"  # a row for each slot
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Question:
         if words[OPERATION] == FFN and words[NUM_IDS] > 0:
             for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
                 inputs[name] = getattr(wires, name)[service, : words[NUM_IDS]].copy()
+        if words[OPERATION] == ATTENTION:
+            most_pages = num_pages_of(int(inputs["positions"].max()) + 1)
+            inputs[_PAGES] = wires.page_tables[np.unique(inputs["slots"]), :most_pages]
         return cls(words, inputs)
 
     def write(self, wires: Wires, service: int) -> None:
@@ -60,6 +65,9 @@ class Question:
         wires.requests[service] = self.words
         for name, array in self.inputs.items():
             target = getattr(wires, name)
+            if name == _PAGES:
+                target[np.unique(self.inputs["slots"]), : array.shape[1]] = array
+                continue
             if name in _OF_SERVICE:
                 target = target[service]
             target[: array.shape[0]] = array

@@ -14,8 +14,10 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.weights import load_ffn
 from numba_kernels.checks import activation_code
+from numba_kernels.ffn import SPARE_COLUMNS
 from numba_kernels.mailbox import COUNT_FFN, FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
 from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
+from numba_kernels.vectors import empty_vectors
 
 
 class CpuService(Service):
@@ -43,8 +45,10 @@ class CpuService(Service):
         self._scratch = FfnScratch(
             sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
             fired_ids=np.zeros((self.num_threads, most), np.int32),
-            gates=np.zeros((self.num_threads, tokens, most + 4), np.float32),
+            fired_tokens=np.zeros((self.num_threads, most), np.uint32),
+            gates=np.zeros((self.num_threads, tokens, most + SPARE_COLUMNS), np.float32),
             counts=np.zeros(self.num_threads, np.int64),
+            inputs=empty_vectors(self.num_threads, tokens, layout.width),
         )
 
     def release(self) -> None:
@@ -88,16 +92,18 @@ def load_cpu_service(
     neuron_ids: Sequence[np.ndarray],
     include_down_bias: bool,
     on_bytes: Callable[[int], None],
+    weight_dtype: str = "",
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
 
-    Errors:  CheckpointError
+    Errors:  CheckpointError, UsageError
     """
     weights = load_ffn(
         Checkpoint(path),
         config,
         neuron_ids,
         include_down_bias=include_down_bias,
+        dtype=weight_dtype,
         on_bytes=on_bytes,
     )
     arrays = FfnArrays(

@@ -39,7 +39,9 @@ class DriverHost:
         """`spawn` starts a service's actor, on a given node; services load all side by side."""
         self._system = system
         config = ModelConfig.from_directory(system.model_path)
-        self._config = stored_config(Checkpoint(Path(system.model_path)), config)
+        self._config = stored_config(
+            Checkpoint(Path(system.model_path)), config, system.weight_dtype
+        )
         self._total_bytes = weight_bytes(self._config)
         self._specs = service_specs(system, self._config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node

@@ -1,4 +1,7 @@
-"""One step of the model: token ids in, logits out, two exchanges a layer."""
+"""One step of the model: token ids in, logits out, two exchanges a layer.
+
+A step may be run layer by layer: `place`, then `run_layer` for each, then `logits`.
+"""
 
 import time
 from collections.abc import Sequence
@@ -50,10 +53,12 @@ class Engine:
         self.exchange = exchange
         self.mode = mode
         self.max_tokens = exchange.wires.hidden.shape[0]
+        self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
         self._cpus = list(range(1, exchange.wires.requests.shape[0]))
         self.times = StepTimes()
+        self.num_steps = 0
 
     def step(
         self,
@@ -71,30 +76,47 @@ class Engine:
         Errors:  ServiceError if a service died or hangs, RequestError if one failed
         """
         num_tokens = len(token_ids)
-        wires, times = self.exchange.wires, self.times
-        with times.step(num_tokens):
-            wires.positions[:num_tokens] = positions
-            wires.slots[:num_tokens] = slots
-            wires.hidden[:num_tokens] = self.embedding.lookup(
-                np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
-            )
+        with self.times.step(num_tokens):
+            self.place(token_ids, positions, slots)
             for layer in range(self.config.num_layers):
-                self._layer(layer, num_tokens)
-            if num_logits == 0:
-                return wires.logits[:0]
-            request = wires.requests[GPU]
-            request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
-            request[FIRST_LOGIT] = num_tokens - num_logits
-            times.add("head", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        return wires.logits[:num_logits]
+                self.run_layer(layer, num_tokens)
+            self.num_steps += 1
+            return self.logits(num_tokens, num_logits)
 
-    def _layer(self, layer: int, num_tokens: int) -> None:
+    def place(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Put a step's tokens where the layers find them. Shapes: (T,) each."""
+        wires, num_tokens = self.exchange.wires, len(token_ids)
+        wires.positions[:num_tokens] = positions
+        wires.slots[:num_tokens] = slots
+        wires.hidden[:num_tokens] = self.embedding.lookup(
+            np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
+        )
+
+    def run_layer(self, layer: int, num_tokens: int) -> None:
+        """Bring the hidden states of the tokens that were placed through one layer.
+
+        Between layers only `hidden`, `positions` and `slots` matter.
+        Errors:  as of `step`
+        """
         wires, times = self.exchange.wires, self.times
         request = wires.requests[GPU]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
         self._ffn(layer, num_tokens)
         merge_partials(wires.mixed, wires.partials, 1, num_tokens, wires.hidden)
+
+    def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
+        """Logits of the last `num_logits` tokens after the last layer; as of `step`."""
+        wires = self.exchange.wires
+        if num_logits == 0:
+            return wires.logits[:0]
+        request = wires.requests[GPU]
+        request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
+        request[FIRST_LOGIT] = num_tokens - num_logits
+        self.times.add("head", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
+        return wires.logits[:num_logits]
 
     def _ffn(self, layer: int, num_tokens: int) -> None:
         """Ask for the layer's partial outputs."""

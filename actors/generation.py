@@ -1,7 +1,9 @@
-"""One request, from prompt to last token, on an engine."""
+"""One request, from prompt to last token: what it still needs, and what it has produced."""
 
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +11,27 @@ import numpy as np
 from actors.engine import Engine
 from actors.messages import GenerateRequest, Generation, TokenEvent
 from actors.prompts import Prompts
-from actors.steps import step_sizes
+from actors.step_times import StepTimes
+from actors.steps import chunk_sizes
 from actors.stop_strings import StopStrings
 from model.config import ModelConfig
-from model.sampling import SamplingParams, eos_ids
+from model.sampling import eos_ids
 from numba_kernels.sampling import sample
 
 
+@dataclass(eq=False)
+class Stream:
+    """Between a request's reader and the engine's thread."""
+
+    request_id: str
+    events: "queue.SimpleQueue[TokenEvent | BaseException]" = field(
+        default_factory=queue.SimpleQueue
+    )
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
 class Generator:
-    """Turns requests into tokens, one request at a time."""
+    """What all requests of a model share."""
 
     def __init__(
         self, path: Path, config: ModelConfig, engine: Engine, context_length: int
@@ -35,71 +49,65 @@ class Generator:
         for top_k in (0, 1, 2):
             sample(np.nan_to_num(logits), temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
 
-    def run(
-        self, request: GenerateRequest, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> Iterator[TokenEvent]:
-        """Events of new text; the last one carries the result.
 
-        The request's `prompt_ids` are what `Prompts.ids` returned, and nothing else is read of its
-        prompt. It ends within a token once `is_cancelled()`.
-        Errors:  RequestError, ServiceError; ValueError where the logits hold a NaN
-        """
-        ids = request.prompt_ids or []
-        self.engine.times.reset()
-        started = time.monotonic()
-        logits = self._prefill(ids, is_cancelled)
-        first_token = time.monotonic()
-        self.engine.times.reset()
-        run, text = _Run(self, request.sampling, ids), ""
-        while logits is not None:
-            text = run.accept(logits)
-            if run.finish_reason or is_cancelled():
-                break
-            if text:
-                yield TokenEvent(text)
-            logits = self.engine.step([run.ids[-1]], [run.position], [0])[0]
-            run.position += 1
-        run.finish_reason = run.finish_reason or "cancelled"
-        ended = time.monotonic()
-        yield TokenEvent(text + run.flush(), run.result(first_token - started, ended - first_token))
+class Run:
+    """A request that waits or runs. Only `Run(...)` is called outside of the engine's thread.
 
-    def _prefill(self, ids: list[int], is_cancelled: Callable[[], bool]) -> np.ndarray | None:
-        """Logits after the prompt; None if it was cancelled between two steps."""
-        first = 0
-        for size in step_sizes(len(ids), self.engine.max_tokens):
-            if is_cancelled():
-                return None
-            last = first + size
-            positions = list(range(first, last))
-            logits = self.engine.step(
-                ids[first:last], positions, [0] * size, num_logits=int(last == len(ids))
-            )
-            first = last
-        return logits[0]
+    tokens: the prompt and what follows it; the first `num_done` are in the KV cache. A running
+    request whose prompt is done has one token left: the last one chosen.
+    """
 
-
-class _Run:
-    """What a running request has produced."""
-
-    def __init__(
-        self, generator: Generator, sampling: SamplingParams, prompt_ids: list[int]
-    ) -> None:
-        self.ids: list[int] = []
-        self.finish_reason = ""
-        self.position = len(prompt_ids)
+    def __init__(self, generator: Generator, request: GenerateRequest, stream: Stream) -> None:
+        """The request's `prompt_ids` are what `Prompts.ids` returned; no other prompt is read."""
+        self.tokens = list(request.prompt_ids or [])
+        self.num_done = 0
+        self.chunk_sizes = chunk_sizes(len(self.tokens), generator.engine.max_tokens)
+        self.slot = -1
+        self.stream = stream
+        self.times = StepTimes()  # of the steps that followed the prompt
         self._generator = generator
-        self._sampling = sampling
-        self._num_prompt_tokens = len(prompt_ids)
-        self._random = np.random.default_rng(sampling.seed)
-        self._stop = StopStrings(sampling.stop)
+        self._sampling = request.sampling
+        self._num_prompt_tokens = len(self.tokens)
+        self._random = np.random.default_rng(request.sampling.seed)
+        self._stop = StopStrings(request.sampling.stop)
         tokenizer = generator.prompts.tokenizer
-        self._decoder = tokenizer.stream_decoder(prompt_ids) if tokenizer else None
-        room = generator.context_length - len(prompt_ids)
-        self._max_tokens = min(sampling.max_tokens, room)
-        self._eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
+        self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
+        room = generator.context_length - len(self.tokens)
+        self._max_tokens = min(request.sampling.max_tokens, room)
+        self._eos_ids = frozenset() if request.sampling.ignore_eos else generator.eos_ids
+        # Seconds: when it was submitted, admitted, had its first token.
+        self._moments = [time.monotonic()]
 
-    def accept(self, logits: np.ndarray) -> str:
-        """Choose the next token; returns the text that can be shown now."""
+    @property
+    def num_positions(self) -> int:
+        """The most positions of the KV cache that it can fill."""
+        return self._num_prompt_tokens + self._max_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are not in the KV cache yet."""
+        return len(self.tokens) - self.num_done
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether its first new token was chosen."""
+        return len(self.tokens) > self._num_prompt_tokens
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its reader wants no more."""
+        return self.stream.cancelled.is_set()
+
+    def start(self, slot: int) -> None:
+        """It is admitted, as the sequence `slot`."""
+        self.slot = slot
+        self._moments.append(time.monotonic())
+
+    def accept(self, logits: np.ndarray) -> bool:
+        """Choose the next token and show what can be shown; True where it was the last one.
+
+        Errors:  ValueError where the logits hold a NaN
+        """
         params = self._sampling
         token_id = sample(
             logits,
@@ -109,35 +117,44 @@ class _Run:
             min_p=params.min_p,
             uniform=float(self._random.random()),
         )
-        self.ids.append(token_id)
+        if not self.has_answered:
+            self._moments.append(time.monotonic())
+        self.tokens.append(token_id)
         if token_id in self._eos_ids:
-            self.finish_reason = "stop"
-            return ""
+            return self.end("stop")
         text = self._stop.push(self._decoder.push(token_id)) if self._decoder else ""
         if self._stop.found:
-            self.finish_reason = "stop"
-        elif len(self.ids) >= self._max_tokens:
-            self.finish_reason = "length"
-        return text
+            return self.end("stop", text)
+        if len(self.tokens) - self._num_prompt_tokens >= self._max_tokens:
+            return self.end("length", text)
+        if text:
+            self.stream.events.put(TokenEvent(text))
+        return False
 
-    def flush(self) -> str:
-        """Text held back until now."""
+    def end(self, finish_reason: str, text: str = "") -> bool:
+        """Hand out the result, after `text` and what was held back until now; True."""
         tail = self._decoder.finish() if self._decoder else ""
-        return self._stop.push(tail) + self._stop.flush()
+        text += self._stop.push(tail) + self._stop.flush()
+        self.stream.events.put(TokenEvent(text, self._result(finish_reason)))
+        return True
 
-    def result(self, prefill_s: float, decode_s: float) -> Generation:
-        """The finished request."""
-        engine, config = self._generator.engine, self._generator.config
-        num_steps = max(engine.times.num_tokens, 1)
-        total = config.num_layers * config.ffn_size * num_steps
+    def fail(self, error: BaseException) -> None:
+        """Hand out an error instead of a result."""
+        self.stream.events.put(error)
+
+    def _result(self, finish_reason: str) -> Generation:
+        now, config = time.monotonic(), self._generator.config
+        submitted, admitted, first_token = (*self._moments, now, now)[:3]
+        total = config.num_layers * config.ffn_size * max(self.times.num_steps, 1)
         return Generation(
             text=self._stop.text,
-            ids=self.ids,
-            finish_reason=self.finish_reason,
+            ids=self.tokens[self._num_prompt_tokens :],
+            finish_reason=finish_reason,
             num_prompt_tokens=self._num_prompt_tokens,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            per_token_ms=engine.times.per_token_ms(),
-            neurons_computed=engine.times.num_neurons / total,
-            gates_computed=engine.times.num_gates / total,
+            prefill_s=first_token - admitted,
+            decode_s=now - first_token,
+            queued_s=admitted - submitted,
+            per_token_ms=self.times.per_step_ms(),
+            neurons_computed=self.times.num_neurons / total,
+            gates_computed=self.times.num_gates / total,
         )

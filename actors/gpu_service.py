@@ -18,7 +18,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.memory import aligned_empty
 from model.weights import load_attention, load_head
-from numba_kernels.attention import rope_table
+from numba_kernels.attention import PAGE_POSITIONS, rope_table
 from numba_kernels.mailbox import ATTENTION, HEAD, OPERATION
 from numba_kernels.norm import LAYER_NORM, RMS_NORM
 from numba_kernels.serve_attention import (
@@ -30,6 +30,7 @@ from numba_kernels.serve_attention import (
     AttentionShape,
     serve_attention,
 )
+from numba_kernels.vectors import empty_vectors
 
 
 class GpuService(Service):
@@ -52,14 +53,20 @@ class GpuService(Service):
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         self._products = MatrixProducts(self.num_threads)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
+        most_positions = layout.pages_a_slot * PAGE_POSITIONS
         attention_size = self.shape.num_heads * self.shape.head_dim
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
             qkv=np.zeros((tokens, self.arrays.qkv.shape[1]), np.float32),
             heads=np.zeros((tokens, attention_size), np.float32),
-            scores=np.zeros((self.num_threads, self.arrays.keys.shape[3]), np.float32),
+            scores=np.zeros((self.num_threads, most_positions), np.float32),
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
+            inputs=empty_vectors(
+                self.num_threads,
+                tokens,
+                max(width, attention_size, self.arrays.project_out.shape[0]),
+            ),
         )
 
     def release(self) -> None:
@@ -112,19 +119,20 @@ def load_gpu_service(
     num_threads: int,
     cache: CacheSpec,
     on_bytes: Callable[[int], None],
+    weight_dtype: str = "",
 ) -> GpuService:
     """Read attention and head from a checkpoint and make room for the KV cache.
 
-    Errors:  CheckpointError, MemoryBudgetError
+    Errors:  CheckpointError, MemoryBudgetError, UsageError
     """
     checkpoint = Checkpoint(path)
-    attention = load_attention(checkpoint, config, on_bytes=on_bytes)
-    head = load_head(checkpoint, config, on_bytes=on_bytes)
+    attention = load_attention(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes)
+    head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes)
     cache_shape = (
         config.num_layers,
-        cache.num_slots,
+        cache.num_pages,
         config.num_kv_heads,
-        cache.num_positions,
+        PAGE_POSITIONS,
         config.head_dim,
     )
     cache_dtype = np.float32 if cache.dtype == "float32" else np.uint16

@@ -1,9 +1,10 @@
-"""Matrix products of prefill by torch, over weights that stay bits of their checkpoint's format.
+"""Matrix products of prefill, over weights that stay bits of their checkpoint's format.
 
-float32 weights multiply as they are. 16-bit ones go block by block through small buffers that stay
-in the cache: as bfloat16 where the CPU multiplies that natively (several times as fast as float32;
-docs/lab_log.md has the figures), else as float32. Each thread converts and multiplies rows of its
-own: cores then share nothing but the input, which matters where they share no cache.
+float32 weights multiply as they are, by torch. 16-bit ones go block by block through small buffers
+that stay in the cache: as bfloat16 where the CPU is fast at that, else as float32. Quantized rows
+times vectors are integer products, by this project's own kernels, where those are faster
+(`product_choice.py` tries; docs/lab_log.md has figures). Each thread converts and multiplies rows
+of its own: cores then share nothing but the input, which matters where they share no cache.
 """
 
 import os
@@ -18,9 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from numba_kernels.convert import bfloat16_kernel
+from actors.product_choice import choose_products
+from numba_kernels.convert import widen_kernel
+from numba_kernels.formats import is_quantized, row_width
+from numba_kernels.products import products_kernel, quantize_kernel
 from numba_kernels.rows import share
-from placement.sysfs import read_cpu
+from numba_kernels.vectors import QuantizedVectors, empty_vectors
 
 _BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
 
@@ -40,11 +44,12 @@ class MatrixProducts:
     def __init__(self, num_threads: int) -> None:
         """`num_threads` cores, each with its own rows."""
         self.num_threads = num_threads
-        self._native_bfloat16 = bool({"avx512_bf16", "amx_bf16"} & set(read_cpu().features))
+        self._choice = choose_products()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="products")
-        self._buffers = [np.empty(_BLOCK_BYTES // 2, np.int16) for _ in range(num_threads)]
-        if self._native_bfloat16:  # so that no prompt waits until this is compiled
-            bfloat16_kernel(np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.int16), 0, 1)
+        self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
+        self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
+        if self._choice.bfloat16:  # so that no prompt waits until this is compiled
+            widen_kernel(np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.int16), 0, 1)
 
     def close(self) -> None:
         """End the threads."""
@@ -53,26 +58,30 @@ class MatrixProducts:
     def linear(self, x: torch.Tensor, weights: np.ndarray, bias: np.ndarray) -> torch.Tensor:
         """x @ weights.T + bias.
 
-        Shapes:  x (T, d), weights (N, d), bias (N,) or (0,), result (T, N)
+        Shapes:  x (T, d), weights (N, d) or (N, row bytes), bias (N,) or (0,), result (T, N)
         Dtypes:  x, bias, result float32; weights bits
         """
-        operand = self._operand(x, weights)
         out = torch.empty(x.shape[0], weights.shape[0])
+        if is_quantized(weights.dtype) and self._choice.integers:
+            self._integer_products(x, weights, out)
+        else:
+            operand = self._operand(x, weights)
 
-        def multiply(thread: int, first: int, last: int) -> None:
-            out[:, first:last] = operand @ self._block(thread, weights[first:last]).T
+            def multiply(thread: int, first: int, last: int) -> None:
+                out[:, first:last] = operand @ self._block(thread, weights[first:last]).T
 
-        self._each_block(weights, multiply)
+            self._each_block(weights, multiply)
         return out.add_(torch.from_numpy(bias)) if bias.size else out
 
     def combine(self, h: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """h @ rows: rows weighted and summed.
 
-        Shapes:  h (T, N), rows (N, d), result (T, d)
+        Shapes:  h (T, N), rows (N, d) or (N, row bytes), result (T, d)
         Dtypes:  h, result float32; rows bits
         """
         operand = self._operand(h, rows)
-        sums = torch.zeros(self.num_threads, h.shape[0], rows.shape[1])
+        width = row_width(rows.dtype, rows.shape[1])
+        sums = torch.zeros(self.num_threads, h.shape[0], width)
 
         def multiply(thread: int, first: int, last: int) -> None:
             sums[thread] += operand[:, first:last] @ self._block(thread, rows[first:last])
@@ -80,14 +89,35 @@ class MatrixProducts:
         self._each_block(rows, multiply)
         return sums.sum(dim=0)
 
+    def _integer_products(self, x: torch.Tensor, weights: np.ndarray, out: torch.Tensor) -> None:
+        """out = x @ weights.T, x quantized in groups; each thread over its share of the rows."""
+        vectors = self._room(*x.shape)
+        tokens, target = x.contiguous().numpy(), out.numpy()
+
+        def quantize(thread: int) -> None:
+            quantize_kernel(tokens, vectors, *share(x.shape[0], thread, self.num_threads, 1))
+
+        def multiply(thread: int) -> None:
+            part = share(weights.shape[0], thread, self.num_threads, 8)
+            products_kernel(weights, vectors, target, *part)
+
+        self._each_thread(quantize)
+        self._each_thread(multiply)
+
+    def _room(self, num_tokens: int, width: int) -> QuantizedVectors:
+        """Space for so many quantized vectors; kept from call to call."""
+        if self._vectors.values.shape[1] < num_tokens or self._vectors.values.shape[2] < width:
+            self._vectors = empty_vectors(1, num_tokens, width)
+        return QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
+
     def _operand(self, x: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
-        if weights.dtype == np.float32 or not self._native_bfloat16:
+        if weights.dtype == np.float32 or not self._choice.bfloat16:
             return x
         return x.to(torch.bfloat16)
 
     def _each_block(self, weights: np.ndarray, multiply: Callable[[int, int, int], None]) -> None:
         """Call multiply(thread, first, last) for blocks of rows, each thread over its share."""
-        size = max(1, _BLOCK_BYTES // 2 // weights.shape[1])
+        size = max(1, _BLOCK_BYTES // 2 // row_width(weights.dtype, weights.shape[1]))
 
         def run(thread: int) -> None:
             torch.set_num_threads(1)
@@ -95,22 +125,24 @@ class MatrixProducts:
             for first in range(begin, end, size):
                 multiply(thread, first, min(first + size, end))
 
+        self._each_thread(run)
+        torch.set_num_threads(self.num_threads)  # for what is not a product with weights
+
+    def _each_thread(self, run: Callable[[int], None]) -> None:
         calls = [self._pool.submit(run, thread) for thread in range(self.num_threads)]
         wait(calls)  # all of them, for the next product uses the same buffers
         for call in calls:
             call.result()
-        torch.set_num_threads(self.num_threads)  # for what is not a product with weights
 
     def _block(self, thread: int, block: np.ndarray) -> torch.Tensor:
         """The block's weights in the format that is multiplied."""
-        if block.dtype == np.float32:
+        if block.dtype == np.float32 or (block.dtype == np.int16 and self._choice.bfloat16):
             return as_tensor(block)
-        if not self._native_bfloat16:
-            return as_tensor(block).to(torch.float32)
-        if block.dtype == np.int16:
-            return as_tensor(block)
-        if self._buffers[thread].size < block.size:  # a single row that is longer than a buffer
-            self._buffers[thread] = np.empty(block.size, np.int16)
-        out = self._buffers[thread][: block.size].reshape(block.shape)
-        bfloat16_kernel(block, out, 0, block.shape[0])
+        shape = block.shape[0], row_width(block.dtype, block.shape[1])
+        dtype = np.dtype(np.int16 if self._choice.bfloat16 else np.float32)
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        if self._buffers[thread].size < num_bytes:  # floats, or a row that is longer than a buffer
+            self._buffers[thread] = np.empty(num_bytes, np.uint8)
+        out = self._buffers[thread][:num_bytes].view(dtype).reshape(shape)
+        widen_kernel(block, out, 0, shape[0])
         return as_tensor(out)

@@ -21,18 +21,21 @@ class SystemConfig:
     num_cpu_actors: int = 1
     num_threads: int = 1  # cores to use; the GPU service on device="cpu" takes them in turn
     context_length: int = 2048
+    max_batch: int = 8  # requests that run at once; others wait
+    kv_positions: int = 0  # in the KV cache, of all requests together; 0: one context
     kv_dtype: str = "float16"
     prefill_chunk: int = 256
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     plan_path: str = ""  # where neurons go; dealt in turn without one
+    weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The KV cache: how many sequences, of how many positions, in which format."""
+    """The KV cache: its pages, the most positions of a sequence, and the format."""
 
-    num_slots: int
+    num_pages: int
     num_positions: int
     dtype: str  # "float32" or "float16"
 
@@ -47,6 +50,7 @@ class ServiceSpec:
     model_path: str
     cache: CacheSpec | None = None
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
+    weight_dtype: str = ""  # as of SystemConfig
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,14 @@ class Generation:
     ids: list[int]
     finish_reason: str  # "stop", "length" or "cancelled"
     num_prompt_tokens: int
-    prefill_s: float
+    prefill_s: float  # from admission to the first new token
     decode_s: float
+    queued_s: float = 0.0  # before admission
+    # What a decoding step took, by parts, on average over this request's steps. A step is shared
+    # with whatever else runs: the times are of the whole step, not of this request's part in it.
     per_token_ms: dict[str, float] = field(default_factory=dict)
-    neurons_computed: float = 0.0  # share of all neurons whose up and down were computed
+    # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
+    neurons_computed: float = 0.0  # up and down
     gates_computed: float = 0.0  # likewise the gate: all, or those that a predictor chose
 
     @property

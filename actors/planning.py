@@ -38,6 +38,7 @@ def plan_request(
         machine_digest=machine_digest,
         profile_digest="" if profile is None else profile.digest,
         predictor_digest=_predictor_digest(system),
+        weight_dtype=system.weight_dtype,
     )
 
 

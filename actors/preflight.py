@@ -5,18 +5,21 @@ from pathlib import Path
 
 from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.planning import find_plan
-from actors.shards import arena_layout
+from actors.shards import arena_layout, num_kv_pages
+from actors.steps import KERNEL_TOKENS
 from model.artifact import ModelIdentity, check_artifact
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import UsageError
 from model.sampling import eos_ids
 from model.weights import check_tensors, stored_config
+from numba_kernels.attention import PAGE_POSITIONS
 from placement.memory import MemoryNeed, memory_need, require_memory
 from placement.survey import usable_cores, usable_numa_nodes
 from predictors.predictor_file import predictors_path
 
-_DEFAULT_CONTEXT = 4096
+_DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
+_MOST_KV_POSITIONS = 1 << 31
 _KV_ITEM_BYTES = {"float16": 2, "float32": 4}
 
 
@@ -28,21 +31,24 @@ class SystemOptions:
     num_threads: int | None = None
     num_cpu_actors: int | None = None
     context_length: int | None = None
+    max_batch: int | None = None
+    kv_positions: int | None = None
     kv_dtype: str | None = None
     gpu_memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None
     exchange: str = "arena"
     predictors: Path | None = None
     plan: Path | None = None
+    weight_dtype: str | None = None  # "q8" or "q4"; as stored without it
 
 
 def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
     """Check the model's files, the options and the memory; fill in what was left open.
 
-    The config's dtype is the checkpoint's.
+    The config's dtype is the one that matrices are loaded in.
     Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
     """
-    config = read_model(path)
+    config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
     require_memory(system_need(system, config), options.cpu_memory_bytes)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
@@ -50,16 +56,17 @@ def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, Mo
     return replace(system, plan_path=plan), config
 
 
-def read_model(path: Path) -> ModelConfig:
-    """Check the model's files without reading weights; the config has the checkpoint's dtype.
+def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
+    """Check the model's files without reading weights.
 
-    Errors:  ConfigError, CheckpointError
+    The config's dtype is the one that matrices are loaded in: `weight_dtype`, else as stored.
+    Errors:  ConfigError, CheckpointError; UsageError for a dtype that cannot be had
     """
     config = ModelConfig.from_directory(path)
     checkpoint = Checkpoint(path)
     check_tensors(checkpoint, config)
     eos_ids(path, config)
-    return stored_config(checkpoint, config)
+    return stored_config(checkpoint, config, weight_dtype or "")
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
@@ -71,15 +78,19 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     num_threads = _within("--threads", options.num_threads, 1, cores, cores)
     nodes = max(1, min(len(usable_numa_nodes()), num_threads))
     mode = _mode(config, options.mode)
+    context = _context(config, options.context_length)
     system = SystemConfig(
         model_path=str(path.resolve()),
         mode=mode,
         num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, num_threads, nodes),
         num_threads=num_threads,
-        context_length=_context(config, options.context_length),
+        context_length=context,
+        max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
+        kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
         predictors_path=_predictors(path, mode, options.predictors),
+        weight_dtype=options.weight_dtype or "",
     )
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
@@ -97,7 +108,7 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     num_arenas = 1 if system.exchange == "arena" else num_processes
     return memory_need(
         config,
-        system.context_length,
+        num_kv_pages(system) * PAGE_POSITIONS,
         _KV_ITEM_BYTES[system.kv_dtype],
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
@@ -131,6 +142,16 @@ def _context(config: ModelConfig, length: int | None) -> int:
     if length is None:
         return min(_DEFAULT_CONTEXT, config.max_positions)
     return _within("--context", length, 2, config.max_positions, length)
+
+
+def _kv_positions(number: int | None, context: int) -> int:
+    """Positions of all requests together: a whole context at least, or some could never run."""
+    if number is not None and number < context:
+        raise UsageError(
+            f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
+            "that, or a smaller --context"
+        )
+    return _within("--kv-tokens", number, 1, _MOST_KV_POSITIONS, context)
 
 
 def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:

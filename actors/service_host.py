@@ -38,14 +38,15 @@ class ServiceHost:
         from actors.gpu_service import load_gpu_service
 
         spec, path = self.spec, Path(self.spec.model_path)
+        dtype = spec.weight_dtype
         if spec.cache is not None:
             cache = spec.cache
             return lambda on_bytes: load_gpu_service(
-                path, config, spec.index, spec.num_threads, cache, on_bytes
+                path, config, spec.index, spec.num_threads, cache, on_bytes, dtype
             )
         ids = spec.neuron_ids or []
         return lambda on_bytes: load_cpu_service(
-            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes
+            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype
         )
 
     def _count(self, num_bytes: int) -> None:

@@ -3,13 +3,14 @@
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.kv_pool import num_pages_of
 from actors.messages import CacheSpec, ServiceSpec, SystemConfig
 from actors.planning import planned_shards
 from model.config import ModelConfig
 
-# Rows of logits in the arena. Generation asks for one; eight leave room for a small batch and cost
-# 4 MiB of shared memory with a vocabulary of 128 thousand.
-MAX_LOGITS = 8
+# Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
+# it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
+_LEAST_LOGITS = 8
 
 
 def deal_neurons(
@@ -49,14 +50,18 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     num_threads, num_extra = divmod(max(system.num_threads, num_services), num_services)
     dealt = deal_neurons(config.ffn_size, num_services, num_threads, num_extra)
     planned = planned_shards(system, config)
-    cache = CacheSpec(1, system.context_length, system.kv_dtype)
-    gpu = ServiceSpec("gpu", 0, system.num_threads, system.model_path, cache=cache)
+    cache = CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype)
+    dtype = system.weight_dtype
+    gpu = ServiceSpec(
+        "gpu", 0, system.num_threads, system.model_path, cache=cache, weight_dtype=dtype
+    )
     cpus = [
         ServiceSpec(
             f"cpu{i}",
             i + 1,
             num_threads + (i < num_extra),
             system.model_path,
+            weight_dtype=dtype,
             neuron_ids=[ids] * config.num_layers
             if planned is None
             else [_dealt(layer_ids, num_threads + (i < num_extra)) for layer_ids in planned[i]],
@@ -66,13 +71,20 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     return [gpu, *cpus]
 
 
+def num_kv_pages(system: SystemConfig) -> int:
+    """Pages of the KV cache."""
+    return num_pages_of(max(system.kv_positions, system.context_length))
+
+
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
     """The wires that this system needs."""
     return ArenaLayout(
         num_services=1 + system.num_cpu_actors,
-        max_tokens=max(1, min(system.prefill_chunk, system.context_length)),
+        max_tokens=max(system.max_batch, min(system.prefill_chunk, system.context_length)),
         width=config.hidden_size,
         max_neurons=config.ffn_size,
         vocab_size=config.vocab_size,
-        max_logits=MAX_LOGITS,
+        max_logits=max(system.max_batch, _LEAST_LOGITS),
+        num_slots=system.max_batch,
+        pages_a_slot=num_pages_of(system.context_length),
     )

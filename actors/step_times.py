@@ -1,4 +1,4 @@
-"""Where the time of a token goes."""
+"""Where the time of a step goes."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ PARTS = ("attention", "head", "ffn", "predictor")
 
 @dataclass
 class StepTimes:
-    """Sums since the last reset, in nanoseconds but for the counts.
+    """Sums over some steps, in nanoseconds but for the counts.
 
     A part's time is what its slowest service was busy; `exchange` is what the driver waited beyond
     that; the rest of `total` is the driver's own Python.
@@ -18,6 +18,7 @@ class StepTimes:
 
     total: int = 0
     exchange: int = 0
+    num_steps: int = 0
     num_tokens: int = 0
     num_neurons: int = 0
     num_gates: int = 0
@@ -29,6 +30,7 @@ class StepTimes:
         started = time.monotonic_ns()
         yield
         self.total += time.monotonic_ns() - started
+        self.num_steps += 1
         self.num_tokens += num_tokens
 
     def add(self, part: str, waited_ns: int, busy_ns: int) -> None:
@@ -45,14 +47,20 @@ class StepTimes:
         self.num_neurons += num_neurons
         self.num_gates += num_gates
 
-    def reset(self) -> None:
-        """Start anew."""
-        self.total = self.exchange = self.num_tokens = self.num_neurons = self.num_gates = 0
-        self.parts = dict.fromkeys(PARTS, 0)
+    def include(self, other: "StepTimes") -> None:
+        """Add the sums of other steps."""
+        self.total += other.total
+        self.exchange += other.exchange
+        self.num_steps += other.num_steps
+        self.num_tokens += other.num_tokens
+        self.num_neurons += other.num_neurons
+        self.num_gates += other.num_gates
+        for part, busy_ns in other.parts.items():
+            self.parts[part] += busy_ns
 
-    def per_token_ms(self) -> dict[str, float]:
-        """Milliseconds a token: attention, head, ffn, predictor, exchange, python, total."""
-        scale = 1e-6 / max(self.num_tokens, 1)
+    def per_step_ms(self) -> dict[str, float]:
+        """Milliseconds a step: attention, head, ffn, predictor, exchange, python, total."""
+        scale = 1e-6 / max(self.num_steps, 1)
         python = self.total - self.exchange - sum(self.parts.values())
         result = {part: ns * scale for part, ns in self.parts.items()}
         return result | {

@@ -1,17 +1,20 @@
 """How a prompt is cut into steps: kernels take few tokens, matrix products many."""
 
-KERNEL_TOKENS = 8  # the most tokens that a service gives to its kernels at once
-MATRIX_TOKENS = 20  # from here on matrix products are faster than several steps of kernels
+# The most tokens that a service gives to its kernels at once; wishes are 32-bit masks of tokens.
+KERNEL_TOKENS = 32
+# So many tokens of one prompt or more go through matrix products. A service tells the two ways
+# apart by the number of tokens alone.
+MATRIX_TOKENS = KERNEL_TOKENS + 1
 
 
-def step_sizes(num_tokens: int, max_tokens: int) -> list[int]:
-    """Sizes of the steps for a prompt, each at most `max_tokens`.
+def chunk_sizes(num_tokens: int, max_tokens: int) -> list[int]:
+    """Sizes of a prompt's chunks for matrix products, each at most `max_tokens`.
 
-    The crossover of 20 was measured on the 8-layer llama-7b shape, f16 (docs/lab_log.md).
+    What they leave, fewer than MATRIX_TOKENS, goes through kernels. The cuts depend on the prompt's
+    length alone, for the two ways round differently.
     """
-    sizes = []
-    while num_tokens > 0:
-        most = max_tokens if num_tokens >= MATRIX_TOKENS else min(KERNEL_TOKENS, max_tokens)
-        sizes.append(min(num_tokens, most))
+    sizes: list[int] = []
+    while max_tokens >= MATRIX_TOKENS and num_tokens >= MATRIX_TOKENS:
+        sizes.append(min(num_tokens, max_tokens))
         num_tokens -= sizes[-1]
     return sizes

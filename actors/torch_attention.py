@@ -43,6 +43,21 @@ def _rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def _cached(
+    cache: np.ndarray, pages: np.ndarray, positions: np.ndarray, new: torch.Tensor
+) -> torch.Tensor:
+    """Put the tensor `new` (T, G, head_dim) at `positions`; returns all (G, last + 1, head_dim).
+
+    cache (M, G, P, head_dim) of one layer; the result is float32.
+    """
+    store, size, length = as_tensor(cache), cache.shape[2], int(positions[-1]) + 1
+    page_ids = torch.from_numpy(pages[: -(-length // size)].astype(np.int64))
+    at = torch.from_numpy(positions.astype(np.int64))
+    store[page_ids[at // size], :, at % size] = new.to(store.dtype)
+    whole = store[page_ids].to(torch.float32).transpose(0, 1)
+    return whole.reshape(cache.shape[1], -1, cache.shape[3])[:, :length]
+
+
 def _attend(
     wires: Wires,
     layer: int,
@@ -52,7 +67,7 @@ def _attend(
     arrays: AttentionArrays,
 ) -> torch.Tensor:
     """Write keys and values to the cache, attend over all of it; returns (T, H * head_dim)."""
-    positions, slot = wires.positions[:num_tokens], int(wires.slots[0])
+    positions, pages = wires.positions[:num_tokens], wires.page_tables[wires.slots[0]]
     heads = qkv.view(num_tokens, -1, shape.head_dim)
     queries, keys, values = heads.split(
         [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
@@ -61,15 +76,11 @@ def _attend(
         table = torch.from_numpy(arrays.rope_table[positions])
         queries, keys = _rotate(queries, table), _rotate(keys, table)
     first, last = int(positions[0]), int(positions[-1]) + 1
-    key_cache = as_tensor(arrays.keys[layer, slot])[:, :last]
-    value_cache = as_tensor(arrays.values[layer, slot])[:, :last]
-    key_cache[:, first:last] = keys.transpose(0, 1)
-    value_cache[:, first:last] = values.transpose(0, 1)
     mask = torch.arange(last) <= torch.arange(first, last)[:, None]
     attended = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
-        key_cache.to(torch.float32)[None],
-        value_cache.to(torch.float32)[None],
+        _cached(arrays.keys[layer], pages, positions, keys)[None],
+        _cached(arrays.values[layer], pages, positions, values)[None],
         attn_mask=mask,
         enable_gqa=shape.num_heads != shape.num_kv_heads,
     )

@@ -15,7 +15,7 @@ from statistics import median
 
 import click
 
-from benchmarks.vs_llama_cpp import Json, hotcold, table_option, where_and_when, write_report
+from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
 from jobs.demo_text import write_demo_text
 from model.locate import DEMO_DIRECTORY
 

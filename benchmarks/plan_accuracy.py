@@ -21,7 +21,7 @@ import click
 from actors.messages import SystemConfig
 from actors.preflight import SystemOptions, prepare_system
 from actors.system import System
-from benchmarks.vs_llama_cpp import (
+from benchmarks.runs import (
     Json,
     hotcold,
     shape_text,

@@ -31,6 +31,9 @@ COMMANDS = {
     "make-model": LazyCommand(
         "jobs.cmd_make_model:make_model", "Write a checkpoint of random weights of a given shape."
     ),
+    "quantize": LazyCommand(
+        "jobs.cmd_quantize:quantize", "Write a model again in 8 or 4 bits a weight."
+    ),
     "perplexity": LazyCommand(
         "jobs.cmd_perplexity:perplexity", "Score a mode on a text, and compare it with dense."
     ),

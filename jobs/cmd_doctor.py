@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.console import json_option, print_json, stderr_console
+from jobs.weight_dtype import dtype_option
 from model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 
 @click.command()
 @click.argument("model", required=False)
+@dtype_option
 @click.option("--context", type=int, help="Positions in the KV cache.")
 @click.option(
     "--measure/--no-measure",
@@ -39,6 +41,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]prob
 @json_option
 def doctor(
     model: str | None,
+    weight_dtype: str | None,
     context: int | None,
     measure: bool,
     fresh: bool,
@@ -55,7 +58,7 @@ def doctor(
 
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
-    need = None if model is None else _need(model, context)
+    need = None if model is None else _need(model, context, weight_dtype)
     machine = survey()
     measured = _measured(measure, fresh)
     if machine_out is not None:
@@ -105,13 +108,14 @@ def _print_json(
     )
 
 
-def _need(model: str, context: int | None) -> MemoryNeed:
+def _need(model: str, context: int | None, weight_dtype: str | None) -> MemoryNeed:
     from actors.preflight import SystemOptions, choose_system, read_model, system_need
     from model.locate import locate_model
 
     path = locate_model(model)
-    config = read_model(path)
-    return system_need(choose_system(path, config, SystemOptions(context_length=context)), config)
+    config = read_model(path, weight_dtype)
+    options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
+    return system_need(choose_system(path, config, options), config)
 
 
 def _print_report(

@@ -12,6 +12,7 @@ import click
 from actors.messages import MODES
 from jobs.console import json_option, print_json, stderr_console
 from jobs.options import Bytes, split_system_options
+from jobs.weight_dtype import dtype_option
 
 if TYPE_CHECKING:
     from actors.messages import SystemConfig
@@ -29,6 +30,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("model", required=False)
 @click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
 @click.option("--predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
+@dtype_option
 @click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
 @click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
 @click.option("--context", "context_length", type=int, help="Positions in the KV cache.")
@@ -68,8 +70,8 @@ def plan(
     from placement.plan import plan_path, write_plan
 
     path = locate_model(model)
-    config = read_model(path)
     options = split_system_options(values)
+    config = read_model(path, options.weight_dtype)
     console = stderr_console()
     with console.status("looking at this machine") as status:
         machine = _machine(machine_file, status.update)

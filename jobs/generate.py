@@ -3,10 +3,11 @@
     ray job submit --working-dir . -- python -m jobs.generate --requests /data/in.jsonl \
         --out /data/out.jsonl
 
-A line of the requests is an object of `id`, one of `prompt`, `messages` and `ids`, and perhaps
-`sampling` with the keys of model.sampling.SamplingParams. A line of the answers has the request's
-`id` and what it gave, or an `error`; answers stand in the order of the requests, and each is
-written as its request ends. Requests stand in a file because a job's command line is public on the
+As many requests run at once as the system lets (--parallel). A line of the requests is an object of
+`id`, one of `prompt`, `messages` and `ids`, and perhaps `sampling` with the keys of
+model.sampling.SamplingParams. A line of the answers has the request's `id` and what it gave, or an
+`error`; answers stand in the order of the requests, and each is written as soon as its request and
+all before it have ended. Requests stand in a file because a job's command line is public on the
 dashboard. A job runs in a copy of the working directory: give absolute paths.
 
 With --system NAME the job uses the running system of that name, or starts it: for itself and for
@@ -37,7 +38,11 @@ from jobs.request_lines import RequestLine, read_requests
 from model.errors import HotcoldError, ServiceError, UsageError
 from model.sampling import SamplingParams
 
-NUM_AHEAD = 4  # requests at the driver, so that it never waits for this process
+# Requests at the driver beyond those that run, so that it never waits for this process.
+NUM_AHEAD = 2
+# Requests at the driver and answers that wait for an earlier one, for each that runs: so that one
+# long answer does not leave the system idle. A job that is killed loses those that wait.
+WINDOW = 8
 _LINE_EVERY_S = 5.0
 
 _Pending = tuple[RequestLine, "Future[Generation]"]
@@ -72,7 +77,7 @@ def generate(
             answers.begin()
             lines = read_requests(requests, SamplingParams.defaults(config.model_path))
             try:
-                counts = _serve(lines, answers, system)
+                counts = _serve(lines, answers, system, config.max_batch)
             except ServiceError as error:
                 raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
@@ -104,24 +109,29 @@ class _Counts:
             click.echo(self)
 
 
-def _serve(lines: Iterator[RequestLine], answers: AnswerFile, system: System) -> _Counts:
-    """Answer `lines` in their order. Errors: ServiceError, OSError; running requests end then."""
+def _serve(
+    lines: Iterator[RequestLine], answers: AnswerFile, system: System, max_batch: int
+) -> _Counts:
+    """Answer `lines`, `max_batch` at once, and write the answers in the order of the lines.
+
+    Errors:  ServiceError, OSError; running requests end then
+    """
     counts = _Counts()
     pending: deque[_Pending] = deque()
-    with ThreadPoolExecutor(NUM_AHEAD) as pool:
+    with ThreadPoolExecutor(max_batch + NUM_AHEAD) as pool:
         try:
             for line in lines:
                 if answers.holds(_failure(line, line.error)):
                     counts.skipped += 1
                     continue
                 pending.append(_submit(line, system, pool))
-                while len(pending) >= NUM_AHEAD:
+                while pending and (pending[0][1].done() or len(pending) >= WINDOW * max_batch):
                     _write_oldest(pending, answers, counts)
             while pending:
                 _write_oldest(pending, answers, counts)
         finally:
-            for line, _ in pending:
-                if line.request is not None:
+            for line, future in pending:
+                if line.request is not None and not future.cancel():
                     system.cancel(line.request.request_id)
     return counts
 
@@ -139,7 +149,11 @@ def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts
     line, future = pending[0]
     try:
         result = future.result()
-        times = {"prefill_s": result.prefill_s, "decode_s": result.decode_s}
+        times = {
+            "queued_s": result.queued_s,
+            "prefill_s": result.prefill_s,
+            "decode_s": result.decode_s,
+        }
         answers.write({"id": line.request_id} | result.as_json() | times)
         counts.answered += 1
     except ServiceError:  # not this request's fault: those after it would fare no better

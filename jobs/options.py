@@ -10,6 +10,7 @@ import click
 
 from actors.messages import EXCHANGES, MODES
 from actors.preflight import SystemOptions
+from jobs.weight_dtype import dtype_option
 from model.errors import shown
 from model.sampling import SamplingParams
 
@@ -54,12 +55,18 @@ _SYSTEM = [
                  "down only where the gate fired (the same tokens); what a predictor chooses."),
     click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
                  "--mode sign and lowrank; the model's own without it."),
+    dtype_option,
     click.option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
                  "the one that `hotcold plan` made for these options, if there is one."),
     click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
     click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "cold neurons; as many as NUMA nodes without it."),
-    click.option("--context", "context_length", type=int, help="Positions in the KV cache."),
+    click.option("--context", "context_length", type=int, help="Most tokens of a request, the "
+                 "prompt and the answer together."),
+    click.option("--parallel", "max_batch", type=int, help="Requests that run at once, 1 to 32; 8 "
+                 "without it."),
+    click.option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
+                 "all requests together; one context without it."),
     click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
     click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB."),
     click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),

@@ -1,11 +1,13 @@
 """The weights of a Hugging Face directory, by name, as arrays that share the mapped files' bytes.
 
 Bits of weights have one dtype throughout the project: float32 is itself, float16 is uint16,
-bfloat16 is int16, so that Numba kernels tell them apart by type.
+bfloat16 is int16, so that Numba kernels tell them apart by type. In a checkpoint that config.json
+calls quantized, matrices are U8 tensors [rows, row bytes], and `formats.Q8` or `Q4` here.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -13,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from model.config_reader import read_json_object
+from model.config_reader import ConfigReader, read_json_object
 from model.errors import CheckpointError, shown
+from model.quantization_config import quantized_dtype
 from model.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
 from model.torch_file import TorchFile
+from model.weight_formats import numpy_dtype
 
 WeightFile = SafetensorsFile | TorchFile
 # The same tensor is called with any of these by the checkpoints of one family.
@@ -34,6 +38,19 @@ class Checkpoint:
         self.path = Path(path)
         self._files = _open_files(self.path)
 
+    @functools.cached_property
+    def quantized_dtype(self) -> np.dtype | None:
+        """The dtype of quantized matrices, Q8 or Q4; None where config.json declares none.
+
+        Errors:  CheckpointError for a method or version that is not supported
+        """
+        file = self.path / "config.json"
+        if not file.exists():
+            return None
+        values = read_json_object(file, CheckpointError)
+        name = quantized_dtype(ConfigReader(values, str(file), CheckpointError))
+        return None if name is None else numpy_dtype(name)
+
     def names(self) -> list[str]:
         """Return the tensors' full names, sorted."""
         return sorted(self._files)
@@ -47,8 +64,10 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of the tensor's bits: float32, uint16 (float16), int16 (bfloat16)."""
+        """Return the dtype of the tensor's bits: float32, uint16, int16, or Q8 or Q4 of U8."""
         found = self._entry(name).format_name
+        if found == "U8" and self.quantized_dtype is not None:
+            return self.quantized_dtype
         if found not in BIT_DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {shown(name)} is {found}; float32, float16 and bfloat16 are "
@@ -62,10 +81,15 @@ class Checkpoint:
 
     def first_bytes(self, name: str, count: int) -> bytes:
         """Return the first `count` bytes of the tensor's data; none of an unsupported format."""
-        if self._entry(name).format_name not in BIT_DTYPES:
+        if not self.is_readable(name):
             return b""
         items = self.array(name).reshape(-1)
         return items[: -(-count // items.itemsize)].tobytes()[:count]
+
+    def is_readable(self, name: str) -> bool:
+        """Whether the tensor's format is one that `array` gives."""
+        found = self._entry(name).format_name
+        return found in BIT_DTYPES or (found == "U8" and self.quantized_dtype is not None)
 
     def num_bytes(self, name: str) -> int:
         """Return the bytes of the tensor's data."""
@@ -73,24 +97,26 @@ class Checkpoint:
 
     def array(self, name: str) -> np.ndarray:
         """Return the tensor's bits as a view of the file: not to be written, maybe unaligned."""
-        self.dtype(name)
-        full_name = self._full_name(name)
-        return self._files[full_name].array(full_name)
+        dtype = self.dtype(name)
+        full_name = self.full_name(name)
+        bits = self._files[full_name].array(full_name)
+        return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
-    def _entry(self, name: str) -> TensorEntry:
-        full_name = self._full_name(name)
-        return self._files[full_name].entries[full_name]
-
-    def _find(self, name: str) -> str | None:
-        return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
-
-    def _full_name(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
+        """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""
         full_name = self._find(name)
         if full_name is None:
             raise CheckpointError(
                 f"{self.path}: tensor {shown(name)} is missing; download the complete model"
             )
         return full_name
+
+    def _entry(self, name: str) -> TensorEntry:
+        full_name = self.full_name(name)
+        return self._files[full_name].entries[full_name]
+
+    def _find(self, name: str) -> str | None:
+        return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
 
 
 def _open_files(directory: Path) -> dict[str, WeightFile]:

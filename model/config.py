@@ -10,7 +10,7 @@ import numpy as np
 
 Family = Literal["llama", "opt", "falcon"]
 ActivationFn = Literal["relu", "silu", "gelu"]
-WeightDtype = Literal["float32", "float16", "bfloat16"]
+WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. All sizes are counts; `dtype` is what config.json says the weights are.
+    """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
 
     A layer is h += attention(norm(h)); h += ffn(ffn_norm(h)), but for
     post_norm (opt-350m): h = norm(h + attention(h)); h = ffn_norm(h + ffn(h))
@@ -107,11 +107,6 @@ class ModelConfig:
     def norm_bias(self) -> bool:
         """Whether norms add a bias."""
         return self.norm_kind == "layernorm" and self.norm_affine
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one weight of `dtype`."""
-        return 4 if self.dtype == "float32" else 2
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:

@@ -9,6 +9,7 @@ from model.config import ModelConfig, WeightDtype
 from model.config_families import falcon_fields, llama_fields, max_positions, opt_fields
 from model.config_reader import ConfigReader
 from model.errors import shown
+from model.quantization_config import quantized_dtype
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
@@ -25,7 +26,6 @@ MAX_VOCAB = 1 << 24
 
 # Keys of relatives of the supported families that would change the result without any error.
 _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
-    "quantization_config": lambda value: False,
     "num_local_experts": lambda value: value in (0, 1),
     "num_experts": lambda value: value in (0, 1),
     "n_routed_experts": lambda value: value in (0, 1),
@@ -92,6 +92,9 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
 
 
 def _dtype(reader: ConfigReader) -> WeightDtype:
+    quantized = quantized_dtype(reader)
+    if quantized is not None:
+        return quantized
     key = "dtype" if reader.has("dtype") else "torch_dtype"
     name = reader.text(key, "float32").removeprefix("torch.")
     if name not in DTYPES:

@@ -23,7 +23,9 @@ from model.weights import (
     load_ffn,
     load_head,
 )
+from numba_kernels.formats import is_quantized
 from numba_kernels.loading import to_float32
+from numba_kernels.quantize import dequantize_rows
 
 _FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -32,24 +34,27 @@ _FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def reference_logits(checkpoint_dir: str | Path, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def reference_logits(
+    checkpoint_dir: str | Path, ids: Sequence[int] | np.ndarray, dtype: str = ""
+) -> np.ndarray:
     """Return the logits after each token of `ids`.
 
     Shapes:  ids (T,), result (T, V)
-    Dtypes:  computed and returned in float64 from the checkpoint's weights
-    Errors:  ConfigError, CheckpointError
+    Dtypes:  computed and returned in float64 from the checkpoint's weights; `dtype` "q8" or "q4"
+             quantizes them first
+    Errors:  ConfigError, CheckpointError, UsageError for a dtype that cannot be had
     """
     config = ModelConfig.from_directory(checkpoint_dir)
     checkpoint = Checkpoint(checkpoint_dir)
     all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
-    attention = load_attention(checkpoint, config)
-    ffn = load_ffn(checkpoint, config, all_ids, include_down_bias=True)
+    attention = load_attention(checkpoint, config, dtype=dtype)
+    ffn = load_ffn(checkpoint, config, all_ids, include_down_bias=True, dtype=dtype)
     tokens = np.asarray(ids, np.int64)
     embedding = load_embedding(checkpoint, config)
     h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
     for layer in range(config.num_layers):
         h = _layer(config, attention, ffn, layer, h)
-    return _logits(config, load_head(checkpoint, config), h).numpy()
+    return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
 
 def _layer(
@@ -73,7 +78,8 @@ def _layer(
 
 
 def _double(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(to_float32(bits)).double()
+    values = dequantize_rows(bits) if is_quantized(bits.dtype) else to_float32(bits)
+    return torch.from_numpy(values).double()
 
 
 def _linear(x: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:

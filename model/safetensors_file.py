@@ -26,6 +26,7 @@ BIT_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.uint16),
     "BF16": np.dtype(np.int16),
 }
+_ARRAY_DTYPES = BIT_DTYPES | {"U8": np.dtype(np.uint8)}  # U8 is bytes of quantized rows
 _ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F64": 64, "C64": 64, "BOOL": 8, "U8": 8, "I8": 8}
 _ITEM_BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
 _ITEM_BITS |= {"F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -64,7 +65,7 @@ class SafetensorsFile:
             self._data = _mapped(self.path)
         if entry.end > self._data.size:
             raise CheckpointError(f"{self.path}: became shorter while in use; download it again")
-        bits = self._data[entry.start : entry.end].view(BIT_DTYPES[entry.format_name])
+        bits = self._data[entry.start : entry.end].view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
 
 

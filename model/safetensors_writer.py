@@ -9,29 +9,36 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 
 from model.config import WeightDtype
 
 _FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _BLOCK_ITEMS = 1 << 23
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name and shape, as both will stand in the file."""
+    """A tensor's name and shape, as both will stand in the file.
+
+    `format_name`, as safetensors spells it, is that of a tensor whose bits are written as they are;
+    others are in the writer's dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
+    format_name: str = ""
 
     @property
     def num_items(self) -> int:
-        """Number of weights."""
+        """Number of weights, or of bytes of quantized rows."""
         return math.prod(self.shape)
 
 
@@ -60,8 +67,9 @@ class SafetensorsWriter:
     ) -> None:
         self._directory = directory
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._format_name = _FORMAT_NAMES[dtype]
-        self._shards = _split(specs, self._dtype.itemsize, max_shard_bytes)
+        given = _FORMAT_NAMES[dtype]
+        specs = [replace(spec, format_name=spec.format_name or given) for spec in specs]
+        self._shards = _split(specs, max_shard_bytes)
         self._file_names = _file_names(len(self._shards))
         self._on_bytes = on_bytes
         self._shard_id = -1
@@ -81,16 +89,32 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. `tensor` is of any float dtype, on the CPU."""
+        self._begin(name, tuple(tensor.shape))
+        for block in tensor.contiguous().view(-1).split(_BLOCK_ITEMS):
+            self._write(block.to(self._dtype).view(torch.uint8).numpy())
+
+    def write_bits(self, name: str, bits: np.ndarray) -> None:
+        """Write the next tensor as it is: its items are of the spec's format."""
+        expected = self._begin(name, bits.shape)
+        if bits.itemsize != _ITEM_BYTES[expected.format_name]:
+            raise ValueError(f"got {name} {bits.dtype}, expected {expected}")
+        flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, 4 * _BLOCK_ITEMS):
+            self._write(flat[start : start + 4 * _BLOCK_ITEMS])
+
+    def _begin(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
+        """Make ready for the next tensor. Errors: ValueError where it is another."""
         if not self._waiting:
             self._open_next()
         expected = self._waiting.pop(0)
-        if (name, tuple(tensor.shape)) != (expected.name, expected.shape):
-            raise ValueError(f"got {name} {tuple(tensor.shape)}, expected {expected}")
+        if (name, shape) != (expected.name, expected.shape):
+            raise ValueError(f"got {name} {shape}, expected {expected}")
+        return expected
+
+    def _write(self, data: np.ndarray) -> None:
         assert self._file is not None
-        for block in tensor.contiguous().view(-1).split(_BLOCK_ITEMS):
-            data = block.to(self._dtype).view(torch.uint8).numpy()
-            self._file.write(data)
-            self._on_bytes(data.nbytes)
+        self._file.write(data.data)
+        self._on_bytes(data.nbytes)
 
     def finish(self) -> None:
         """Close the last file and write the index. Errors: ValueError where tensors are missing."""
@@ -107,7 +131,7 @@ class SafetensorsWriter:
             raise ValueError("all tensors were written already")
         self._waiting = list(self._shards[self._shard_id].specs)
         self._file = self._part_path.open("wb")
-        self._file.write(_header(self._waiting, self._format_name, self._dtype.itemsize))
+        self._file.write(_header(self._waiting))
 
     def _close(self) -> None:
         if self._file is None:
@@ -128,19 +152,17 @@ class SafetensorsWriter:
             for shard, file_name in zip(self._shards, self._file_names, strict=True)
             for spec in shard.specs
         }
-        metadata = {
-            "total_parameters": self.num_bytes // self._dtype.itemsize,
-            "total_size": self.num_bytes,
-        }
+        items = sum(spec.num_items for shard in self._shards for spec in shard.specs)
+        metadata = {"total_parameters": items, "total_size": self.num_bytes}
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         path = self._directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _split(specs: Iterable[TensorSpec], item_bytes: int, max_bytes: int) -> list[_Shard]:
+def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[_Shard]:
     shards = [_Shard()]
     for spec in specs:
-        num_bytes = spec.num_items * item_bytes
+        num_bytes = _num_bytes(spec)
         if shards[-1].specs and shards[-1].num_bytes + num_bytes > max_bytes:
             shards.append(_Shard())
         shards[-1].specs.append(spec)
@@ -154,13 +176,17 @@ def _file_names(num_shards: int) -> list[str]:
     return [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
 
 
-def _header(specs: Sequence[TensorSpec], format_name: str, item_bytes: int) -> bytes:
+def _num_bytes(spec: TensorSpec) -> int:
+    return spec.num_items * _ITEM_BYTES[spec.format_name]
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
-        end = offset + spec.num_items * item_bytes
+        end = offset + _num_bytes(spec)
         entries[spec.name] = {
-            "dtype": format_name,
+            "dtype": spec.format_name,
             "shape": list(spec.shape),
             "data_offsets": [offset, end],
         }

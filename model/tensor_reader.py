@@ -1,4 +1,8 @@
-"""Copies tensors out of a checkpoint in parallel, checking shape and finiteness on the way."""
+"""Copies tensors out of a checkpoint in parallel, checking shape and values on the way.
+
+Matrices are copied as they are stored, or quantized on the way, block by block: only blocks are
+ever held in both formats.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,43 @@ from types import TracebackType
 import numpy as np
 
 from model.checkpoint import Checkpoint
-from model.errors import CheckpointError, shown
+from model.errors import CheckpointError, UsageError, shown
 from model.memory import aligned_empty
-from numba_kernels import loading
+from model.row_copies import (
+    FAULTS,
+    Copy,
+    finite_status,
+    float_columns,
+    float_rows,
+    quantized_columns,
+    quantized_rows,
+)
+from model.weight_formats import dtype_name, require_whole_groups
+from numba_kernels import loading, quantize
+from numba_kernels.formats import is_quantized, row_items, row_width
 
 OnBytes = Callable[[int], None]
 BLOCK_BYTES = 16 << 20
+_TURNED_BYTES = 2 << 20  # of columns that become rows before they are quantized, in each thread
 
 
 class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
-    `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights read.
-    Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values
+    `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
+    `dtype` is Q8 or Q4 where matrices are to be quantized.
+    Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
+             UsageError where `dtype` cannot be had
     """
 
-    def __init__(self, checkpoint: Checkpoint, on_bytes: OnBytes | None = None):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        on_bytes: OnBytes | None = None,
+        dtype: np.dtype | None = None,
+    ):
         self.checkpoint = checkpoint
+        self._dtype = dtype
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "load")
 
@@ -41,12 +65,31 @@ class TensorReader:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of the tensor's bits."""
-        return self.checkpoint.dtype(name)
+    def loaded_dtype(self, name: str) -> np.dtype:
+        """Return the dtype that a matrix is loaded in.
+
+        It is the reader's; else that of a quantized checkpoint, for a head tied to the embeddings
+        is stored as they are; else the tensor's own.
+        """
+        stored = self.checkpoint.dtype(name)
+        quantized = self.checkpoint.quantized_dtype
+        wanted = quantized if self._dtype is None else self._dtype
+        if wanted is None:
+            return stored
+        if quantized not in (None, wanted):
+            raise UsageError(
+                f"--dtype {dtype_name(wanted)}: {self.checkpoint.path} is quantized to "
+                f"{dtype_name(quantized)} already; leave --dtype out, or name the original model"
+            )
+        return wanted
+
+    def matrix(self, shape: tuple[int, ...], name: str) -> np.ndarray:
+        """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill."""
+        dtype = self.loaded_dtype(name)
+        return self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new array for `rows` and `columns` to fill."""
+        """Return a new array of `shape` items."""
         return aligned_empty(shape, dtype)
 
     def refuse(self, name: str) -> None:
@@ -59,7 +102,7 @@ class TensorReader:
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise unless the tensor is there, of a known dtype and of this shape."""
-        self.dtype(name)
+        self.checkpoint.dtype(name)
         found = self.checkpoint.shape(name)
         if found != shape:
             raise CheckpointError(
@@ -67,15 +110,32 @@ class TensorReader:
                 f"config.json asks for {list(shape)}; they belong to different models"
             )
 
-    def bits(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the tensor as it lies in the file, its shape checked, its values not."""
+    def require_rows(self, name: str, num_rows: int, width: int) -> None:
+        """Raise unless the tensor is a matrix of so many rows of `width` weights."""
+        items = self._row_items(self.checkpoint.dtype(name), width)
+        self.require(name, (num_rows, items))
+
+    def require_columns(self, name: str, height: int, num_columns: int) -> None:
+        """Raise unless the tensor has so many columns of `height` weights, or quantized rows."""
+        if is_quantized(self.checkpoint.dtype(name)):
+            self.require_rows(name, num_columns, height)
+        else:
+            self.require(name, (height, num_columns))
+
+    def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor is of this shape and not quantized."""
         self.require(name, shape)
-        return self.checkpoint.array(name)
+        if is_quantized(self.checkpoint.dtype(name)):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {shown(name)} is U8, and must not be quantized; "
+                "make the model again with `hotcold quantize`"
+            )
 
     def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a small tensor as float32."""
-        values = loading.to_float32(self.bits(name, shape))
-        self._require_finite(name, bool(np.isfinite(values).all()))
+        self.require_floats(name, shape)
+        values = loading.to_float32(self.checkpoint.array(name))
+        self._require_good(name, finite_status(bool(np.isfinite(values).all())))
         self._on_bytes(self.checkpoint.num_bytes(name))
         return values
 
@@ -85,53 +145,81 @@ class TensorReader:
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a matrix as it lies in the file, shape and values checked."""
-        bits = self.bits(name, shape)
-        self._run(name, lambda start, end: loading.all_finite(bits[start:end]), *_rows_of(bits))
+        self.require_floats(name, shape)
+        return self.checked(name)
+
+    def checked(self, name: str) -> np.ndarray:
+        """Return floats of any shape as they lie in the file, their values checked."""
+        bits = self.checkpoint.array(name)
+        matrix = bits.reshape(-1, bits.shape[-1] if bits.ndim and bits.size else 1)
+        self._run(
+            name,
+            lambda start, end: finite_status(loading.all_finite(matrix[start:end])),
+            *_rows_of(matrix),
+        )
         return bits
 
     def rows(
         self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
     ) -> None:
-        """Copy all rows of a (num_rows, C) tensor, or `row_ids` of them, into `dst` (N, C)."""
-        src = self._as_dtype(self.bits(name, (num_rows, dst.shape[1])), dst.dtype)
+        """Copy all rows of a matrix, or `row_ids` of them, into `dst`.
 
-        def copy(start: int, end: int) -> bool:
-            if row_ids is None:
-                return loading.copy_rows(src[start:end], dst[start:end])
-            return loading.gather_rows(src, row_ids[start:end], dst[start:end])
-
-        self._run(name, copy, *_rows_of(dst))
+        Shapes:  the tensor (num_rows, C) weights, dst (N, C) weights in its own format
+        """
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        src = self.checkpoint.array(name)
+        if not is_quantized(dst.dtype):
+            self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
+            return
+        ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
+        self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        """Copy `column_ids` of a (R, num_columns) tensor into the rows of `dst` (N, R)."""
-        src = self._as_dtype(self.bits(name, (dst.shape[1], num_columns)), dst.dtype)
+        """Copy columns of a matrix into the rows of `dst`; quantized tensors have rows for columns.
 
-        def copy(start: int, end: int) -> bool:
-            return loading.gather_columns(src, column_ids[start:end], dst[start:end])
+        Shapes:  the tensor (R, num_columns) weights, dst (N, R) weights in its own format
+        """
+        height = row_width(dst.dtype, dst.shape[1])
+        self.require_columns(name, height, num_columns)
+        src = self.checkpoint.array(name)
+        if is_quantized(src.dtype):
+            self._run(name, quantized_rows(src, dst, column_ids), *_rows_of(dst))
+        elif is_quantized(dst.dtype):
+            block_rows = max(1, _TURNED_BYTES // max(1, height * src.itemsize))
+            self._run(name, quantized_columns(src, dst, column_ids), *_rows_of(dst), block_rows)
+        else:
+            self._run(name, float_columns(src, dst, column_ids), *_rows_of(dst))
 
-        self._run(name, copy, *_rows_of(dst))
-
-    def _as_dtype(self, bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        if bits.dtype == dtype:
-            return bits
-        return loading.from_float32(loading.to_float32(bits), dtype)
+    def _row_items(self, dtype: np.dtype, width: int) -> int:
+        """`row_items`, with an error that says whose fault it is."""
+        try:
+            return row_items(dtype, width)
+        except ValueError as problem:
+            if self.checkpoint.quantized_dtype is None:
+                require_whole_groups(dtype, width)
+            raise CheckpointError(
+                f"{self.checkpoint.path}: is quantized, but config.json asks for {problem}; they "
+                "belong to different models"
+            ) from None
 
     def _run(
-        self, name: str, copy: Callable[[int, int], bool], num_rows: int, row_bytes: int
+        self,
+        name: str,
+        copy: Copy,
+        num_rows: int,
+        row_bytes: int,
+        block_rows: int | None = None,
     ) -> None:
-        block = max(1, BLOCK_BYTES // max(1, row_bytes))
+        block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
         futures = [self._pool.submit(copy, start, end) for start, end in spans]
         for future, (start, end) in zip(futures, spans, strict=True):
-            self._require_finite(name, future.result())
+            self._require_good(name, future.result())
             self._on_bytes((end - start) * row_bytes)
 
-    def _require_finite(self, name: str, finite: bool) -> None:
-        if not finite:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {shown(name)} has NaN or infinite values; "
-                "download it again or use another model"
-            )
+    def _require_good(self, name: str, status: int) -> None:
+        if status != quantize.DONE:
+            raise CheckpointError(f"{self.checkpoint.path}: tensor {shown(name)} {FAULTS[status]}")
 
 
 def _rows_of(matrix: np.ndarray) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import TensorNames, tensor_names
 from model.tensor_reader import OnBytes, TensorReader
+from model.weight_formats import requested_dtype
 
 
 @dataclass
@@ -31,14 +32,18 @@ class AttentionWeights:
 
 
 def load_attention(
-    checkpoint: Checkpoint, config: ModelConfig, *, on_bytes: OnBytes | None = None
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: str = "",
+    on_bytes: OnBytes | None = None,
 ) -> AttentionWeights:
-    """Load all layers' attention and norms.
+    """Load all layers' attention and norms; `dtype` "q8" or "q4" quantizes the projections.
 
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite, or that
-             config.json leaves no place for
+             config.json leaves no place for; UsageError for a dtype that cannot be had
     """
-    with TensorReader(checkpoint, on_bytes) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
         return read_attention(reader, config)
 
 
@@ -65,13 +70,9 @@ def _empty_attention(
     return AttentionWeights(
         norm_weight=vectors(hidden, True),
         norm_bias=vectors(hidden, config.norm_bias),
-        qkv=reader.empty(
-            (layers, config.qkv_rows, hidden), reader.dtype(f"{first}{names.qkv[0]}.weight")
-        ),
+        qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first}{names.qkv[0]}.weight"),
         qkv_bias=vectors(config.qkv_rows, config.attention_bias),
-        out=reader.empty(
-            (layers, hidden, config.attention_size), reader.dtype(f"{first}{names.out}.weight")
-        ),
+        out=reader.matrix((layers, hidden, config.attention_size), f"{first}{names.out}.weight"),
         out_bias=vectors(hidden, config.attention_bias),
         ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
         ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),

@@ -9,18 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from model.checkpoint import Checkpoint
-from model.config import ModelConfig, WeightDtype
+from model.config import ModelConfig
 from model.tensor_names import tensor_names
 from model.tensor_reader import TensorReader
+from model.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from model.weights_attention import read_attention
 from model.weights_embedding import read_embedding, read_head
 from model.weights_ffn import read_ffn
-
-_DTYPE_NAMES: dict[np.dtype, WeightDtype] = {
-    np.dtype(np.float32): "float32",
-    np.dtype(np.uint16): "float16",
-    np.dtype(np.int16): "bfloat16",
-}
+from numba_kernels.formats import row_width
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -37,15 +33,20 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         read_head(reader, config)
 
 
-def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """Return `config` with the dtype of the checkpoint's first projection.
+def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") -> ModelConfig:
+    """Return `config` with the dtype that matrices are loaded in: `dtype`, or as they are stored.
 
-    config.json may name another one, or none, and is then read as float32.
-    Errors:  CheckpointError where that tensor is missing or of an unsupported format
+    Stored is what the checkpoint's first projection is; config.json may name another dtype, or
+    none, and is then read as float32.
+    Errors:  CheckpointError where that tensor is missing or of an unsupported format;
+             UsageError for a dtype that cannot be had
     """
     names = tensor_names(config)
-    dtype = checkpoint.dtype(f"{names.layer.format(0)}{names.qkv[0]}.weight")
-    return replace(config, dtype=_DTYPE_NAMES[dtype])
+    with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
+        loaded = reader.loaded_dtype(f"{names.layer.format(0)}{names.qkv[0]}.weight")
+    if checkpoint.quantized_dtype is None:
+        require_whole_groups(loaded, config.hidden_size, config.attention_size, config.embed_size)
+    return replace(config, dtype=dtype_name(loaded))
 
 
 class _HeaderReader(TensorReader):
@@ -55,17 +56,17 @@ class _HeaderReader(TensorReader):
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        self.require(name, shape)
+        self.require_floats(name, shape)
         return self.empty(shape, np.dtype(np.float32))
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        self.require(name, shape)
-        return self.empty(shape, self.dtype(name))
+        self.require_floats(name, shape)
+        return self.empty(shape, self.checkpoint.dtype(name))
 
     def rows(
         self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
     ) -> None:
-        self.require(name, (num_rows, dst.shape[1]))
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        self.require(name, (dst.shape[1], num_columns))
+        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)

@@ -10,6 +10,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import tensor_names
 from model.tensor_reader import OnBytes, TensorReader
+from model.weight_formats import requested_dtype
 from numba_kernels.loading import to_float32
 
 
@@ -78,13 +79,20 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
 
 
 def load_head(
-    checkpoint: Checkpoint, config: ModelConfig, *, on_bytes: OnBytes | None = None
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: str = "",
+    on_bytes: OnBytes | None = None,
 ) -> HeadWeights:
     """Load what turns the last hidden state into logits; a tied head is a copy of the token rows.
 
-    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    `dtype` "q8" or "q4" quantizes the head; the token rows of a quantized checkpoint are not, and a
+    head tied to them is then quantized here.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for a
+             dtype that cannot be had
     """
-    with TensorReader(checkpoint, on_bytes) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
         return read_head(reader, config)
 
 
@@ -102,12 +110,18 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
         reader.refuse(f"{names.final_norm}.weight")
     if embed != hidden:
         project_out = reader.vector(f"{names.project_out}.weight", (embed, hidden))
-    # Some checkpoints that say they are tied hold a head of its own, which then counts.
-    is_tied = config.tied_embeddings and not reader.checkpoint.has(f"{names.head}.weight")
-    name = f"{names.tokens if is_tied else names.head}.weight"
-    head = reader.empty((config.vocab_size, embed), reader.dtype(name))
+    name = head_name(reader.checkpoint, config)
+    head = reader.matrix((config.vocab_size, embed), name)
     reader.rows(name, config.vocab_size, head)
     return HeadWeights(norm_weight, norm_bias, project_out, head)
+
+
+def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Return the tensor that the head is loaded from: the token rows where it is tied to them."""
+    names = tensor_names(config)
+    # Some checkpoints that say they are tied hold a head of its own, which then counts.
+    is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
+    return f"{names.tokens if is_tied else names.head}.weight"
 
 
 def _check_range(what: str, values: np.ndarray, size: int) -> None:

@@ -11,6 +11,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import tensor_names
 from model.tensor_reader import OnBytes, TensorReader
+from model.weight_formats import requested_dtype
 
 
 @dataclass
@@ -37,15 +38,18 @@ def load_ffn(
     neuron_ids: Sequence[np.ndarray],
     *,
     include_down_bias: bool,
+    dtype: str = "",
     on_bytes: OnBytes | None = None,
 ) -> FfnWeights:
     """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
 
     Only one of the services that share out a layer adds `down_bias`, so only it asks for it.
+    `dtype` "q8" or "q4" quantizes gate, up and down.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
+             UsageError for a dtype that cannot be had;
              ValueError for ids that are no row of int32 for each layer, or out of range
     """
-    with TensorReader(checkpoint, on_bytes) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
         return read_ffn(reader, config, neuron_ids, include_down_bias)
 
 
@@ -54,14 +58,13 @@ def load_gate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Load what decides whether the neurons of `layer` fire: gate rows and their biases.
 
-    Shapes:  (N, d) bits, (N,) float32 or (0,)
+    Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
     """
     names = tensor_names(config)
     prefix = f"{names.layer.format(layer)}{names.gate}"
     with TensorReader(checkpoint, None) as reader:
-        shape = (config.ffn_size, config.hidden_size)
-        gate = reader.empty(shape, reader.dtype(f"{prefix}.weight"))
+        gate = reader.matrix((config.ffn_size, config.hidden_size), f"{prefix}.weight")
         reader.rows(f"{prefix}.weight", config.ffn_size, gate)
         if not config.ffn_bias:
             return gate, np.empty(0, np.float32)
@@ -101,8 +104,8 @@ def _empty_ffn(
     total, hidden = int(offsets[-1]), config.hidden_size
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
-        dtype = reader.dtype(names.layer.format(0) + (name or names.gate) + ".weight")
-        return reader.empty((num_rows, hidden), dtype)
+        first = names.layer.format(0) + (name or names.gate) + ".weight"
+        return reader.matrix((num_rows, hidden), first)
 
     num_biases = total if config.ffn_bias else 0
     has_down_bias = include_down_bias and config.ffn_bias

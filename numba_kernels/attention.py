@@ -1,8 +1,8 @@
 """Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
 
-The cache of a layer is (slots, kv_heads, positions, head_dim); a slot is one sequence. Its pages
-are the operating system's, small ones: memory is taken as positions are first written, up to the
-context. Items are float32 or float16 (bits in uint16).
+The cache of a layer is (pages, kv_heads, PAGE_POSITIONS, head_dim). A sequence's positions lie in
+pages of a pool that all sequences share; a table says which. Memory is taken as positions are first
+written. Items are float32 or float16 (bits in uint16).
 """
 
 import math
@@ -16,6 +16,10 @@ from numba.extending import intrinsic
 
 from numba_kernels.checks import float_array, require
 from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot4
+
+# Positions in a page: a multiple of four, for so many are read side by side, and few enough that
+# the last page of a short sequence wastes little.
+PAGE_POSITIONS = 64
 
 
 @intrinsic
@@ -55,20 +59,51 @@ def store_kernel(cache, position, values):
 
 
 @njit(nogil=True, cache=True)
-def attend_kernel(query, keys, values, length, scale, scores, out):
-    """out = softmax(scale * keys[:length] . query) . values[:length] for one head; no checks.
+def _scores_kernel(query, keys, group, pages, length, scale, scores):
+    """scores[p] = scale * key of position p . query, p < length; four side by side."""
+    size = keys.shape[2]
+    for begin in range(0, length, size):
+        page, part = keys[pages[begin // size], group], scores[begin : begin + size]
+        last, p = min(length - begin, size), 0
+        while p + 4 <= last:
+            sums = dot4(page, p, p + 1, p + 2, p + 3, query)
+            for k in range(4):
+                part[p + k] = sums[k] * scale
+            p += 4
+        while p < last:
+            part[p] = dot1(page, p, query) * scale
+            p += 1
 
-    query, out (head_dim,) float32; keys, values (P, head_dim); scores (>= length,) is scratch.
+
+@njit(nogil=True, cache=True)
+def _weighted_sum_kernel(values, group, pages, length, scores, share, out):
+    """out = sum over p < length of scores[p] * share * value of position p."""
+    size = values.shape[2]
+    out[:] = 0
+    for begin in range(0, length, size):
+        page, part = values[pages[begin // size], group], scores[begin : begin + size]
+        last, p = min(length - begin, size), 0
+        while p + 4 <= last:
+            s0, s1, s2, s3 = part[p], part[p + 1], part[p + 2], part[p + 3]
+            add_scaled4(
+                out, page, p, p + 1, p + 2, p + 3, s0 * share, s1 * share, s2 * share, s3 * share
+            )
+            p += 4
+        while p < last:
+            add_scaled1(out, page, p, part[p] * share)
+            p += 1
+
+
+@njit(nogil=True, cache=True)
+def attend_kernel(query, keys, values, group, pages, length, scale, scores, out):
+    """out = softmax(scale * keys . query) . values for one head over `length` positions; no checks.
+
+    Position p stands in row p % P of page pages[p // P]. Pages of a multiple of four positions give
+    the same bits whatever their size and order: additions follow the positions.
+    Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
+             is scratch
     """
-    p = 0
-    while p + 4 <= length:
-        sums = dot4(keys, p, p + 1, p + 2, p + 3, query)
-        for k in range(4):
-            scores[p + k] = sums[k] * scale
-        p += 4
-    while p < length:
-        scores[p] = dot1(keys, p, query) * scale
-        p += 1
+    _scores_kernel(query, keys, group, pages, length, scale, scores)
     top = scores[0]
     for p in range(1, length):
         top = max(top, scores[p])
@@ -76,18 +111,7 @@ def attend_kernel(query, keys, values, length, scale, scores, out):
     for p in range(length):
         scores[p] = math.exp(scores[p] - top)
         total += scores[p]
-    share = np.float32(1) / total
-    out[:] = 0
-    p = 0
-    while p + 4 <= length:
-        s0, s1, s2, s3 = scores[p], scores[p + 1], scores[p + 2], scores[p + 3]
-        add_scaled4(
-            out, values, p, p + 1, p + 2, p + 3, s0 * share, s1 * share, s2 * share, s3 * share
-        )
-        p += 4
-    while p < length:
-        add_scaled1(out, values, p, scores[p] * share)
-        p += 1
+    _weighted_sum_kernel(values, group, pages, length, scores, np.float32(1) / total, out)
 
 
 def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarray:
@@ -119,35 +143,54 @@ def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 
 
 def decode_attention(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, length: int
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    length: int,
+    pages: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention of one token over the first `length` cached positions, grouped-query.
 
     out[h] = softmax(keys[g, :length] . queries[h] / sqrt(head_dim)) . values[g, :length],
     g = h // (H / G)
-    Shapes:  queries, out (H, head_dim); keys, values (G, P, head_dim)
-    Dtypes:  queries, out float32; keys, values float32 or uint16 (float16 bits)
+    With `pages`, position p stands in row p % P of page pages[p // P].
+    Shapes:  queries, out (H, head_dim); keys, values (G, P, head_dim), or (M, G, P, head_dim) with
+             pages (>= length / P,), P a multiple of 4
+    Dtypes:  queries, out float32; keys, values float32 or uint16 (float16 bits); pages int32
     Units:   reads 2 * G * length * head_dim cache items for each group's first head
     Errors:  ValueError on any mismatch
-    Source:  Ainslie et al., arXiv 2305.13245
+    Source:  Ainslie et al., arXiv 2305.13245; pages: Kwon et al., arXiv 2309.06180
     """
-    require(queries.ndim == 2 and keys.ndim == 3, "queries must be (H, hd), keys (G, P, hd)")
+    keys, values = _checked_cache(keys), _checked_cache(values)
+    if pages is None:
+        require(keys.ndim == 3, "without pages keys must be (G, P, hd)")
+        keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
+    else:
+        require(keys.ndim == 4, "with pages keys must be (M, G, P, hd)")
+        require(keys.shape[2] % 4 == 0, "a page must hold a multiple of 4 positions")
+        require(pages.dtype == np.int32 and pages.ndim == 1, "pages must be a list of int32")
+        inside = (pages >= 0) & (pages < keys.shape[0])
+        require(bool(inside.all()), f"pages must lie in 0..{keys.shape[0] - 1}")
+    require(queries.ndim == 2, "queries must be (H, hd)")
     require(keys.shape == values.shape, "keys and values must have one shape")
     require(keys.dtype == values.dtype, "keys and values must have one dtype")
-    require(keys.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
-    require(queries.shape[1] == keys.shape[2], "head_dim differs between queries and cache")
+    require(queries.shape[1] == keys.shape[3], "head_dim differs between queries and cache")
+    num_groups, most = keys.shape[1], pages.size * keys.shape[2]
     require(
-        keys.shape[0] > 0 and queries.shape[0] % keys.shape[0] == 0,
+        num_groups > 0 and queries.shape[0] % num_groups == 0,
         "heads must be a multiple of kv heads",
     )
-    require(0 < length <= keys.shape[1], f"length must lie in 1..{keys.shape[1]}")
+    require(0 < length <= most, f"length must lie in 1..{most}")
     queries = float_array("queries", queries, queries.shape)
-    keys, values = np.require(keys, None, ["A", "C"]), np.require(values, None, ["A", "C"])
     out = np.empty_like(queries)
     scores = np.empty(length, np.float32)
     scale = np.float32(queries.shape[1] ** -0.5)
-    heads_a_group = queries.shape[0] // keys.shape[0]
     for h in range(queries.shape[0]):
-        g = h // heads_a_group
-        attend_kernel(queries[h], keys[g], values[g], length, scale, scores, out[h])
+        g = h // (queries.shape[0] // num_groups)
+        attend_kernel(queries[h], keys, values, g, pages, length, scale, scores, out[h])
     return out
+
+
+def _checked_cache(cache: np.ndarray) -> np.ndarray:
+    require(cache.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
+    return np.require(cache, None, ["A", "C"])

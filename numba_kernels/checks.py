@@ -2,7 +2,8 @@
 
 import numpy as np
 
-WEIGHT_DTYPES = (np.float32, np.uint16, np.int16)
+from numba_kernels.formats import FLOATS, QUANTIZED, row_width
+
 ACTIVATION_CODES = {"relu": 0, "silu": 1, "gelu": 2}
 
 
@@ -15,18 +16,18 @@ def require(condition: bool, message: str) -> None:
 def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.ndarray:
     """A matrix of weights whose rows are contiguous and whose items are aligned.
 
-    An unaligned view (as safetensors may give) is copied, for the compiled loads assume alignment.
+    `columns` counts weights. An unaligned view (as safetensors may give) is copied, for the
+    compiled loads assume alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(
-        array.dtype in WEIGHT_DTYPES,
-        f"{name} must be float32, uint16 (float16 bits) or int16 (bfloat16 bits), "
+        array.dtype in (*FLOATS, *QUANTIZED),
+        f"{name} must be float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, "
         f"not {array.dtype}",
     )
+    width = row_width(array.dtype, array.shape[1])
     if columns is not None:
-        require(
-            array.shape[1] == columns, f"{name} must have {columns} columns, not {array.shape[1]}"
-        )
+        require(width == columns, f"{name} must have {columns} columns, not {width}")
     if not array.flags.aligned or (array.size and array.strides[1] != array.itemsize):
         return np.ascontiguousarray(array).copy()
     return array

@@ -19,13 +19,24 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.rows import four_rows_kernel, row_kernel
-from numba_kernels.vector_ir import add_scaled1, add_scaled4, prefetch_row
+from numba_kernels.formats import row_width
+from numba_kernels.rows import add_in_order, one_row_kernel, rows_ahead, tile_kernel, tile_rows
+from numba_kernels.vector_ir import (
+    add_scaled1,
+    add_scaled4,
+    add_scaled4_ahead,
+    dot_ahead,
+    dot_tokens2,
+    dot_tokens4,
+    prefetch_row,
+)
+from numba_kernels.vectors import empty_vectors, prepared
 
 NO_IDS = np.empty(0, np.int32)
 NO_TOKENS = np.empty(0, np.uint32)
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
-
+SPARE_COLUMNS = 8  # of `gates`, beside one for each candidate: a tile's last rows, products of up
+_BLOCK = 32  # neurons whose down rows stay in the cache while all tokens take theirs
 
 @njit(nogil=True, cache=True)
 def activate(code, value):
@@ -38,112 +49,244 @@ def activate(code, value):
 
 
 @njit(nogil=True, cache=True)
-def _keep(neuron, code, keep_all, wanted, fired_ids, gates, num_fired, num_tokens):
+def _keep(neuron, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates):
     """Activate the products in column num_fired; keep the neuron if one of them is not zero.
 
     For tokens whose bit in `wanted` is not set it is silent.
     """
-    fires = keep_all
-    for t in range(num_tokens):
-        value = activate(code, gates[t, num_fired])
-        gates[t, num_fired] = value if (wanted >> np.uint32(t)) & np.uint32(1) else np.float32(0)
-        if gates[t, num_fired] != 0:
-            fires = True
-    if fires:
+    fires = np.uint32(0)
+    for t in range(gates.shape[0]):
+        bit = np.uint32(1) << np.uint32(t)
+        if wanted & bit:
+            value = activate(code, gates[t, num_fired])
+            gates[t, num_fired] = value
+            if value != 0 or keep_all:
+                fires |= bit
+        else:
+            gates[t, num_fired] = np.float32(0)
+    if fires or keep_all:
         fired_ids[num_fired] = neuron
+        fired_tokens[num_fired] = fires
         return num_fired + 1
     return num_fired
 
 
 @njit(nogil=True, cache=True)
-def _four_listed(weights, ids, at, last, x, out, column):
-    """out[t, column + k] = weights[ids[at + k]] . x[t], k = 0..3; rows before `last` prefetched."""
-    for ahead in range(at + 4, min(at + 8, last)):
-        prefetch_row(weights, ids[ahead])
-    n0, n1, n2, n3 = ids[at], ids[at + 1], ids[at + 2], ids[at + 3]
-    four_rows_kernel(weights, n0, n1, n2, n3, x, out, column)
+def _gate_of_one(gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, h):
+    """`gate_kernel` for one token; h (>= last - first,) is gates[0].
 
-
-@njit(nogil=True, cache=True)
-def gate_kernel(gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, gates):
-    """Gate products of candidates first..last-1, and which of them fired; checks nothing.
-
-    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; bit t of
-    tokens[i] says whether ids[i] is wanted for token t (all are where `tokens` is empty). For one
-    token rows in order are read one by one; listed ones four side by side, for a jump in memory
-    then costs less; so are all for several tokens.
-    fired_ids (>= last - first,) int32 and gates (T, >= last - first + 4) float32 receive, for each
-    neuron that fired for at least one token, its row and fn(gate . x + bias). Returns their number.
+    All in one loop without calls that take arrays: those cost as much as reading a short row.
     """
-    num_tokens, num_fired = x.shape[0], 0
-    listed = ids.shape[0] > 0
-    candidate = first
-    while candidate < last:
-        column, group = num_fired, 4
-        n = ids[candidate] if listed else candidate
-        if candidate + 4 > last or (num_tokens == 1 and not listed):
-            group = 1
-            following = n if listed else min(n + 1, last - 1)
-            row_kernel(gate, n, following, x, gates, column)
-        elif listed:
-            _four_listed(gate, ids, candidate, last, x, gates, column)
-        else:
-            for ahead in range(n + 4, min(n + 8, last)):
-                prefetch_row(gate, ahead)
-            four_rows_kernel(gate, n, n + 1, n + 2, n + 3, x, gates, column)
-        for k in range(group):
-            n = ids[candidate + k] if listed else candidate + k
-            for t in range(num_tokens):
-                gates[t, num_fired] = gates[t, column + k]
-                if bias.shape[0]:
-                    gates[t, num_fired] += bias[n]
-            wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
-            num_fired = _keep(n, code, keep_all, wanted, fired_ids, gates, num_fired, num_tokens)
-        candidate += group
+    num_fired, listed, distance = 0, ids.shape[0] > 0, rows_ahead(gate)
+    for candidate in range(first, last):
+        n, following = candidate, min(candidate + distance, last - 1)
+        if listed:
+            n, following = ids[candidate], ids[following]
+            if candidate + distance + 2 < last:
+                prefetch_row(gate, ids[candidate + distance + 2])
+        value = dot_ahead(gate, n, following, x, 0)
+        if bias.shape[0]:
+            value += bias[n]
+        value = activate(code, value)
+        if tokens.shape[0] and not tokens[candidate] & np.uint32(1):
+            value = np.float32(0)
+        if value != 0 or keep_all:
+            fired_ids[num_fired] = n
+            fired_tokens[num_fired] = np.uint32(1)
+            h[num_fired] = value
+            num_fired += 1
     return num_fired
 
 
 @njit(nogil=True, cache=True)
-def _scale_by_up(up, bias, fired_ids, first, count, num_fired, x, products, gates):
-    """gates[t, i] *= up[n] . x[t] + bias[n] for i in first..first+count-1, n = fired_ids[i]."""
-    if count == 4:
-        _four_listed(up, fired_ids, first, num_fired, x, products, 0)
-    else:
-        row_kernel(up, fired_ids[first], fired_ids[first], x, products, 0)
-    for k in range(count):
-        for t in range(x.shape[0]):
-            factor = products[t, k]
-            if bias.shape[0]:
-                factor += bias[fired_ids[first + k]]
-            gates[t, first + k] *= factor
+def _row_for_some(weights, row, following, x, wanted, out, column):
+    """out[t, column] = weights[row] . x[t] for the tokens whose bit in `wanted` is set."""
+    count, t0, t1, t2 = 0, 0, 0, 0
+    for t in range(out.shape[0]):
+        if not (wanted >> np.uint32(t)) & np.uint32(1):
+            continue
+        if count == 3:
+            sums = dot_tokens4(weights, row, following, x, t0, t1, t2, t)
+            out[t0, column], out[t1, column] = sums[0], sums[1]
+            out[t2, column], out[t, column] = sums[2], sums[3]
+            count = 0
+            continue
+        t0, t1, t2 = (t, t1, t2) if count == 0 else (t0, t, t2) if count == 1 else (t0, t1, t)
+        count += 1
+    if count >= 2:
+        pair = dot_tokens2(weights, row, following, x, t0, t1)
+        out[t0, column], out[t1, column] = pair[0], pair[1]
+    if count % 2:
+        t = t0 if count == 1 else t2
+        out[t, column] = dot_ahead(weights, row, following, x, t)
 
 
 @njit(nogil=True, cache=True)
-def up_down_kernel(up, bias, down, fired_ids, num_fired, gates, x, out):
+def _candidate_products(gate, ids, tokens, x, at, last, distance, gates, column):
+    """Products of several tokens with candidate `at` and perhaps those after it.
+
+    They stand in columns from `column` on. Returns how many: one, or a tile of rows where all
+    tokens want all of them.
+    """
+    if ids.shape[0]:
+        following = ids[min(at + distance, last - 1)]
+        wanted = tokens[at] if tokens.shape[0] else ALL_TOKENS
+        _row_for_some(gate, ids[at], following, x, wanted, gates, column)
+        return 1
+    count = tile_rows(gate, gates.shape[0])
+    if count == 1 or at + count > last:
+        one_row_kernel(gate, at, min(at + distance, last - 1), x, gates, column)
+        return 1
+    for ahead in range(at + count, min(at + 2 * count, last)):
+        prefetch_row(gate, ahead)
+    tile_kernel(gate, at, x, gates, column)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def gate_kernel(
+    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates
+):
+    """Gate products of candidates first..last-1, and which of them fired; checks nothing.
+
+    The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; bit t of
+    tokens[i] says whether ids[i] is wanted for token t (all are where `tokens` is empty). `x` is
+    what `prepared` gave for as many tokens as `gates` has rows.
+    fired_ids (>= last - first,) int32, fired_tokens (same) uint32 and gates (T, >= last - first +
+    SPARE_COLUMNS) float32 receive, for each neuron that fired, its row, a bit for each token that
+    it fired for, and fn(gate . x + bias), zero for others. Returns their number.
+    """
+    if gates.shape[0] == 1:
+        return _gate_of_one(
+            gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,
+            gates[0],
+        )  # fmt: skip
+    num_fired, candidate, distance = 0, first, rows_ahead(gate)
+    while candidate < last:
+        column = num_fired
+        count = _candidate_products(
+            gate, ids, tokens, x, candidate, last, distance, gates, column
+        )
+        for k in range(count):
+            n = ids[candidate + k] if ids.shape[0] else candidate + k
+            for t in range(gates.shape[0]):
+                gates[t, num_fired] = gates[t, column + k]
+                if bias.shape[0]:
+                    gates[t, num_fired] += bias[n]
+            wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
+            num_fired = _keep(
+                n, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates
+            )
+        candidate += count
+    return num_fired
+
+
+@njit(nogil=True, cache=True)
+def _scale_one(up, bias, fired_ids, num_fired, x, h):
+    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]."""
+    distance = rows_ahead(up)
+    for i in range(num_fired):
+        if i + distance + 2 < num_fired:
+            prefetch_row(up, fired_ids[i + distance + 2])
+        n, following = fired_ids[i], fired_ids[min(i + distance, num_fired - 1)]
+        factor = dot_ahead(up, n, following, x, 0)
+        if bias.shape[0]:
+            factor += bias[n]
+        h[i] *= factor
+
+
+@njit(nogil=True, cache=True)
+def _scale_some(up, bias, fired_ids, fired_tokens, num_fired, gates, x):
+    """gates[t, i] *= up[n] . x[t] + bias[n], n = fired_ids[i], for the tokens that i fired for."""
+    spare, distance = gates.shape[1] - SPARE_COLUMNS, rows_ahead(up)
+    for i in range(num_fired):
+        n, following = fired_ids[i], fired_ids[min(i + distance, num_fired - 1)]
+        _row_for_some(up, n, following, x, fired_tokens[i], gates, spare)
+        shift = bias[n] if bias.shape[0] else np.float32(0)
+        for t in range(gates.shape[0]):
+            if (fired_tokens[i] >> np.uint32(t)) & np.uint32(1):
+                gates[t, i] *= gates[t, spare] + shift
+
+
+@njit(nogil=True, cache=True)
+def _add_one(down, ids, num_fired, h, out):
+    """out += h[i] * down[ids[i]] for all i; `out` is read and written once for four rows.
+
+    The four rows that come next are prefetched in step, those after them by their first lines.
+    """
+    i, last = 0, num_fired - 1
+    while i + 4 <= num_fired:
+        for ahead in range(i + 8, min(i + 12, num_fired)):
+            prefetch_row(down, ids[ahead])
+        a0, a1, a2, a3 = min(i + 4, last), min(i + 5, last), min(i + 6, last), min(i + 7, last)
+        add_scaled4_ahead(
+            out, down, ids[i], ids[i + 1], ids[i + 2], ids[i + 3],
+            h[i], h[i + 1], h[i + 2], h[i + 3], ids[a0], ids[a1], ids[a2], ids[a3],
+        )  # fmt: skip
+        i += 4
+    while i < num_fired:
+        add_scaled1(out, down, ids[i], h[i])
+        i += 1
+
+
+@njit(nogil=True, cache=True)
+def _add_some(down, ids, fired_tokens, first, last, t, h, out):
+    """out += h[i] * down[ids[i]] for i in first..last-1 that fired for token t."""
+    count, i0, i1, i2 = 0, 0, 0, 0
+    for i in range(first, last):
+        if not (fired_tokens[i] >> np.uint32(t)) & np.uint32(1):
+            continue
+        if count == 3:
+            add_scaled4(out, down, ids[i0], ids[i1], ids[i2], ids[i], h[i0], h[i1], h[i2], h[i])
+            count = 0
+            continue
+        i0, i1, i2 = (i, i1, i2) if count == 0 else (i0, i, i2) if count == 1 else (i0, i1, i)
+        count += 1
+    for k in range(count):
+        i = i0 if k == 0 else i1 if k == 1 else i2
+        add_scaled1(out, down, ids[i], h[i])
+
+
+@njit(nogil=True, cache=True)
+def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out):
     """out[t] += gates[t, i] * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; no checks.
 
-    Where `up` has no rows, that factor is one. Four neurons a pass: `out` is then read and written
-    once for four down rows. `gates` is overwritten.
+    Where `up` has no rows, that factor is one. `out` (T, d) is in the order of `add_scaled4`, each
+    token's neurons are added one after the other; `gates` is overwritten. Of several tokens each
+    takes its rows of a block of neurons while they are in the cache.
     """
-    products = np.empty((x.shape[0], 4), np.float32)
-    i = 0
-    while i < num_fired:
-        count = 4 if i + 4 <= num_fired else 1
+    if gates.shape[0] == 1:
         if up.shape[0]:
-            for ahead in range(i, i + count):
-                prefetch_row(down, fired_ids[ahead])
-            _scale_by_up(up, bias, fired_ids, i, count, num_fired, x, products, gates)
-        else:
-            for ahead in range(i + 4, min(i + 8, num_fired)):
-                prefetch_row(down, fired_ids[ahead])
-        for t in range(x.shape[0]):
-            h = gates[t]
-            if count == 4:
-                n0, n1, n2, n3 = fired_ids[i], fired_ids[i + 1], fired_ids[i + 2], fired_ids[i + 3]
-                add_scaled4(out[t], down, n0, n1, n2, n3, h[i], h[i + 1], h[i + 2], h[i + 3])
-            else:
-                add_scaled1(out[t], down, fired_ids[i], h[i])
-        i += count
+            _scale_one(up, bias, fired_ids, num_fired, x, gates[0])
+        _add_one(down, fired_ids, num_fired, gates[0], out[0])
+        return
+    if up.shape[0]:
+        _scale_some(up, bias, fired_ids, fired_tokens, num_fired, gates, x)
+    for first in range(0, num_fired, _BLOCK):
+        last = min(first + _BLOCK, num_fired)
+        for i in range(first, last):
+            prefetch_row(down, fired_ids[i])
+        for t in range(gates.shape[0]):
+            _add_some(down, fired_ids, fired_tokens, first, last, t, gates[t], out[t])
+
+
+@njit(nogil=True, cache=True)
+def _sparse_ffn(gate, biases, up, down, ids, tokens, x, code, keep_all, room, length, out):
+    """`sparse_ffn` with checked arguments; out (T, d) is zero. Returns the fired ids."""
+    num_tokens = x.shape[0]
+    fired_ids = np.empty(length, np.int32)
+    fired_tokens = np.empty(length, np.uint32)
+    gates = np.empty((num_tokens, length + SPARE_COLUMNS), np.float32)
+    ready = prepared(gate, x, room, 0)
+    num_fired = gate_kernel(
+        gate, biases[0], ids, tokens, ready, code, keep_all, 0, length, fired_ids, fired_tokens,
+        gates,
+    )  # fmt: skip
+    sums = np.zeros_like(out)
+    up_down_kernel(up, biases[1], down, fired_ids, fired_tokens, num_fired, gates, ready, sums)
+    for t in range(num_tokens):
+        add_in_order(down, sums[t], out[t], 0, out.shape[1])
+    return fired_ids[:num_fired]
 
 
 def sparse_ffn(
@@ -164,23 +307,27 @@ def sparse_ffn(
     With `tokens`, neuron ids[i] is silent for each token t whose bit is not set in tokens[i].
 
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
-    Shapes:  gate, up, down (N, d), down neuron-major; x (T, d); ids (A,); out (T, d)
-    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits), all three alike;
-             ids int32, unique; tokens (A,) uint32, then T <= 32; biases, x, out float32
+    Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
+             ids (A,); out (T, d)
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, all three
+             alike; ids int32, unique; tokens (A,) uint32; biases, x, out float32
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
     """
     gate = weight_rows("gate", gate)
-    num_neurons, width = gate.shape
-    up = np.empty((0, width), gate.dtype) if up is None else weight_rows("up", up, width)
+    num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
+    up = gate[:0] if up is None else weight_rows("up", up, width)
     down = weight_rows("down", down, width)
     require(up.shape[0] in (0, num_neurons), f"up must have {num_neurons} rows")
     require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
     require(gate.dtype == up.dtype == down.dtype, "gate, up and down must have one dtype")
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-    gate_biases = optional_floats("gate_bias", gate_bias, num_neurons)
-    up_biases = optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0)
+    require(x.shape[0] <= 32, f"x has {x.shape[0]} rows; at most 32 tokens are computed at once")
+    biases = (
+        optional_floats("gate_bias", gate_bias, num_neurons),
+        optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0),
+    )
     code = activation_code(activation_fn)
     out = np.zeros((x.shape[0], width), np.float32)
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
@@ -190,12 +337,9 @@ def sparse_ffn(
     require(wanted.dtype == np.uint32, f"tokens must be uint32, not {wanted.dtype}")
     if tokens is not None:
         require(ids is not None and wanted.shape == candidates.shape, "tokens go with ids")
-        require(x.shape[0] <= 32, f"tokens are bits of 32 tokens, not of {x.shape[0]}")
     length = num_neurons if ids is None else candidates.size
-    fired_ids = np.empty(length, np.int32)
-    gates = np.empty((x.shape[0], length + 4), np.float32)
-    num_fired = gate_kernel(
-        gate, gate_biases, candidates, wanted, x, code, not skip_silent, 0, length, fired_ids, gates
-    )
-    up_down_kernel(up, up_biases, down, fired_ids, num_fired, gates, x, out)
-    return out, fired_ids[:num_fired]
+    fired_ids = _sparse_ffn(
+        gate, biases, up, down, candidates, wanted, x, code, not skip_silent,
+        empty_vectors(1, *x.shape), length, out,
+    )  # fmt: skip
+    return out, fired_ids

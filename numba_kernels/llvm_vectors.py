@@ -8,6 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 
 LANES = 16
 PAGE_BYTES = 4096
@@ -21,6 +22,15 @@ I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 BYTES = ir.IntType(8).as_pointer()
+
+
+def has_feature(name: str) -> bool:
+    """Whether the CPU that kernels are compiled for has a feature, such as "avx512f".
+
+    It is this machine's, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
+    """
+    features = cpu_target.target_context.codegen()._tm_features  # no public name for it
+    return f"+{name}" in features.split(",")
 
 
 def widen(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
@@ -47,6 +57,12 @@ def widen(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
     raise TypeError(
         f"weights must be float32, uint16 (float16), int16 (bfloat16) or int8, not {dtype}"
     )
+
+
+def widen_floats(builder: Any, pointer: Any, offset_bytes: int) -> Any:
+    """Load a vector of float32 at `pointer` (i8*) + `offset_bytes`."""
+    at = builder.gep(pointer, [I64(offset_bytes)], source_etype=ir.IntType(8))
+    return widen(builder, types.float32, at, LANES)
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -118,15 +118,16 @@ def _checked_ids(ids: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(ids)
 
 
-def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
-    """Return the bits of a matrix as one contiguous row, and the items from row to row.
+def flat_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
+    """Return a matrix as one contiguous row over the same memory, and the items from row to row.
 
     One contiguous row is what Numba vectorises, whatever the distance between rows.
+    Errors:  ValueError for rows that are not contiguous, or not whole items apart
     """
     rows, columns = matrix.shape
     item = matrix.dtype.itemsize
     if not matrix.size:  # whose strides mean nothing
-        return np.empty(0, f"u{item}"), np.int64(columns)
+        return np.empty(0, matrix.dtype), np.int64(columns)
     row_bytes = matrix.strides[0] if rows > 1 else columns * item
     if (
         (columns > 1 and matrix.strides[1] != item)
@@ -136,7 +137,13 @@ def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
         raise ValueError(f"rows of strides {matrix.strides} are not contiguous")
     num_items = (rows - 1) * (row_bytes // item) + columns
     flat = np.lib.stride_tricks.as_strided(matrix, (num_items,), (item,))
-    return flat.view(f"u{item}"), np.int64(row_bytes // item)
+    return flat, np.int64(row_bytes // item)
+
+
+def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
+    """`flat_rows`, as unsigned integers of the weights' bits."""
+    flat, step = flat_rows(matrix)
+    return flat.view(f"u{matrix.dtype.itemsize}"), step
 
 
 @njit(nogil=True, cache=True)

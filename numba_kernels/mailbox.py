@@ -39,6 +39,7 @@ class Wires(NamedTuple):
 
     words (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
     positions, slots (T,) int32: where each token of the step stands, and in which sequence
+    page_tables (slots, pages a sequence) int32: page p holds a sequence's positions from p * 64 on
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
     active_ids (S, N) int32: rows of each service's shard; active_tokens (S, N) uint32: bit t is
     set where that row is wanted for token t (read for more than one token only)
@@ -50,6 +51,7 @@ class Wires(NamedTuple):
     replies: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
+    page_tables: np.ndarray
     hidden: np.ndarray
     mixed: np.ndarray
     ffn_input: np.ndarray

@@ -2,53 +2,91 @@
 
 import numpy as np
 from numba import njit
+from numba.extending import overload
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
-from numba_kernels.vector_ir import dot1_ahead, dot4, dot_tile, prefetch_row
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP, is_quantized, row_width
+from numba_kernels.quantized_ir import bits_of
+from numba_kernels.vector_ir import (
+    dot_ahead,
+    dot_tokens2,
+    dot_tokens4,
+    prefetch_row,
+    tile_narrow,
+    tile_shape,
+    tile_wide,
+)
+from numba_kernels.vectors import empty_vectors, prepared
+
+
+_BYTES_AHEAD = 16384  # of one stream: what a core reads while memory answers
 
 
 @njit(nogil=True, cache=True)
-def row_kernel(weights, row, following, x, out, column):
+def rows_ahead(weights):
+    """How many rows lie between one that is read and one that is prefetched meanwhile."""
+    return max(1, _BYTES_AHEAD // max(1, weights.shape[1] * weights.itemsize))
+
+
+@njit(nogil=True, cache=True)
+def one_row_kernel(weights, row, following, x, out, column):
     """out[t, column] = weights[row] . x[t]; row `following` is prefetched; checks nothing."""
-    for t in range(x.shape[0]):
-        out[t, column] = dot1_ahead(weights, row, following, x[t])
+    t, num_tokens = 0, out.shape[0]
+    while t + 4 <= num_tokens:
+        four = dot_tokens4(weights, row, following, x, t, t + 1, t + 2, t + 3)
+        for k in range(4):
+            out[t + k, column] = four[k]
+        t += 4
+    if t + 2 <= num_tokens:
+        two = dot_tokens2(weights, row, following, x, t, t + 1)
+        out[t, column], out[t + 1, column] = two[0], two[1]
+        t += 2
+    if t < num_tokens:
+        out[t, column] = dot_ahead(weights, row, following, x, t)
 
 
 @njit(nogil=True, cache=True)
-def four_rows_kernel(weights, n0, n1, n2, n3, x, out, column):
-    """out[t, column + r] = weights[n_r] . x[t] for four rows and all tokens; checks nothing."""
-    t = 0
-    while t + 4 <= x.shape[0]:
-        tile = dot_tile(weights, n0, n1, n2, n3, x, t)
-        for r in range(4):
-            for k in range(4):
-                out[t + k, column + r] = tile[4 * r + k]
-        t += 4
-    while t < x.shape[0]:
-        sums = dot4(weights, n0, n1, n2, n3, x[t])
-        for r in range(4):
-            out[t, column + r] = sums[r]
+def tile_kernel(weights, row, x, out, column):
+    """out[t, column + r] = weights[row + r] . x[t] for a tile's rows, all tokens; no checks."""
+    t, num_tokens = 0, out.shape[0]
+    tokens = tile_shape(weights)[1]
+    while t + tokens <= num_tokens:
+        tile_wide(weights, row, x, t, out, column)
+        t += tokens
+    while t < num_tokens:
+        tile_narrow(weights, row, x, t, out, column)
         t += 1
+
+
+@njit(nogil=True, cache=True)
+def tile_rows(weights, num_tokens):
+    """Rows that are multiplied side by side with so many tokens: one, or a tile's.
+
+    For few tokens rows are read one after the other, as fast as memory gives; for more, when
+    multiplying takes longer than reading, side by side.
+    """
+    rows, _, few_tokens = tile_shape(weights)
+    return 1 if num_tokens <= few_tokens else rows
 
 
 @njit(nogil=True, cache=True)
 def rows_kernel(weights, bias, x, out, first, last):
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
-    For one token rows are read one after the other, as fast as memory gives; for more, when
-    multiplying takes longer than reading, four side by side.
+    `x` is what `prepared` gave for as many tokens as `out` (T, N) has.
     """
-    row = first
-    while x.shape[0] > 1 and row + 4 <= last:
-        for ahead in range(row + 4, min(row + 8, last)):
+    row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
+    side_by_side = tile_rows(weights, num_tokens)
+    while side_by_side > 1 and row + side_by_side <= last:
+        for ahead in range(row + side_by_side, min(row + 2 * side_by_side, last)):
             prefetch_row(weights, ahead)
-        four_rows_kernel(weights, row, row + 1, row + 2, row + 3, x, out, row)
-        row += 4
+        tile_kernel(weights, row, x, out, row)
+        row += side_by_side
     while row < last:
-        row_kernel(weights, row, min(row + 1, last - 1), x, out, row)
+        one_row_kernel(weights, row, min(row + distance, last - 1), x, out, row)
         row += 1
     if bias.shape[0]:
-        for t in range(x.shape[0]):
+        for t in range(num_tokens):
             for n in range(first, last):
                 out[t, n] += bias[n]
 
@@ -62,21 +100,61 @@ def share(length, part, num_parts, unit):
     return min(first, length), min(last, length)
 
 
+def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
+    """target[first:last] += what `add_scaled4` summed of `weights` into `source`, in its order.
+
+    Float formats keep the weights' order; quantized ones sum in lane order (item i of group g of a
+    chunk of n groups at n * i + g of the chunk), and `first` and `last` are then multiples of 512
+    or the end. For compiled code alone; see the overload below.
+    """
+    raise NotImplementedError("add_in_order() is for compiled code")
+
+
+@overload(add_in_order)
+def _add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
+    if not bits_of(weights.dtype):
+
+        def plain(weights, source, target, first, last):  # type: ignore[no-untyped-def]
+            values, sums = source[first:last], target[first:last]
+            for i in range(sums.shape[0]):
+                sums[i] += values[i]
+
+        return plain
+
+    def from_lanes(weights, source, target, first, last):  # type: ignore[no-untyped-def]
+        for begin in range(first, last, CHUNK):
+            groups = min(CHUNK_GROUPS, (last - begin) // GROUP)
+            for g in range(groups):
+                for i in range(GROUP):
+                    target[begin + g * GROUP + i] += source[begin + i * groups + g]
+
+    return from_lanes
+
+
+@njit(nogil=True, cache=True)
+def _rows_times_vectors(weights, bias, x, scratch, out):
+    rows_kernel(weights, bias, prepared(weights, x, scratch, 0), out, 0, out.shape[1])
+
+
 def rows_times_vectors(
     weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
 ) -> np.ndarray:
     """Products of weight rows with several vectors.
 
     out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
-    Shapes:  weights (N, d), x (T, d), bias (N,), out (T, N)
-    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); the rest float32
-    Units:   reads N * d weights once
+    For quantized weights x is quantized too, in groups of 32: x = scale * value, value int8.
+    Shapes:  weights (N, d) or (N, row bytes), x (T, d), bias (N,), out (T, N)
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4
+             (`numba_kernels.formats`); the rest float32
+    Units:   reads the weights once for every few tokens
     Errors:  ValueError on any mismatch
     """
     weights = weight_rows("weights", weights)
-    x = float_array("x", x, (x.shape[0] if x.ndim else 0, weights.shape[1]))
+    width = row_width(weights.dtype, weights.shape[1])
+    x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
     biases = optional_floats("bias", bias, weights.shape[0])
     out = np.empty((x.shape[0], weights.shape[0]), np.float32)
     if x.shape[0]:  # kernels take at least one token
-        rows_kernel(weights, biases, x, out, 0, weights.shape[0])
+        room = empty_vectors(1, *(x.shape if is_quantized(weights.dtype) else (0, 0)))
+        _rows_times_vectors(weights, biases, x, room, out)
     return out

@@ -29,6 +29,7 @@ from numba_kernels.mailbox import (
 )
 from numba_kernels.norm import norm_kernel
 from numba_kernels.rows import rows_kernel, share
+from numba_kernels.vectors import QuantizedVectors, prepared
 
 SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
 
@@ -36,7 +37,8 @@ SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
 class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
-    keys, values (L, slots, kv_heads, P, head_dim); rope_table (P, 2, head_dim / 2) or (0, 2, 0)
+    keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_table (P, 2, head_dim / 2) or
+    (0, 2, 0) for positions 0..P-1
     """
 
     norm_weight: np.ndarray
@@ -69,7 +71,8 @@ class AttentionShape(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    scores (threads, P), projected (T, E)."""
+    scores (threads, P), projected (T, E), and the inputs of products quantized, for quantized
+    weights."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -77,6 +80,7 @@ class AttentionScratch(NamedTuple):
     heads: np.ndarray
     scores: np.ndarray
     projected: np.ndarray
+    inputs: QuantizedVectors
 
 
 @njit(nogil=True, cache=True)
@@ -115,42 +119,53 @@ def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
     dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
     first_value = shape.num_heads + shape.num_kv_heads
     for t in range(qkv.shape[0]):
-        position, slot = wires.positions[t], wires.slots[t]
+        position = wires.positions[t]
+        size = arrays.keys.shape[3]
+        page, row = wires.page_tables[wires.slots[t], position // size], position % size
         for head in range(part, first_value + shape.num_kv_heads, num_parts):
             vector = qkv[t, head * dim : (head + 1) * dim]
             if has_rope and head < first_value:
                 rope_kernel(vector, arrays.rope_table[position])
             if head >= first_value:
-                cache = arrays.values[layer, slot, head - first_value]
-                store_kernel(cache, position, vector)
+                store_kernel(arrays.values[layer, page, head - first_value], row, vector)
             elif head >= shape.num_heads:
-                cache = arrays.keys[layer, slot, head - shape.num_heads]
-                store_kernel(cache, position, vector)
+                store_kernel(arrays.keys[layer, page, head - shape.num_heads], row, vector)
 
 
 @njit(nogil=True, cache=True)
 def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens):
+    """Every token's heads attend. Positions to be read are cut into equal parts, one a thread.
+
+    A head belongs to the part in which its first position stands, so that a long sequence in a
+    batch of short ones keeps no thread waiting by more than one head.
+    """
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
     scale = np.float32(1.0 / np.sqrt(dim))
-    first, last = share(shape.num_heads, part, num_parts, 1)
+    total = 0
     for t in range(num_tokens):
-        slot, length = wires.slots[t], wires.positions[t] + 1
-        for head in range(first, last):
-            group = head // heads_a_group
-            attend_kernel(
-                scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer, slot, group],
-                arrays.values[layer, slot, group], length, scale, scratch.scores[part],
-                scratch.heads[t, head * dim : (head + 1) * dim],
-            )  # fmt: skip
+        total += (wires.positions[t] + 1) * shape.num_heads
+    first, last = total * part // num_parts, total * (part + 1) // num_parts
+    at = 0
+    for t in range(num_tokens):
+        length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
+        for head in range(shape.num_heads):
+            if first <= at < last:
+                attend_kernel(
+                    scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
+                    arrays.values[layer], head // heads_a_group, pages, length, scale,
+                    scratch.scores[part], scratch.heads[t, head * dim : (head + 1) * dim],
+                )  # fmt: skip
+            at += length
 
 
 @njit(nogil=True, cache=True)
-def _mix(first, last, layer, mixed, shape, arrays, scratch, residual):
-    """mixed = residual + out . heads for columns first..last-1."""
-    num_tokens = mixed.shape[0]
-    heads = scratch.heads[:num_tokens]
-    rows_kernel(arrays.out[layer], arrays.out_bias[layer], heads, mixed, first, last)
+def _mix(thread, num_threads, layer, mixed, arrays, scratch, residual):
+    """mixed = residual + out . heads for this thread's columns."""
+    num_tokens, weights = mixed.shape[0], arrays.out[layer]
+    first, last = share(mixed.shape[1], thread, num_threads, 4)
+    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    rows_kernel(weights, arrays.out_bias[layer], heads, mixed, first, last)
     for t in range(num_tokens):
         for i in range(first, last):
             mixed[t, i] += residual[t, i]
@@ -184,14 +199,15 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
     _layer_norm_before(residual, layer, shape, arrays, normed)
     first, last = share(qkv.shape[1], thread, num_threads, 4)
-    rows_kernel(arrays.qkv[layer], arrays.qkv_bias[layer], normed, qkv, first, last)
+    weights = arrays.qkv[layer]
+    x = prepared(weights, normed, scratch.inputs, thread)
+    rows_kernel(weights, arrays.qkv_bias[layer], x, qkv, first, last)
     _meet(wires.words, service, num_threads)
     _rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
     _meet(wires.words, service, num_threads)
     _attend(thread, num_threads, layer, wires, shape, arrays, scratch, num_tokens)
     _meet(wires.words, service, num_threads)
-    first, last = share(mixed.shape[1], thread, num_threads, 4)
-    _mix(first, last, layer, mixed, shape, arrays, scratch, residual)
+    _mix(thread, num_threads, layer, mixed, arrays, scratch, residual)
     _meet(wires.words, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, wires, shape, arrays, residual, normed)
@@ -210,16 +226,16 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
             shape.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
             shape.norm_epsilon, normed[t],
         )  # fmt: skip
+    no_bias = arrays.final_norm_weight[:0]
     vectors = normed
     if arrays.project_out.shape[0]:
         vectors = scratch.projected[:count]
         first, last = share(arrays.project_out.shape[0], thread, num_threads, 4)
-        rows_kernel(arrays.project_out, arrays.final_norm_weight[:0], normed, vectors, first, last)
+        rows_kernel(arrays.project_out, no_bias, normed, vectors, first, last)
         _meet(wires.words, service, num_threads)
     first, last = share(arrays.head.shape[0], thread, num_threads, 4)
-    rows_kernel(
-        arrays.head, arrays.final_norm_weight[:0], vectors, wires.logits[:count], first, last
-    )
+    x = prepared(arrays.head, vectors, scratch.inputs, thread)
+    rows_kernel(arrays.head, no_bias, x, wires.logits[:count], first, last)
 
 
 @njit(nogil=True, cache=True)

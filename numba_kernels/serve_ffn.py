@@ -7,6 +7,7 @@ from numba import njit
 
 from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.ffn import NO_IDS, NO_TOKENS, gate_kernel, up_down_kernel
+from numba_kernels.formats import CHUNK
 from numba_kernels.mailbox import (
     BARRIER_COUNT,
     BARRIER_GENERATION,
@@ -22,7 +23,8 @@ from numba_kernels.mailbox import (
     cell,
     next_request,
 )
-from numba_kernels.rows import share
+from numba_kernels.rows import add_in_order, share
+from numba_kernels.vectors import QuantizedVectors, prepared
 
 
 class FfnArrays(NamedTuple):
@@ -42,13 +44,16 @@ class FfnArrays(NamedTuple):
 
 
 class FfnScratch(NamedTuple):
-    """Work space: sums (threads, T, d), fired_ids (threads, N), gates (threads, T, N + 4),
-    counts (threads,) int64; T is the most tokens of one request, N of one layer."""
+    """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
+    gates (threads, T, N + SPARE_COLUMNS), counts (threads,) int64, and the inputs quantized, for
+    quantized weights; T is the most tokens of one request, N of one layer."""
 
     sums: np.ndarray
     fired_ids: np.ndarray
+    fired_tokens: np.ndarray
     gates: np.ndarray
     counts: np.ndarray
+    inputs: QuantizedVectors
 
 
 @njit(nogil=True, cache=True)
@@ -57,64 +62,85 @@ def _slice(bias, first, last):
 
 
 @njit(nogil=True, cache=True)
+def _first_from(ids, row):
+    """Index of the first of ascending `ids` that is at least `row`."""
+    low, high = 0, ids.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if ids[middle] < row:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def _candidates(thread, num_threads, num_neurons, ids):
+    """First and last candidate of a thread: those among its share of the layer's rows.
+
+    Cut by row and not by the length of the list: a token's sums then are the same whatever other
+    tokens want.
+    """
+    first, last = share(num_neurons, thread, num_threads, 4)
+    if not ids.shape[0]:
+        return first, last
+    return _first_from(ids, first), _first_from(ids, last)
+
+
+@njit(nogil=True, cache=True)
 def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
 
-    Each thread takes an equal run of the candidates and sums into rows of its own; after a barrier
-    each adds up one range of columns, always in thread order, so that a result never depends on
-    which thread was faster.
+    Each thread takes its candidates and sums into rows of its own; after a barrier each adds up one
+    range of columns, always in thread order, so that a result never depends on which thread was
+    faster.
     """
     request = wires.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     gate, down = arrays.gate[first:last], arrays.down[first:last]
     up = arrays.up[first:last] if arrays.up.shape[0] else arrays.up
-    x = wires.ffn_input[:num_tokens]
     ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     tokens = NO_TOKENS
     if num_ids > 0 and num_tokens > 1:
         tokens = wires.active_tokens[service, :num_ids]
-    begin, end = share(num_ids if num_ids >= 0 else last - first, thread, num_threads, 4)
+    begin, end = _candidates(thread, num_threads, last - first, ids)
+    if num_ids == 0:
+        end = begin
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
     gates = scratch.gates[thread, :num_tokens]
-    fired_ids = scratch.fired_ids[thread]
+    fired_ids, fired_tokens = scratch.fired_ids[thread], scratch.fired_tokens[thread]
+    x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
     num_fired = gate_kernel(
         gate, _slice(arrays.gate_bias, first, last), ids, tokens, x, code,
-        request[SKIP_SILENT] == 0, begin, end, fired_ids, gates,
+        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates,
     )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
-    up_down_kernel(up, up_bias, down, fired_ids, num_fired, gates, x, sums)
+    up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums)
     scratch.counts[thread] = num_fired
     barrier(
         wires.words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads
     )
-    _reduce(
-        thread,
-        num_threads,
-        wires.partials[service],
-        scratch.sums,
-        arrays.down_bias[layer],
-        num_tokens,
-    )
+    partial = wires.partials[service, :num_tokens]
+    _reduce(thread, num_threads, down, partial, scratch.sums, arrays.down_bias[layer])
     if thread == 0:
         wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
 
 
 @njit(nogil=True, cache=True)
-def _reduce(thread, num_threads, partial, sums, down_bias, num_tokens):
-    begin, end = share(partial.shape[1], thread, num_threads, 16)
-    for t in range(num_tokens):
-        target = partial[t, begin:end]
-        target[:] = sums[0, t, begin:end]
+def _reduce(thread, num_threads, down, partial, sums, down_bias):
+    begin, end = share(partial.shape[1], thread, num_threads, CHUNK)
+    for t in range(partial.shape[0]):
+        partial[t, begin:end] = 0
+        if down_bias.shape[0]:
+            partial[t, begin:end] = down_bias[begin:end]
+        total = sums[0, t, begin:end]
         for other in range(1, num_threads):
             part = sums[other, t, begin:end]
-            for i in range(target.shape[0]):
-                target[i] += part[i]
-        if down_bias.shape[0]:
-            bias = down_bias[begin:end]
-            for i in range(target.shape[0]):
-                target[i] += bias[i]
+            for i in range(total.shape[0]):
+                total[i] += part[i]
+        add_in_order(down, sums[0, t], partial[t], begin, end)
 
 
 @njit(nogil=True, cache=True)

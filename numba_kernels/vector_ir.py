@@ -1,9 +1,12 @@
 """Vector code that LLVM does not find by itself: dot products and scaled sums of weight rows.
 
 Each intrinsic emits LLVM vector IR of 16 lanes; LLVM splits or joins the lanes for what the CPU
-has (AVX-512, AVX2, NEON). float16 widens by `fpext`, bfloat16 by a 16-bit shift. Nothing here
-checks its arguments. Rows must be contiguous; their distance (stride) is free, so a row of a
-[N, 3, d] bundle array works as well as a row of a matrix.
+has (AVX-512, AVX2, NEON). float16 widens by `fpext`, bfloat16 by a 16-bit shift, quantized rows
+multiply as integers. Nothing here checks its arguments. Rows must be contiguous; their distance
+(stride) is free, so a row of a [N, 3, d] bundle array works as well as a row of a matrix.
+
+A product of one row and one vector is added up in the same order by all of these, so its bits do
+not depend on what is computed beside it. `x` is what `numba_kernels.vectors.prepared` gave.
 """
 
 from typing import Any
@@ -12,8 +15,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from numba_kernels.formats import GROUP
 from numba_kernels.llvm_vectors import (
-    F32,
     I16,
     I32,
     I64,
@@ -22,75 +25,55 @@ from numba_kernels.llvm_vectors import (
     LINES_AHEAD,
     PAGE_BYTES,
     counted_loop,
-    fma,
+    has_feature,
     item_pointer,
-    new_cell,
     prefetch_line,
     row_pointer,
-    splat,
-    sum_cells,
     vector_pointer,
     whole_steps,
     widen,
 )
+from numba_kernels.operands import Vectors, Weights, store_float
+from numba_kernels.quantize_ir import emit_quantize, emit_widened
+from numba_kernels.quantized_ir import Vector, bits_of
+
+# Rows and tokens of a tile: as many sums as registers hold beside a column of weights. 32 registers
+# of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
+_WIDE = has_feature("avx512f")
+FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
+QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
 
 
-def _emit_dots(
-    builder: Any, dtype: Any, rows: list[Any], xs: list[Any], length: Any, unroll: int, ahead: Any
-) -> list[Any]:
-    """Dot products of every weight row with every float32 vector, row by row; all in flight.
+def _tile_of(weights: Any) -> tuple[int, int]:
+    return QUANTIZED_TILE if bits_of(weights.dtype) else FLOAT_TILE
 
-    `ahead`: a row that is read next, whose lines are prefetched in step with this one's, or None.
+
+@intrinsic
+def tile_shape(typingctx, weights):
+    """(rows, tokens, few tokens) for weights of this format.
+
+    Rows and tokens are those of `tile_wide`; few tokens' products with a row take no longer than
+    reading it.
     """
-    item_bytes = dtype.bitwidth // 8
-    vector = ir.VectorType(F32, LANES)
-    zeros = ir.Constant(vector, [F32(0)] * LANES)
-    pairs = [(row, x) for row in rows for x in xs]
-    sums = [[new_cell(builder, zeros) for _ in range(unroll)] for _ in pairs]
-    tails = [new_cell(builder, F32(0)) for _ in pairs]
+    signature = types.UniTuple(types.int64, 3)(weights)
+    few_tokens = 4 if bits_of(weights.dtype) else 2
 
-    def add(index: Any, lanes: int, cells: list[Any]) -> None:
-        parts = [
-            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes) for x in xs
-        ]
-        weights = [
-            widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes)
-            for row in rows
-        ]
-        products = [(weight, part) for weight in weights for part in parts]
-        for cell, (weight, part) in zip(cells, products, strict=True):
-            total = builder.load(cell, typ=weight.type)
-            builder.store(fma(builder, weight, part, total), cell)
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sizes = [I64(size) for size in (*_tile_of(weights), few_tokens)]
+        return context.make_tuple(builder, signature.return_type, sizes)
 
-    def vectors(index: Any, count: int) -> None:
-        if ahead is not None:
-            for line in range(0, count * LANES * item_bytes, LINE_BYTES):
-                prefetch_line(builder, item_pointer(builder, ahead, index, item_bytes), line)
-        for u in range(count):
-            add(builder.add(index, I64(u * LANES)), LANES, [cells[u] for cells in sums])
-
-    unrolled = whole_steps(builder, length, LANES * unroll)
-    whole = whole_steps(builder, length, LANES)
-    counted_loop(builder, I64(0), unrolled, LANES * unroll, lambda index: vectors(index, unroll))
-    counted_loop(builder, unrolled, whole, LANES, lambda index: vectors(index, 1))
-    counted_loop(builder, whole, length, 1, lambda index: add(index, 1, tails))
-    return [
-        builder.fadd(sum_cells(builder, cells), builder.load(tail, typ=F32))
-        for cells, tail in zip(sums, tails, strict=True)
-    ]
+    return signature, codegen
 
 
 @intrinsic
 def dot4(typingctx, weights, row0, row1, row2, row3, x):
-    """(weights[row0] . x, ..., weights[row3] . x); weights (N, d), x (d,) float32."""
-    signature = types.UniTuple(types.float32, 4)(
-        weights, types.int64, types.int64, types.int64, types.int64, x
-    )
+    """(weights[row0] . x, ..., weights[row3] . x); float weights (N, d), x (d,) float32."""
+    signature = types.UniTuple(types.float32, 4)(weights, *(types.int64,) * 4, x)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [row_pointer(context, builder, weights, args[0], row) for row in args[1:5]]
-        pointer, length = vector_pointer(context, builder, x, args[5])
-        results = _emit_dots(builder, weights.dtype, rows, [pointer], length, 2, None)
+        matrix = Weights(context, builder, weights, args[0])
+        pointer, _ = vector_pointer(context, builder, x, args[5])
+        results = matrix.products([matrix.row(row) for row in args[1:5]], [pointer])
         return context.make_tuple(builder, signature.return_type, results)
 
     return signature, codegen
@@ -98,84 +81,136 @@ def dot4(typingctx, weights, row0, row1, row2, row3, x):
 
 @intrinsic
 def dot1(typingctx, weights, row, x):
-    """weights[row] . x; weights (N, d), x (d,) float32."""
+    """weights[row] . x; float weights (N, d), x (d,) float32."""
     signature = types.float32(weights, types.int64, x)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [row_pointer(context, builder, weights, args[0], args[1])]
-        pointer, length = vector_pointer(context, builder, x, args[2])
-        return _emit_dots(builder, weights.dtype, rows, [pointer], length, 8, None)[0]
+        matrix = Weights(context, builder, weights, args[0])
+        pointer, _ = vector_pointer(context, builder, x, args[2])
+        return matrix.products([matrix.row(args[1])], [pointer])[0]
 
     return signature, codegen
 
 
 @intrinsic
-def dot1_ahead(typingctx, weights, row, following, x):
-    """`dot1`, while the lines of weights[following] are prefetched in step.
+def dot_ahead(typingctx, weights, row, following, x, token):
+    """weights[row] . x[token], while the lines of weights[following] are prefetched in step.
 
-    One stream a core with the row after it on its way reads as fast as memory gives; four rows side
-    by side reach 0.83 of that (docs/lab_log.md).
+    One stream a core with the row after it on its way reads as fast as memory gives; several rows
+    side by side reach less of that (docs/lab_log.md).
     """
-    signature = types.float32(weights, types.int64, types.int64, x)
+    signature = types.float32(weights, types.int64, types.int64, x, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        this, after = (row_pointer(context, builder, weights, args[0], row) for row in args[1:3])
-        pointer, length = vector_pointer(context, builder, x, args[3])
-        return _emit_dots(builder, weights.dtype, [this], [pointer], length, 8, after)[0]
+        matrix = Weights(context, builder, weights, args[0])
+        vector = Vectors(context, builder, x, args[3]).vector(args[4])
+        return matrix.products([matrix.row(args[1])], [vector], [matrix.row(args[2])])[0]
 
     return signature, codegen
 
 
 @intrinsic
-def dot_tile(typingctx, weights, row0, row1, row2, row3, x, first):
-    """weights[row_r] . x[first + t] for 4 rows and 4 tokens, as 16 numbers, row by row.
+def dot_tokens2(typingctx, weights, row, following, x, token0, token1):
+    """(weights[row] . x[token0], weights[row] . x[token1]); prefetches as `dot_ahead`."""
+    ids = (types.int64,) * 2
+    return types.UniTuple(types.float32, 2)(weights, *ids, x, *ids), _dot_tokens(weights, x)
 
-    A row is widened once for four tokens and a token's vector loaded once for four rows, so that
-    vectors which do not fit the first-level cache do not hold up the multiplication.
-    """
+
+@intrinsic
+def dot_tokens4(typingctx, weights, row, following, x, token0, token1, token2, token3):
+    """(weights[row] . x[token0], ..., weights[row] . x[token3]); prefetches as `dot_ahead`."""
     ids = (types.int64,) * 4
-    signature = types.UniTuple(types.float32, 16)(weights, *ids, x, types.int64)
+    signature = types.UniTuple(types.float32, 4)(weights, types.int64, types.int64, x, *ids)
+    return signature, _dot_tokens(weights, x)
 
+
+def _dot_tokens(weights: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = [row_pointer(context, builder, weights, args[0], row) for row in args[1:5]]
-        tokens = [builder.add(args[6], I64(t)) for t in range(4)]
-        vectors = [row_pointer(context, builder, x, args[5], t) for t in tokens]
-        length = builder.extract_value(context.make_array(x)(context, builder, args[5]).shape, 1)
-        results = _emit_dots(builder, weights.dtype, rows, vectors, length, 1, None)
+        matrix = Weights(context, builder, weights, args[0])
+        vectors = Vectors(context, builder, x, args[3])
+        tokens = [vectors.vector(token) for token in args[4:]]
+        results = matrix.products([matrix.row(args[1])], tokens, [matrix.row(args[2])])
         return context.make_tuple(builder, signature.return_type, results)
 
+    return codegen
+
+
+def _emit_tile(
+    context: Any, builder: Any, weights: Any, x: Any, out: Any, args: Any, num_tokens: int
+) -> None:
+    """args: weights, row, x, token, out, column."""
+    matrix = Weights(context, builder, weights, args[0])
+    vectors = Vectors(context, builder, x, args[2])
+    num_rows = _tile_of(weights)[0]
+    rows = [matrix.row(builder.add(args[1], I64(r))) for r in range(num_rows)]
+    tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
+    products = matrix.products(rows, [vectors.vector(token) for token in tokens])
+    targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
+    for r in range(num_rows):
+        at = builder.add(args[5], I64(r))
+        for t in range(num_tokens):
+            store_float(builder, products[r * num_tokens + t], targets[t], at)
+
+
+@intrinsic
+def tile_wide(typingctx, weights, row, x, token, out, column):
+    """out[token + t, column + r] = weights[row + r] . x[token + t] for a tile of rows and tokens.
+
+    A row is widened once for all tokens and a token's vector loaded once for all rows, so that
+    vectors which do not fit the first-level cache do not hold up the multiplication.
+    """
+    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_tile(context, builder, weights, x, out, args, _tile_of(weights)[1])
+        return context.get_dummy_value()
+
     return signature, codegen
 
 
-def _emit_scaled_sum(
-    builder: Any, dtype: Any, rows: list[Any], scales: list[Any], out: Any, length: Any
-) -> None:
-    item_bytes = dtype.bitwidth // 8
-    wide = [splat(builder, scale) for scale in scales]
-    whole = whole_steps(builder, length, LANES)
+@intrinsic
+def tile_narrow(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for one token."""
+    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
 
-    def add(index: Any, lanes: int, factors: list[Any]) -> None:
-        cell = item_pointer(builder, out, index, 4)
-        total = widen(builder, types.float32, cell, lanes)
-        for row, factor in zip(rows, factors, strict=True):
-            weights = widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes)
-            total = fma(builder, weights, factor, total)
-        builder.store(total, builder.bitcast(cell, total.type.as_pointer()), align=4)
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_tile(context, builder, weights, x, out, args, 1)
+        return context.get_dummy_value()
 
-    counted_loop(builder, I64(0), whole, LANES, lambda index: add(index, LANES, wide))
-    counted_loop(builder, whole, length, 1, lambda index: add(index, 1, scales))
+    return signature, codegen
 
 
 @intrinsic
 def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):
-    """out += c0 * weights[row0] + ... + c3 * weights[row3]; out (d,) float32, weights (N, d)."""
+    """out += c0 * weights[row0] + ... + c3 * weights[row3], in this order; out (d,) float32.
+
+    For quantized weights `out` is in lane order; see `numba_kernels.rows.add_in_order`.
+    """
     ids, scales = (types.int64,) * 4, (types.float32,) * 4
     signature = types.void(out, weights, *ids, *scales)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, length = vector_pointer(context, builder, out, args[0])
-        rows = [row_pointer(context, builder, weights, args[1], row) for row in args[2:6]]
-        _emit_scaled_sum(builder, weights.dtype, rows, list(args[6:10]), pointer, length)
+        pointer, _ = vector_pointer(context, builder, out, args[0])
+        matrix = Weights(context, builder, weights, args[1])
+        matrix.add_scaled(pointer, [matrix.row(row) for row in args[2:6]], list(args[6:10]), [])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def add_scaled4_ahead(
+    typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3, a0, a1, a2, a3
+):
+    """`add_scaled4`, while rows a0..a3 are prefetched in step."""
+    ids, scales = (types.int64,) * 4, (types.float32,) * 4
+    signature = types.void(out, weights, *ids, *scales, *ids)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, _ = vector_pointer(context, builder, out, args[0])
+        matrix = Weights(context, builder, weights, args[1])
+        rows, ahead = ([matrix.row(row) for row in ids] for ids in (args[2:6], args[10:14]))
+        matrix.add_scaled(pointer, rows, list(args[6:10]), ahead)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -183,13 +218,13 @@ def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3)
 
 @intrinsic
 def add_scaled1(typingctx, out, weights, row, scale):
-    """out += scale * weights[row]; out (d,) float32, weights (N, d)."""
+    """out += scale * weights[row]; out (d,) float32, in lane order for quantized weights."""
     signature = types.void(out, weights, types.int64, types.float32)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, length = vector_pointer(context, builder, out, args[0])
-        rows = [row_pointer(context, builder, weights, args[1], args[2])]
-        _emit_scaled_sum(builder, weights.dtype, rows, [args[3]], pointer, length)
+        pointer, _ = vector_pointer(context, builder, out, args[0])
+        matrix = Weights(context, builder, weights, args[1])
+        matrix.add_scaled(pointer, [matrix.row(args[2])], [args[3]], [])
         return context.get_dummy_value()
 
     return signature, codegen
@@ -197,53 +232,87 @@ def add_scaled1(typingctx, out, weights, row, scale):
 
 @intrinsic
 def prefetch_row(typingctx, weights, row):
-    """Ask for the first lines of each 4 KiB page of weights[row]: a jump there then costs less."""
+    """Ask for the first lines of weights[row], and of each 4 KiB page in it.
+
+    A jump there then costs less: the hardware's prefetcher starts early, and ends with a page.
+    """
     signature = types.void(weights, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        struct = context.make_array(weights)(context, builder, value=args[0])
-        length = builder.extract_value(struct.shape, 1)
-        row = row_pointer(context, builder, weights, args[0], args[1])
-        num_bytes = builder.mul(length, I64(weights.dtype.bitwidth // 8))
+        matrix = Weights(context, builder, weights, args[0])
+        start = matrix.pointer(args[1])
 
-        def page(index: Any) -> None:
+        def first_lines(index: Any) -> None:
             for line in range(LINES_AHEAD):
-                prefetch_line(builder, item_pointer(builder, row, index, 1), line * LINE_BYTES)
+                prefetch_line(builder, item_pointer(builder, start, index, 1), line * LINE_BYTES)
 
-        counted_loop(builder, I64(0), num_bytes, PAGE_BYTES, page)
+        address = builder.ptrtoint(start, I64)
+        next_page = builder.sub(I64(PAGE_BYTES), builder.and_(address, I64(PAGE_BYTES - 1)))
+        first_lines(I64(0))
+        counted_loop(builder, next_page, matrix.row_bytes, PAGE_BYTES, first_lines)
         return context.get_dummy_value()
 
     return signature, codegen
 
 
 @intrinsic
-def row_to_bfloat16(typingctx, weights, row, out):
-    """out[:] = weights[row] rounded to the nearest bfloat16, ties to even; out (d,) int16."""
-    signature = types.void(weights, types.int64, out)
+def quantize_vector(typingctx, x, token, into):
+    """into[token] = x[token] quantized; x (T, d) float32, into QuantizedVectors."""
+    signature = types.void(x, types.int64, into)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row = row_pointer(context, builder, weights, args[0], args[1])
-        pointer, length = vector_pointer(context, builder, out, args[2])
-
-        def convert(index: Any, lanes: int) -> None:
-            def whole(value: int) -> Any:
-                return I32(value) if lanes == 1 else ir.Constant(
-                    ir.VectorType(I32, lanes), [I32(value)] * lanes
-                )  # fmt: skip
-
-            at = item_pointer(builder, row, index, weights.dtype.bitwidth // 8)
-            wide = widen(builder, weights.dtype, at, lanes)
-            bits = builder.bitcast(wide, whole(0).type)
-            odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
-            rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
-            kind = ir.VectorType(I16, lanes) if lanes > 1 else I16
-            narrow = builder.trunc(builder.lshr(rounded, whole(16)), kind)
-            target = builder.bitcast(item_pointer(builder, pointer, index, 2), kind.as_pointer())
-            builder.store(narrow, target, align=2)
-
-        vectors = whole_steps(builder, length, LANES)
-        counted_loop(builder, I64(0), vectors, LANES, lambda index: convert(index, LANES))
-        counted_loop(builder, vectors, length, 1, lambda index: convert(index, 1))
+        width = builder.extract_value(context.make_array(x)(context, builder, args[0]).shape, 1)
+        source = row_pointer(context, builder, x, args[0], args[1])
+        target = Vectors(context, builder, into, args[2]).vector(args[1])
+        assert isinstance(target, Vector)
+        emit_quantize(builder, source, target, builder.udiv(width, I64(GROUP)))
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def widen_row(typingctx, weights, row, out):
+    """out[:] = weights[row], out (d,) int16 (nearest bfloat16, ties to even) or float32."""
+    signature = types.void(weights, types.int64, out)
+    to_bfloat16 = out.dtype == types.int16
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[0])
+        pointer, _ = vector_pointer(context, builder, out, args[2])
+        row = matrix.row(args[1])
+        if matrix.bits:
+            emit_widened(builder, matrix.bits, row, matrix.groups, pointer, to_bfloat16)
+        else:
+            _emit_float_row(builder, weights.dtype, row, matrix.width, pointer, to_bfloat16)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _emit_float_row(
+    builder: Any, dtype: Any, row: Any, length: Any, out: Any, to_bfloat16: bool
+) -> None:
+    def convert(index: Any, lanes: int) -> None:
+        def whole(value: int) -> Any:
+            return I32(value) if lanes == 1 else ir.Constant(
+                ir.VectorType(I32, lanes), [I32(value)] * lanes
+            )  # fmt: skip
+
+        at = item_pointer(builder, row, index, dtype.bitwidth // 8)
+        wide = widen(builder, dtype, at, lanes)
+        if not to_bfloat16:
+            target = item_pointer(builder, out, index, 4)
+            builder.store(wide, builder.bitcast(target, wide.type.as_pointer()), align=4)
+            return
+        bits = builder.bitcast(wide, whole(0).type)
+        odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
+        rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
+        kind = ir.VectorType(I16, lanes) if lanes > 1 else I16
+        narrow = builder.trunc(builder.lshr(rounded, whole(16)), kind)
+        target = builder.bitcast(item_pointer(builder, out, index, 2), kind.as_pointer())
+        builder.store(narrow, target, align=2)
+
+    vectors = whole_steps(builder, length, LANES)
+    counted_loop(builder, I64(0), vectors, LANES, lambda index: convert(index, LANES))
+    counted_loop(builder, vectors, length, 1, lambda index: convert(index, 1))

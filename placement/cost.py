@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.config import ModelConfig
-from model.weights import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from model.weights import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes, row_bytes
 from placement.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
 KV_ITEM_BYTES = {"float16": 2, "float32": 4}
@@ -60,7 +60,7 @@ class RowBytes:
     @classmethod
     def of(cls, config: ModelConfig) -> RowBytes:
         """The rows of `config`, in its dtype."""
-        row = config.hidden_size * config.item_bytes
+        row = row_bytes(config, config.hidden_size)
         return cls(row, 2 * row if config.has_gate else row)
 
 

@@ -45,7 +45,7 @@ def memory_need(
 ) -> MemoryNeed:
     """What a system of so many processes needs with its KV cache full.
 
-    `config` has the dtype that the checkpoint has; `arena_bytes` is all arenas together.
+    `config` has the dtype that matrices are loaded in; `arena_bytes` is all arenas together.
     """
     return MemoryNeed(
         attention_bytes=attention_bytes(config),

@@ -24,7 +24,7 @@ class PlanRequest:
     """What a plan was made for; another request is another plan.
 
     Units:   memory limits in bytes, None for all that is free; digests are empty where there is no
-             profile or predictor
+             profile or predictor, weight_dtype where weights are loaded as they are stored
     """
 
     mode: str
@@ -36,6 +36,7 @@ class PlanRequest:
     machine_digest: str
     profile_digest: str
     predictor_digest: str
+    weight_dtype: str = ""
 
     @property
     def digest(self) -> str:
@@ -175,6 +176,8 @@ def _words(name: str, value: Any) -> str:
         case "gpu_memory_bytes" | "cpu_memory_bytes":
             option = "--" + name.removesuffix("_bytes").replace("_", "-")
             return f"no {option}" if value is None else f"{option} {value / _GIB:.4g} GiB"
+        case "weight_dtype":
+            return f"--dtype {value}" if value else "no --dtype"
         case "context_length":
             return f"--context {value}"
         case "num_cpu_actors":

@@ -10,6 +10,8 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import ArtifactError
 from model.weights import load_gate
+from numba_kernels.formats import is_quantized
+from numba_kernels.quantize import dequantize_rows
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64
@@ -76,4 +78,6 @@ def as_float32(bits: np.ndarray) -> Tensor:
         return torch.from_numpy(bits.view(np.float16).astype(np.float32))
     if bits.dtype == np.int16:
         return torch.from_numpy(bits).view(torch.bfloat16).float()
+    if is_quantized(bits.dtype):
+        return torch.from_numpy(dequantize_rows(bits))
     return torch.from_numpy(bits)

@@ -15,6 +15,7 @@ from actors.cpu_service import load_cpu_service
 from actors.engine import Engine
 from actors.exchange import ArenaExchange, Exchange
 from actors.gpu_service import CacheSpec, load_gpu_service
+from actors.kv_pool import num_pages_of
 from actors.service import Service
 from actors.shards import deal_neurons
 from model.checkpoint import Checkpoint
@@ -74,6 +75,7 @@ class InProcessSystem:
     kv_dtype: str = "float32"
     num_slots: int = 1
     num_positions: int = 128
+    kv_positions: int = 0
     first_number: int = 1
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
@@ -90,6 +92,8 @@ class InProcessSystem:
             config.ffn_size,
             config.vocab_size,
             self.max_tokens,
+            self.num_slots,
+            num_pages_of(self.num_positions),
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)
@@ -102,9 +106,15 @@ class InProcessSystem:
         else:
             wires = self.layout.wires(self.arena)
             self.exchange = ArenaExchange(wires, self.watch, self.first_number)
+        tables = self.exchange.wires.page_tables  # until a driver writes others
+        tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
+
+    def num_pages(self) -> int:
+        """Of the KV cache: `kv_positions`, or a whole context for every slot."""
+        return num_pages_of(self.kv_positions or self.num_positions * self.num_slots)
 
     def _gpu(self) -> Service:
-        cache = CacheSpec(self.num_slots, self.num_positions, self.kv_dtype)
+        cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
         return load_gpu_service(
             self.path, self.config, 0, self.num_threads, cache, lambda num_bytes: None
         )

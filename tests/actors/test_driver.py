@@ -1,4 +1,4 @@
-"""The driver in one process: its queue, cancelling, closing, and what a broken service does."""
+"""The driver, one request at a time: its line, cancelling, closing, and a broken service."""
 
 from __future__ import annotations
 
@@ -66,12 +66,18 @@ class Running:
 
 def start_endless(driver: Driver, request: GenerateRequest) -> Running:
     """Start a request without end; returns once some of its tokens are decoded."""
-    driver.engine.times.reset()  # of what ran before
-    run, pause = Running(driver, endless(request)), threading.Event()
-    while driver.engine.times.num_tokens < 20:
+    before, pause = driver.engine.num_steps, threading.Event()
+    run = Running(driver, endless(request))
+    while driver.engine.num_steps < before + 20:
         assert run.outcome is None
         pause.wait(0.01)
     return run
+
+
+def await_waiting(driver: Driver, number: int = 1) -> None:
+    """Return once so many stand in the line."""
+    while driver._line.num_waiting < number:
+        pass
 
 
 def reason(outcome: object) -> str:
@@ -105,8 +111,7 @@ def test_cancel(driver: Driver, request_: GenerateRequest) -> None:
 def test_close_does_not_wait_for_a_long_request(driver: Driver, request_: GenerateRequest) -> None:
     long = start_endless(driver, request_)
     waiting = Running(driver, request_)
-    while driver._jobs.empty():
-        pass
+    await_waiting(driver)
     driver.close()
     outcome = long.end()
     assert reason(outcome) == "cancelled"
@@ -131,7 +136,7 @@ def test_a_failed_answer_ends_only_its_request(
     request_: GenerateRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    long_prompt = replace(request_, prompt_ids=[1] * 20)  # by matrix products
+    long_prompt = replace(request_, prompt_ids=[1] * 40)  # by matrix products
 
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
@@ -167,8 +172,7 @@ def test_a_job_waits_for_the_request_in_progress(driver: Driver, request_: Gener
         target=lambda: seen.append(driver.between_requests(lambda: long.outcome)), daemon=True
     )
     job.start()
-    while driver._jobs.empty():
-        pass
+    await_waiting(driver)
     assert not seen
     driver.cancel("endless")
     job.join(100)
@@ -187,8 +191,7 @@ def test_only_what_waits_or_runs_can_be_cancelled(
     with pytest.raises(PromptError):
         next(driver.generate(replace(request_, prompt_ids=[])))
     long, waiting = start_endless(driver, request_), Running(driver, request_)
-    while driver._jobs.empty():
-        pass
+    await_waiting(driver)
     driver.cancel("short")
     driver.cancel("endless")
     assert reason(long.end()) == reason(waiting.end()) == "cancelled"

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.failures import RequestError
+from actors.steps import KERNEL_TOKENS
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -18,13 +19,14 @@ from tests.tiny_models import VARIANTS
 from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
-# How many tokens each step takes, in turn. Kernels take up to 8, torch more.
+# How many tokens each step takes, in turn. Kernels take up to 32, torch more.
 WAYS = {
     "token by token": [1],
     "a few at once": [2, 8, 3, 7, 4, 5, 6],
+    "as many as kernels take": [32],
     "one prefill": [40],
-    "chunks": [12, 9, 3, 16],
-    "prefill then decode": [25, 1, 1],
+    "chunks": [34, 6],
+    "prefill then decode": [35, 1, 1],
 }
 MODES = ["dense", "exact"]
 
@@ -45,7 +47,7 @@ def test_logits_equal_transformers(system: InProcessSystem, way: str, mode: str)
     found = system.logits(mode, checkpoint.ids, WAYS[way])
     assert found.dtype == np.float32
     assert relative_difference(found, checkpoint.logits) < 1e-4
-    assert bool(system.python_answers) == any(size > 8 for size in WAYS[way])
+    assert bool(system.python_answers) == any(size > KERNEL_TOKENS for size in WAYS[way])
 
 
 @pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
@@ -58,7 +60,7 @@ def test_any_number_of_services_and_threads(
     results = []
     for _ in range(2):
         with InProcessSystem(checkpoint.path, num_services, num_threads) as system:
-            ways = ([1], [5], [20])
+            ways = ([1], [5], [35])
             results.append([system.logits("exact", checkpoint.ids, way) for way in ways])
     for first, second in zip(*results, strict=True):
         np.testing.assert_array_equal(first, second)
@@ -70,7 +72,7 @@ def test_questions_and_answers_can_be_copied(tiny: Tiny, variant: str) -> None:
     """What the exchange over actor calls carries is all that a service reads and writes."""
     checkpoint = tiny(variant)
     with InProcessSystem(checkpoint.path, 3, 2, copying=True) as system:
-        for way in ([1], [5], [20]):
+        for way in ([1], [5], [35]):
             found = system.logits("exact", checkpoint.ids, way)
             assert relative_difference(found, checkpoint.logits) < 1e-4
 
@@ -81,7 +83,7 @@ def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> No
     ids = checkpoint.ids.tolist()
     with InProcessSystem(checkpoint.path, 2, 2) as system:
         engine = system.engine("exact")
-        for first, last in ((0, 20), (20, 25), (25, 26)):
+        for first, last in ((0, 34), (34, 39), (39, 40)):
             step, ask = range(first, last), system.exchange.ask
             plain = engine.step(ids[first:last], step, [0] * len(step)).copy()
 
@@ -113,7 +115,7 @@ def test_only_the_logits_asked_for(tiny: Tiny) -> None:
     ids, logits = checkpoint.ids.tolist(), checkpoint.logits
     with InProcessSystem(checkpoint.path) as system:
         engine = system.engine("dense")
-        for size in (7, 30):
+        for size in (7, 36):
             assert engine.step(ids[:size], range(size), [0] * size, 0).shape[0] == 0
             found = engine.step(ids[:size], range(size), [0] * size, 3)
             assert relative_difference(found, logits[size - 3 : size]) < 1e-4
@@ -171,13 +173,13 @@ def test_prefill_rounds_like_bfloat16_of_transformers(tiny: Tiny, variant: str, 
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
-        for way in ([40], [15, 25]):
+        for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
             difference = relative_difference(found, checkpoint.logits)
             assert difference < 2 * checkpoint.bfloat16_difference, way
 
 
-@pytest.mark.parametrize("sizes", [[1], [9, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [35, 1]], ids=str)
 def test_stop_ends_all_threads(tiny: Tiny, sizes: list[int]) -> None:
     checkpoint = tiny("llama-gqa", "float16")
     before = set(threading.enumerate())
@@ -241,16 +243,16 @@ def test_a_failing_matrix_product_is_named(tiny: Tiny, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(system.services[2]._products, "combine", fail)  # type: ignore[attr-defined]
         with pytest.raises(RequestError, match=r"the cpu1 service failed: .*no room for 7"):
-            system.logits("dense", checkpoint.ids, [20])
+            system.logits("dense", checkpoint.ids, [40])
         monkeypatch.undo()
-        found = system.logits("dense", checkpoint.ids, [20])
+        found = system.logits("dense", checkpoint.ids, [40])
         assert relative_difference(found, checkpoint.logits) < 1e-4
 
 
 def test_prefill_of_two_sequences_is_refused(tiny: Tiny) -> None:
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, num_slots=2) as system:
-        ids = checkpoint.ids[:10].tolist()
-        for positions, slots in ((range(10), [0] * 9 + [1]), ([0, *range(9)], [0] * 10)):
+        ids = checkpoint.ids.tolist()
+        for positions, slots in ((range(40), [0] * 39 + [1]), ([0, *range(39)], [0] * 40)):
             with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
                 system.engine("dense").step(ids, positions, slots)

@@ -92,7 +92,7 @@ def test_neighbours_are_dealt_apart(num_neurons: int, num_services: int, num_thr
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(3, 5, 7, 11, 13, 2)
+    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6)
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
     wires, others = layout.wires(arena), layout.wires(arena)
@@ -102,18 +102,19 @@ def test_arena_parts_do_not_overlap_and_are_shared() -> None:
     for number, part in enumerate(others, start=1):
         assert (part == number).all()
     assert wires.partials.shape == (3, 5, 7) and wires.logits.shape == (2, 13)
-    assert wires.active_ids.shape == (3, 11)
+    assert wires.active_ids.shape == (3, 11) and wires.page_tables.shape == (4, 6)
 
 
 def test_arena_keeps_its_memory_alive() -> None:
-    wires = ArenaLayout(1, 1, 4, 4, 4, 1).wires(ArenaLayout(1, 1, 4, 4, 4, 1).new_arena())
+    layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
+    wires = layout.wires(layout.new_arena())
     wires.hidden[:] = 5
     np.empty(1 << 20, np.uint8).fill(1)
     assert (wires.hidden == 5).all()
 
 
 def test_arena_too_small() -> None:
-    small, large = ArenaLayout(1, 1, 4, 4, 4, 1), ArenaLayout(1, 1, 4, 4, 4000, 1)
+    small, large = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1), ArenaLayout(1, 1, 4, 4, 4000, 1, 1, 1)
     with pytest.raises(ValueError, match="the arena has"):
         large.wires(small.new_arena())
 

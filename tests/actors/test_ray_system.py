@@ -135,23 +135,25 @@ def test_text_prompt_and_stop_string(running: System, llama: TinyCheckpoint) -> 
     assert result.finish_reason == "stop"
 
 
-def test_two_requests_at_once(running: System, llama: TinyCheckpoint) -> None:
-    other = GenerateRequest(greedy(llama).sampling, prompt_ids=llama.ids[10:30].tolist())
-    alone = running.complete(other).ids
-    assert alone != llama.greedy_ids
-    results: list[tuple[int, list[int]]] = []
+def test_many_streams_at_once(running: System, llama: TinyCheckpoint) -> None:
+    """More than run at once, from many threads: each stream shows its own tokens and no other's."""
+    prompts = [llama.ids[n : n + size].tolist() for n, size in enumerate([10, 1, 20, 32] * 5)]
+    requests = [GenerateRequest(greedy(llama).sampling, prompt_ids=ids) for ids in prompts]
+    alone = [running.complete(request).ids for request in requests]
+    assert alone[0] == llama.greedy_ids and len(set(map(tuple, alone))) > 10
+    shown: list[list[str]] = [[] for _ in requests]
 
-    def ask(kind: int) -> None:
-        for _ in range(4):
-            results.append((kind, running.complete(greedy(llama) if kind else other).ids))
+    def ask(number: int) -> None:
+        for event in running.generate(requests[number]):
+            shown[number] += event.text.split()
 
-    askers = [threading.Thread(target=ask, args=(kind,), daemon=True) for kind in (0, 1)]
+    askers = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(len(requests))]
     for asker in askers:
         asker.start()
+    assert running.call("describe").max_batch == 8  # control calls come through
     for asker in askers:
         asker.join(200)
-    assert len(results) == 8
-    assert all(ids == (llama.greedy_ids if kind else alone) for kind, ids in results)
+    assert shown == [[f"w{token_id}" for token_id in ids] for ids in alone]
 
 
 @pytest.mark.parametrize(

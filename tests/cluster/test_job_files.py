@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.cluster import connect
+from actors.messages import GenerateRequest, Generation
 from jobs.answer_file import AnswerFile
+from jobs.generate import NUM_AHEAD, WINDOW, _serve
 from jobs.request_lines import RequestLine, read_requests
 from model.errors import HotcoldError, ServiceError, UsageError
 from model.sampling import SamplingParams
@@ -109,6 +113,105 @@ def test_another_file_is_not_resumed(content: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="line 1, is no answer"):
         AnswerFile(out, resume=True)
     assert out.read_text() == content
+
+
+class FakeSystem:
+    """Completes a request when told; knows who runs."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, threading.Event] = {}
+        self.cancelled: list[str] = []
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def complete(self, request: GenerateRequest) -> Generation:
+        """Wait, then answer with the prompt's ids; request 13 finds the system dead."""
+        (number,) = request.prompt_ids or []
+        with self._lock:
+            event = self.running[number] = threading.Event()
+            self.most = max(self.most, sum(not e.is_set() for e in self.running.values()))
+        assert event.wait(60)
+        if number == 13:
+            raise ServiceError("the gpu service died")
+        return Generation("", [number], "length", 1, 0.1, 0.2)
+
+    def cancel(self, request_id: str) -> None:
+        """Let those end that run still."""
+        self.cancelled.append(request_id)
+        for event in list(self.running.values()):
+            event.set()
+
+    def finish(self, number: int) -> None:
+        """End request `number`, once it runs."""
+        while number not in self.running:
+            pass
+        self.running[number].set()
+
+
+def lines_of(numbers: Iterable[int]) -> Iterator[RequestLine]:
+    for number in numbers:
+        yield RequestLine(number, number, GenerateRequest(DEFAULTS, prompt_ids=[number]))
+
+
+class Serving:
+    """A job's loop over lines in a thread of its own."""
+
+    def __init__(self, out: Path, numbers: Iterable[int]) -> None:
+        self.out, self.system, self.error = out, FakeSystem(), ""
+        self._answers = AnswerFile(out, resume=False)
+        self._lines = lines_of(numbers)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            _serve(self._lines, self._answers, self.system, 4)  # type: ignore[arg-type]
+        except ServiceError as error:
+            self.error = str(error)
+        self._answers.close()
+
+    def written(self) -> list[int]:
+        return [json.loads(line)["id"] for line in self.out.read_text().splitlines()]
+
+    def end(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def test_answers_stand_in_order_and_requests_run_side_by_side(tmp_path: Path) -> None:
+    serving = Serving(tmp_path / "out.jsonl", range(100, 160))
+    system = serving.system
+    for number in range(101, 100 + WINDOW * 4):  # the first one lasts longest
+        system.finish(number)
+    assert serving.written() == []  # they wait for the first one
+    assert 100 + WINDOW * 4 not in system.running  # and so does the next line
+    system.finish(100)
+    for number in range(100 + WINDOW * 4, 160):
+        system.finish(number)
+    serving.end()
+    assert serving.written() == list(range(100, 160))
+    assert 4 <= system.most <= 4 + NUM_AHEAD
+
+
+def test_an_answer_is_written_when_those_before_it_are(tmp_path: Path) -> None:
+    serving = Serving(tmp_path / "out.jsonl", range(100, 103))
+    serving.system.finish(100)
+    serving.system.finish(102)
+    while serving.written() != [100]:
+        pass
+    serving.system.finish(101)
+    serving.end()
+    assert serving.written() == [100, 101, 102]
+
+
+def test_a_lost_system_ends_the_job_and_what_runs(tmp_path: Path) -> None:
+    serving = Serving(tmp_path / "out.jsonl", [5, 13, *range(20, 40)])
+    serving.system.finish(5)
+    serving.system.finish(13)
+    serving.end()
+    assert "the gpu service died" in serving.error
+    assert serving.written() == [5]
+    assert serving.system.cancelled
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://a:10001", "host", "a:b", ":1"])

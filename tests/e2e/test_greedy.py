@@ -1,4 +1,4 @@
-"""64 greedy tokens of every variant equal transformers' own, through the whole engine."""
+"""64 greedy tokens of every variant equal transformers' own, through the whole driver."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.generation import Generator
-from actors.messages import GenerateRequest
+from actors.driver import Driver
+from actors.messages import GenerateRequest, SystemConfig
 from model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -23,8 +23,10 @@ def test_greedy_tokens_equal_transformers(
     request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
     with InProcessSystem(checkpoint.path, num_services=2) as system:
         for mode in ("dense", "exact"):
-            generator = Generator(checkpoint.path, system.config, system.engine(mode), 128)
-            *_, last = generator.run(request)
+            config = SystemConfig(str(checkpoint.path), mode, context_length=128)
+            driver = Driver(config, system.exchange)
+            *_, last = driver.generate(request)
+            driver.close()
             assert last.result is not None
             assert last.result.ids == checkpoint.greedy_ids
             assert last.result.finish_reason == "length"

@@ -152,6 +152,60 @@ def test_unaligned_and_strided_caches(backend: SimpleNamespace, dtype: type) -> 
     np.testing.assert_array_equal(apart, expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+@pytest.mark.parametrize("page_size", [4, 8, 64])
+def test_pages_in_any_order_give_the_same_bits(
+    backend: SimpleNamespace, dtype: type, page_size: int
+) -> None:
+    """What no page of the sequence holds, and what lies behind its end, is not read."""
+    num_pages = -(-150 // page_size)
+    length = num_pages * page_size
+    queries = random_floats(1, 6, 20)
+    keys, values = random_bits(2, dtype, 2, length, 20), random_bits(3, dtype, 2, length, 20)
+    pages = np.random.default_rng(5).permutation(num_pages + 3)[:num_pages].astype(np.int32)
+
+    def paged(cache: np.ndarray) -> np.ndarray:
+        nan = np.nan if dtype == np.float32 else 0x7E00
+        pool: np.ndarray = np.full((num_pages + 3, 2, page_size, 20), nan, dtype)
+        pool[pages] = cache.reshape(2, num_pages, page_size, 20).transpose(1, 0, 2, 3)
+        return pool
+
+    for used in (1, 3, 4, 63, 64, 65, 127, 150):
+        expected = backend.decode_attention(queries, keys, values, used)
+        found = backend.decode_attention(
+            queries, paged(keys), paged(values), used, pages[: -(-used // page_size)]
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+_PAGED: dict[str, Any] = {
+    "queries": np.zeros((4, 6), np.float32),
+    "keys": np.zeros((3, 2, 8, 6), np.float32),
+    "values": np.zeros((3, 2, 8, 6), np.float32),
+    "length": 9,
+    "pages": np.array([2, 0], np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length": 17},
+        {"pages": np.array([2, 3], np.int32)},
+        {"pages": np.array([2, -1], np.int32)},
+        {"pages": np.array([2, 0], np.int64)},
+        {"pages": None},
+        {"keys": np.zeros((3, 2, 7, 6), np.float32), "values": np.zeros((3, 2, 7, 6), np.float32)},
+        {"keys": np.zeros((2, 8, 6), np.float32), "values": np.zeros((2, 8, 6), np.float32)},
+    ],
+    ids=str,
+)
+def test_paged_attention_refuses(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
+    backend.decode_attention(**_PAGED)
+    with pytest.raises(ValueError):
+        backend.decode_attention(**(_PAGED | changes))
+
+
 _GOOD: dict[str, Any] = {
     "queries": np.zeros((4, 6), np.float32),
     "keys": np.zeros((2, 9, 6), np.float32),

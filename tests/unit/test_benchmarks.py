@@ -1,11 +1,6 @@
-"""Benchmarks' tables say what their reports say; the text to profile the demo model on is fair.
-
-Benchmarks are programs that nothing imports, so their tables are asked for as a user would.
-"""
+"""Benchmarks' tables say what their reports say; the text to profile the demo model on is fair."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +13,9 @@ from jobs.text_file import read_text_ids
 from model.config import ModelConfig
 from model.errors import UsageError
 from model.locate import DEMO_DIRECTORY
+from tests.benchmark_programs import rows_of, table_of
 
-ROOT = Path(__file__).resolve().parents[2]
-ABOUT = {"machine": "a machine", "date": "2000-01-01", "shape": "some layers", "batch": 1}
 NUM_TOKENS = 12_000
-
-
-def _table(name: str, report: dict[str, Any], folder: Path) -> str:
-    file = folder / "report.json"
-    file.write_text(json.dumps(ABOUT | report))
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--table-of", str(file)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-
-
-def _rows(table: str) -> list[list[str]]:
-    """The cells of each row, headers and rules left out."""
-    lines = table.splitlines()
-    rules = [number for number, line in enumerate(lines) if line.startswith("| ---")]
-    wide = {lines[rule].count("|") for rule in rules}
-    rows = [line for number, line in enumerate(lines) if line.startswith("|")
-            and number not in rules and number + 1 not in rules]  # fmt: skip
-    assert {row.count("|") for row in rows} <= wide
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def _decode(tokens_per_s: float, gates: float) -> dict[str, Any]:
-    return {
-        "tokens_per_s": tokens_per_s,
-        "gates_computed": gates,
-        "density": 0.1,
-        "bytes_per_token": 2.5e9,
-        "gb_per_s": 40.0,
-        "read_gb_per_s": 50.0,
-        "per_token_ms": {"ffn": 3.0, "total": 4.0},
-    }
-
-
-def _vs_round(theirs: float, exact: float, sign: float) -> dict[str, Any]:
-    modes = {"exact": _decode(exact, 1.0), "sign": _decode(sign, 0.25)}
-    return {
-        "llama_cpp": {"decode": theirs, "prefill": 100.0},
-        "hotcold": {"modes": modes, "prefill": 130.0},
-    }
-
-
-def test_llama_cpp_table_has_a_row_a_mode_and_ratios_of_each_round(tmp_path: Path) -> None:
-    recall = {"by_layer": [0.5, None, 0.9], "tokens": 128, "distinct_tokens": 7}
-    report = {
-        "modes": ["exact", "sign"],
-        "tokens": 64,
-        "prompt_tokens": 128,
-        "recall": {"sign": recall},
-        "runs": [_vs_round(10, 20, 30), _vs_round(20, 30, 100), _vs_round(40, 100, 40)],
-    }
-    table = _table("vs_llama_cpp", report, tmp_path)
-    assert _rows(table) == [
-        ["decode of 64 tokens, `exact`", "20.00", "30.00", "2.00 (1.50 to 2.50)", "100.0%",
-         "10.0%", "2.50"],
-        ["decode of 64 tokens, `sign`", "20.00", "40.00", "3.00 (1.00 to 5.00)", "25.0%", "10.0%",
-         "2.50"],
-        ["prefill of 128 tokens", "100.00", "130.00", "1.30 (1.30 to 1.30)", "", "", ""],
-    ]  # fmt: skip
-    exact_note, sign_note = table.splitlines()[-2:]
-    assert "recall" not in exact_note and "least layer" not in exact_note
-    assert "50.00% in the least layer, 70.00% in the mean of all" in sign_note
 
 
 def _plan_round(planned: float, measured: float, ffn_ms: float) -> dict[str, Any]:
@@ -100,8 +34,8 @@ def _plan_round(planned: float, measured: float, ffn_ms: float) -> dict[str, Any
 def test_plan_table_takes_the_median_of_ratios_and_adds_up_parts(tmp_path: Path) -> None:
     rounds = [_plan_round(10, 20, 7.0), _plan_round(30, 20, 9.0), _plan_round(30, 30, 10.0)]
     case = {"shape_name": "llama-7b", "density": 0.1, "rounds": rounds}
-    table = _table("plan_accuracy", {"layers": 8, "cases": [case]}, tmp_path)
-    speeds, parts = _rows(table)
+    table = table_of("plan_accuracy", {"layers": 8, "cases": [case]}, tmp_path)
+    speeds, parts = rows_of(table)
     assert speeds == ["llama-7b, 10.0%", "30.00", "20.00", "1.00 (0.50 to 1.50)"]
     assert parts == ["llama-7b", "3.00 / 5.00", "4.00 / 6.00", "8.00 / 9.00", "16.00 / 8.00",
                      "0.00 / 0.50", "31.00 / 30.00"]  # fmt: skip
@@ -128,8 +62,8 @@ def test_demo_table_compares_with_dense_and_exact(tmp_path: Path) -> None:
     sign["training"] = {"bytes": [500_000, 750_000]}
     dense = _variant("dense", 100.0, 5, (200, 150, 100), ppl_dense=None)
     variants = [dense, _variant("exact", 99.9999, 5, (400, 300, 600)), sign]
-    table = _table("demo_modes", {"profile_tokens": 9, "variants": variants}, tmp_path)
-    assert _rows(table) == [
+    table = table_of("demo_modes", {"profile_tokens": 9, "variants": variants}, tmp_path)
+    assert rows_of(table) == [
         ["dense", "", "", "", "", "100%", "", "150", "0.50", "5"],
         ["exact", "+0.00%", "0.013", "97.5%", "", "100%", "", "400", "1.00", "5"],
         ["sign 0.95", "+10.00%", "0.013", "97.5%", "94.0%", "25.0%", "1.25", "900", "2.00", "3"],

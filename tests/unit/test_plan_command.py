@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from jobs.cli import main
 from model.artifact import ModelIdentity, artifact_path
 from model.config import ModelConfig
+from model.errors import ArtifactError
 from placement.columns import GPU_RESERVE_BYTES
 from placement.machine import Machine, write_machine
-from placement.plan import PlanRequest, read_plan
+from placement.plan import PlanRequest, load_plan, read_plan
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests.placement_cases import make_machine
 
@@ -125,11 +127,28 @@ def test_another_budget_is_another_file(plan: Plan, model: Path) -> None:
             ("--mode", "dense"),
             ("--context", "16"),
             ("--kv-dtype", "float32"),
+            ("--dtype", "q8"),
+            ("--dtype", "q4"),
             ("--profile", str(add_profile(model))),
         ]
     }
-    assert len(paths) == 8
+    assert len(paths) == 10
     assert all(path and Path(path).exists() for path in paths)
+
+
+def test_a_plan_counts_quantized_bytes(plan: Plan, model: Path) -> None:
+    used = {}
+    for arguments in ((), ("--dtype", "q8"), ("--dtype", "q4")):
+        report = json.loads(plan(*arguments, "--json")[1].splitlines()[-1])
+        used[arguments] = sum(device["used_bytes"] for device in report["devices"])
+        path, config = Path(report["path"]), ModelConfig.from_directory(model)
+        made_for = load_plan(path, ModelIdentity.of(model), config).request
+        assert made_for.weight_dtype == "".join(arguments[1:])
+        if arguments:
+            with pytest.raises(ArtifactError, match=f"for --dtype {arguments[1]}, not no --dtype"):
+                read_plan(path, ModelIdentity.of(model), config, replace(made_for, weight_dtype=""))
+    f16, q8, q4 = used.values()
+    assert q4 < q8 < f16
 
 
 def test_another_machine_is_written_only_where_told(

@@ -12,7 +12,7 @@ from actors.messages import SystemConfig
 from actors.preflight import SystemOptions, choose_system, prepare_system, read_model, system_need
 from actors.shards import arena_layout, service_specs
 from jobs.cli import main
-from model.errors import MemoryBudgetError
+from model.errors import MemoryBudgetError, UsageError
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 
@@ -69,3 +69,26 @@ def test_no_thread_is_left_over(num_threads: int, num_services: int, tmp_path: P
     assert np.sort(np.concatenate(ids)).tolist() == list(range(config.ffn_size))
     for count, shard in zip(counts, ids, strict=True):
         assert abs(shard.size - config.ffn_size * count / sum(counts)) <= count
+
+
+def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path)
+    config = read_model(path)
+    plain = choose_system(path, config, SystemOptions(context_length=100))
+    assert (plain.max_batch, plain.kv_positions) == (8, 100)
+    wide = choose_system(path, config, SystemOptions(None, context_length=100, max_batch=32))
+    more = choose_system(path, config, SystemOptions(context_length=100, kv_positions=1000))
+    assert (wide.max_batch, more.kv_positions) == (32, 1000)
+    layout = arena_layout(wide, config)
+    assert layout.num_slots == layout.max_logits == 32 <= layout.max_tokens
+    assert arena_layout(plain, config).max_logits == 8
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert system_need(plain, config).kv_cache_bytes == 128 * token_bytes  # whole pages
+    assert system_need(more, config).kv_cache_bytes == 1024 * token_bytes
+    for options, says in (
+        (SystemOptions(max_batch=0), "--parallel is 0; give a number from 1 to 32"),
+        (SystemOptions(max_batch=33), "--parallel is 33"),
+        (SystemOptions(context_length=100, kv_positions=99), "less than the context of 100"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            choose_system(path, config, options)

@@ -1,0 +1,35 @@
+"""How much memory processes had resident, from /proc."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.runs import Json
+
+
+def high_water_bytes(process_id: int) -> int:
+    """The most bytes that a process had resident, mapped files too; 0 where it has ended."""
+    return _kilobytes(process_id, "status", "VmHWM") * 1024
+
+
+def memory_of(process_ids: Iterable[int]) -> Json:
+    """Peak and present memory of processes together, what they share counted once.
+
+    peak_bytes = sum of (high-water mark - what is shared with others now)
+    Units:   bytes; a process's share of what it shares is its proportional set size (PSS)
+    """
+    peak_kb = now_kb = 0
+    for process_id in process_ids:
+        resident = _kilobytes(process_id, "smaps_rollup", "Rss")
+        fair_share = _kilobytes(process_id, "smaps_rollup", "Pss")
+        peak_kb += _kilobytes(process_id, "status", "VmHWM") - (resident - fair_share)
+        now_kb += fair_share
+    return {"peak_bytes": peak_kb * 1024, "resident_bytes": now_kb * 1024}
+
+
+def _kilobytes(process_id: int, file: str, key: str) -> int:
+    try:
+        text = Path(f"/proc/{process_id}/{file}").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{key}:")]
+    return int(found[0]) if found else 0

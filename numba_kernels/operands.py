@@ -1,0 +1,208 @@
+"""What products are made of, whatever the format: rows of weights and vectors, as pointers.
+
+A row is a `Row` of quantized weights or a plain pointer; a vector a `Vector` or a plain pointer,
+as `numba_kernels.vectors.prepared` gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+
+from numba_kernels.formats import GROUP, SCALE_BYTES
+from numba_kernels.llvm_vectors import (
+    F32,
+    I64,
+    LANES,
+    LINE_BYTES,
+    counted_loop,
+    fma,
+    item_pointer,
+    new_cell,
+    prefetch_line,
+    row_pointer,
+    splat,
+    sum_cells,
+    whole_steps,
+    widen,
+)
+from numba_kernels.quantized_ir import (
+    ZEROS,
+    Row,
+    Vector,
+    bits_of,
+    emit_products,
+    emit_scaled_sum,
+)
+
+_ONE_ROW_UNROLL = 8  # vectors a step where one row is read alone
+
+
+class Weights:
+    """A 2-D array of weight rows inside an intrinsic."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any) -> None:
+        self.context = context
+        self.builder = builder
+        self.type = array_type
+        self.array = array
+        self.bits = bits_of(array_type.dtype)
+        struct = context.make_array(array_type)(context, builder, value=array)
+        num_items = builder.extract_value(struct.shape, 1)
+        if self.bits:
+            self.groups = builder.udiv(num_items, I64(GROUP * self.bits // 8 + SCALE_BYTES))
+            self.width = builder.mul(self.groups, I64(GROUP))
+        else:
+            self.width = num_items
+        self.row_bytes = builder.mul(num_items, I64(max(1, array_type.dtype.bitwidth // 8)))
+
+    def pointer(self, index: Any) -> Any:
+        """i8* of a row."""
+        return row_pointer(self.context, self.builder, self.type, self.array, index)
+
+    def row(self, index: Any) -> Any:
+        """A row's operand."""
+        if not self.bits:
+            return self.pointer(index)
+        values = self.pointer(index)
+        num_bytes = self.builder.mul(self.groups, I64(GROUP * self.bits // 8))
+        return Row(values, item_pointer(self.builder, values, num_bytes, 1))
+
+    def products(
+        self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Every row times every vector, row by row; rows in `ahead` are prefetched in step.
+
+        Each product is added up in one order, so it does not depend on the others.
+        """
+        if self.bits:
+            return emit_products(self.builder, self.bits, rows, vectors, self.groups, ahead)
+        unroll = max(1, _ONE_ROW_UNROLL // len(vectors)) if ahead else 1
+        return _float_products(
+            self.builder, self.type.dtype, rows, vectors, self.width, unroll, ahead
+        )
+
+    def add_scaled(
+        self, out: Any, rows: list[Any], factors: list[Any], ahead: list[Any]
+    ) -> None:
+        """out (i8*) += sum of factor * row, row after row; in lane order for quantized rows.
+
+        Rows in `ahead` are prefetched in step.
+        """
+        if self.bits:
+            emit_scaled_sum(self.builder, self.bits, rows, factors, out, self.groups, ahead)
+        else:
+            _float_scaled_sum(self.builder, self.type.dtype, rows, factors, out, self.width, ahead)
+
+
+class Vectors:
+    """The vectors that weights are multiplied with, inside an intrinsic: (T, d) or (d,)."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
+        self.context = context
+        self.builder = builder
+        self.kind = kind
+        self.value = value
+
+    def vector(self, token: Any) -> Any:
+        """The operand of one token."""
+        if not isinstance(self.kind, types.BaseNamedTuple):
+            return self._row(self.kind, self.value, token)
+        parts = [
+            self._row(kind, self.builder.extract_value(self.value, i), token)
+            for i, kind in enumerate(self.kind.types)
+        ]
+        return Vector(*parts)
+
+    def _row(self, kind: Any, array: Any, token: Any) -> Any:
+        return row_pointer(self.context, self.builder, kind, array, token)
+
+
+def _float_products(
+    builder: Any,
+    dtype: Any,
+    rows: list[Any],
+    xs: list[Any],
+    length: Any,
+    unroll: int,
+    ahead: Sequence[Any],
+) -> list[Any]:
+    """Products of float rows: 16 lanes, vector after vector, then what is left one by one."""
+    item_bytes = dtype.bitwidth // 8
+    pairs = [(row, x) for row in rows for x in xs]
+    sums = [new_cell(builder, ZEROS) for _ in pairs]
+    tails = [new_cell(builder, F32(0)) for _ in pairs]
+
+    def add(index: Any, lanes: int, cells: list[Any]) -> None:
+        parts = [
+            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes) for x in xs
+        ]
+        weights = [
+            widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes)
+            for row in rows
+        ]
+        products = [(weight, part) for weight in weights for part in parts]
+        for cell, (weight, part) in zip(cells, products, strict=True):
+            total = builder.load(cell, typ=weight.type)
+            builder.store(fma(builder, weight, part, total), cell)
+
+    def vectors(index: Any, count: int) -> None:
+        for row in ahead:
+            for line in range(0, count * LANES * item_bytes, LINE_BYTES):
+                prefetch_line(builder, item_pointer(builder, row, index, item_bytes), line)
+        for u in range(count):
+            add(builder.add(index, I64(u * LANES)), LANES, sums)
+
+    unrolled = whole_steps(builder, length, LANES * unroll)
+    whole = whole_steps(builder, length, LANES)
+    counted_loop(builder, I64(0), unrolled, LANES * unroll, lambda index: vectors(index, unroll))
+    if unroll > 1:
+        counted_loop(builder, unrolled, whole, LANES, lambda index: vectors(index, 1))
+    counted_loop(builder, whole, length, 1, lambda index: add(index, 1, tails))
+    return [
+        builder.fadd(sum_cells(builder, [cell]), builder.load(tail, typ=F32))
+        for cell, tail in zip(sums, tails, strict=True)
+    ]
+
+
+def _float_scaled_sum(
+    builder: Any,
+    dtype: Any,
+    rows: list[Any],
+    scales: list[Any],
+    out: Any,
+    length: Any,
+    ahead: list[Any],
+) -> None:
+    item_bytes = dtype.bitwidth // 8
+    step = LANES if not ahead else max(LANES, LINE_BYTES // item_bytes)  # a line, or more of them
+    wide = [splat(builder, scale) for scale in scales]
+    lines, whole = whole_steps(builder, length, step), whole_steps(builder, length, LANES)
+
+    def add(index: Any, lanes: int, factors: list[Any]) -> None:
+        cell = item_pointer(builder, out, index, 4)
+        total = widen(builder, types.float32, cell, lanes)
+        for row, factor in zip(rows, factors, strict=True):
+            weights = widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes)
+            total = fma(builder, weights, factor, total)
+        builder.store(total, builder.bitcast(cell, total.type.as_pointer()), align=4)
+
+    def one_line(index: Any) -> None:
+        for row in ahead:
+            prefetch_line(builder, item_pointer(builder, row, index, item_bytes), 0)
+        for first in range(0, step, LANES):
+            add(builder.add(index, I64(first)), LANES, wide)
+
+    counted_loop(builder, I64(0), lines, step, one_line)
+    if step > LANES:
+        counted_loop(builder, lines, whole, LANES, lambda index: add(index, LANES, wide))
+    counted_loop(builder, whole, length, 1, lambda index: add(index, 1, scales))
+
+
+def store_float(builder: Any, value: Any, pointer: Any, index: Any) -> None:
+    """pointer[index] = value, float32."""
+    cell = item_pointer(builder, pointer, index, 4)
+    builder.store(value, builder.bitcast(cell, ir.FloatType().as_pointer()), align=4)

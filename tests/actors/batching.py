@@ -1,0 +1,120 @@
+"""Requests for one driver, from several threads, and a system that takes many at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from actors.driver import Driver
+from actors.messages import GenerateRequest, Generation, SystemConfig
+from model.sampling import SamplingParams
+from predictors.lowrank import LowRankLayer
+from predictors.predictor import NeuronPredictor
+from predictors.sign import SignLayer
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+CONTEXT = 384
+WAIT_S = 150
+
+
+@contextmanager
+def batching(
+    checkpoint: TinyCheckpoint, mode: str = "exact", context: int = CONTEXT, **options: Any
+) -> Iterator[tuple[InProcessSystem, Driver]]:
+    """A driver of up to 8 requests at once on two services of two threads."""
+    kind = mode if mode in ("sign", "lowrank") else ""
+    settings = {"num_slots": 8, "kv_positions": 8 * context} | options
+    with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
+        config = SystemConfig(
+            str(checkpoint.path),
+            "exact" if kind else mode,
+            context_length=context,
+            kv_positions=system.kv_positions,
+        )
+        driver = Driver(config, system.exchange)
+        if kind:
+            driver.engine.predictor = random_predictor(system, kind)
+        try:
+            yield system, driver
+        finally:
+            driver.close()
+
+
+def random_predictor(system: InProcessSystem, kind: str) -> NeuronPredictor:
+    """Chooses about half of the neurons, others for every token."""
+    random, config = np.random.default_rng(8), system.config
+    width, size, rank = config.hidden_size, config.ffn_size, 22
+
+    def lowrank() -> LowRankLayer:
+        down = random.standard_normal((rank, width)).astype(np.float16).view(np.uint16)
+        up = random.standard_normal((rank, size)).astype(np.float16).view(np.uint16)
+        return LowRankLayer(down, np.ones(rank, np.float32), up, np.zeros(size, np.float32))
+
+    def sign() -> SignLayer:
+        bits = random.integers(0, 1 << 48, (size, 1)).astype(np.uint64)
+        return SignLayer(
+            bits,
+            np.zeros(size, np.float32),
+            np.zeros(width, np.float32),
+            np.ones(width, np.float32),
+        )
+
+    make = lowrank if kind == "lowrank" else sign
+    sizes = np.array([[ids.size for ids in system.shards()]] * config.num_layers)
+    return NeuronPredictor([make() for _ in range(config.num_layers)], sizes, "ffn_input")
+
+
+def random_request(seed: int, longest: int = 300, most_tokens: int = 24) -> GenerateRequest:
+    """A prompt of 1 to `longest` tokens; greedy, or drawn with a seed."""
+    random = np.random.default_rng(seed)
+    lengths = [1, 2, 9, 31, 32, 33, 64, 65, 97, int(random.integers(1, longest + 1))]
+    length = lengths[random.integers(len(lengths))]
+    sampling = SamplingParams(
+        max_tokens=int(random.integers(1, most_tokens + 1)),
+        temperature=float(random.choice([0.0, 1.5])),
+        top_k=int(random.choice([0, 20])),
+        seed=seed,
+        ignore_eos=bool(random.integers(2)),
+    )
+    ids = random.integers(0, VOCAB_SIZE, min(length, longest)).tolist()
+    return GenerateRequest(sampling, prompt_ids=ids, request_id=f"request {seed}")
+
+
+def complete(driver: Driver, request: GenerateRequest) -> Generation:
+    """Run a request to its end."""
+    *_, last = driver.generate(request)
+    assert last.result is not None
+    return last.result
+
+
+class Asking:
+    """Calls a function in a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._outcome: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._function()
+        except BaseException as error:
+            self._outcome = error
+
+    def end(self) -> Any:
+        """What came of it: the result, or the error itself."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self._outcome
+
+
+def ask(driver: Driver, request: GenerateRequest) -> Asking:
+    """Start a request in a thread of its own."""
+    return Asking(lambda: complete(driver, request))

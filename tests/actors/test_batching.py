@@ -1,0 +1,416 @@
+"""Many requests at once: each gets what it would get alone, bit for bit, and its fair turn."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.driver import Driver
+from actors.failures import RequestError
+from actors.messages import GenerateRequest, Generation
+from actors.scheduler import Scheduler, Turns
+from actors.steps import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
+from model.sampling import SamplingParams
+from tests.actors.batching import CONTEXT, Asking, ask, batching, complete, random_request
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+Tiny = Callable[..., TinyCheckpoint]
+
+
+def greedy(ids: list[int], max_tokens: int, request_id: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=ids, request_id=request_id)
+
+
+def all_pages_are_free(driver: Driver) -> bool:
+    driver.between_requests(lambda: None)  # when the last one has left
+    return driver._pool.num_free_pages == len(set(driver._pool._free_pages)) and not (
+        driver._pool._lent
+    )
+
+
+# --- the same tokens in any company ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("copying", [False, True], ids=["arena", "copying"])
+@pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "llama-mlp-bias"])
+def test_tokens_do_not_depend_on_company(
+    tiny: Tiny, variant: str, mode: str, copying: bool
+) -> None:
+    """The pool is too small for all, so some wait; some are cancelled on their way."""
+    if copying and variant != "llama-gqa":
+        pytest.skip("one variant is enough")
+    requests = [random_request(seed) for seed in range(24)]
+    options = {"copying": copying, "kv_positions": 3 * CONTEXT}
+    with batching(tiny(variant), mode, **options) as (_, driver):
+        alone = [complete(driver, request).ids for request in requests]
+        random = np.random.default_rng(3)
+        for _ in range(2):
+            order = random.permutation(len(requests)).tolist()
+            cancelled = set(random.choice(order, 6, replace=False).tolist())
+            running = {}
+            for number in order:
+                running[number] = ask(driver, requests[number])
+                threading.Event().wait(float(random.exponential(0.004)))
+                for other in cancelled & set(running):
+                    driver.cancel(requests[other].request_id)
+            results = {number: asked.end() for number, asked in running.items()}
+            for number, result in results.items():
+                assert isinstance(result, Generation), result
+                if number in cancelled:
+                    assert result.ids == alone[number][: len(result.ids)]
+                else:
+                    assert result.ids == alone[number], number
+        assert all_pages_are_free(driver)
+
+
+@pytest.mark.parametrize("variant", ["opt-postnorm", "opt-prenorm", "falcon-bias", "llama-silu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
+    requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
+    with batching(tiny(variant, dtype), context=120) as (_, driver):
+        alone = [complete(driver, request).ids for request in requests]
+        running = [ask(driver, request) for request in requests]
+        assert [asked.end().ids for asked in running] == alone
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank"])
+def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
+    """Steps of 1 to 32 tokens of several sequences: the same bits as one token a step."""
+    checkpoint = tiny("llama-relu")
+    with batching(checkpoint, mode, num_slots=4) as (system, driver):
+        engine, random = driver.engine, np.random.default_rng(4)
+        system.exchange.wires.page_tables[:] = random.permutation(24).reshape(4, 6)
+        sequences = random.integers(0, 101, (4, 90))
+        alone = [
+            [engine.step([token], [at], [slot])[0].copy() for at, token in enumerate(sequence)]
+            for slot, sequence in enumerate(sequences.tolist())
+        ]
+        done = [0] * 4
+        while min(done) < 90:
+            size = int(random.integers(1, KERNEL_TOKENS + 1))
+            tokens: list[tuple[int, int]] = []
+            for slot in random.permutation(4).tolist():
+                count = min(size - len(tokens), int(random.integers(0, 20)), 90 - done[slot])
+                tokens += [(slot, at) for at in range(done[slot], done[slot] + count)]
+                done[slot] += count
+            if tokens:
+                slots, positions = zip(*tokens, strict=True)
+                ids = [int(sequences[place]) for place in tokens]
+                for (slot, at), row in zip(
+                    tokens, engine.step(ids, positions, slots, len(ids)), strict=True
+                ):
+                    np.testing.assert_array_equal(row, alone[slot][at])
+
+
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
+def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
+    with batching(tiny("llama-relu"), kind) as (system, driver):
+        predictor, wires, layer = driver.engine.predictor, system.exchange.wires, 1
+        assert predictor is not None
+        x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
+        ids, tokens = wires.active_ids[1:], wires.active_tokens[1:]
+
+        def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
+            """The service and row of each neuron, token by token."""
+            counts = predictor.choose(layer, rows, ids, tokens)
+            assert counts is not None
+            return [
+                {
+                    (s, int(ids[s, i]))
+                    for s, count in enumerate(counts)
+                    for i in range(count)
+                    if len(rows) == 1 or tokens[s, i] >> t & 1
+                }
+                for t in range(len(rows))
+            ]
+
+        alone = [chosen(x[t : t + 1])[0] for t in range(KERNEL_TOKENS)]
+        assert len(set(map(frozenset, alone))) > 20
+        for size in (2, 3, 4, 7, 31, 32):
+            assert chosen(x[:size]) == alone[:size]
+
+
+# --- waiting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_slots", "kv_positions"), [(8, CONTEXT), (2, 8 * CONTEXT)])
+def test_those_for_whom_there_is_no_room_wait(
+    tiny: Tiny, num_slots: int, kv_positions: int
+) -> None:
+    """Of pages, or of slots: two run at once, in the order in which they came."""
+    with batching(tiny("llama-gqa"), num_slots=num_slots, kv_positions=kv_positions) as (_, driver):
+        most, most_together = CONTEXT // 2, 0
+        requests = [greedy([number], most - 1) for number in range(1, 6)]
+        alone = complete(driver, requests[0])
+        starts: list[int] = []
+        admit = Scheduler.admit
+
+        def counted(self: Scheduler, run: object) -> bool:
+            nonlocal most_together
+            admitted = admit(self, run)  # type: ignore[arg-type]
+            most_together = max(most_together, len(self._runs))
+            if admitted:
+                starts.append(run.tokens[0])  # type: ignore[attr-defined]
+            return admitted
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "admit", counted)
+            running = []
+            for request in requests:
+                running.append(ask(driver, request))
+                while len(starts) + driver._line.num_waiting < len(running):
+                    pass
+            results = [asked.end() for asked in running]
+        assert most_together == 2
+        assert starts == [1, 2, 3, 4, 5]
+        assert results[0].ids == alone.ids and len(alone.ids) == most - 1
+        assert results[4].queued_s > 0
+        assert all_pages_are_free(driver)
+
+
+def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-gqa")
+    window = checkpoint.ids.tolist()
+    with batching(checkpoint) as (_, driver):
+        expected = driver.score_window(window, 5, False)
+        free = driver._pool.num_free_pages
+        endless = [ask(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
+        while len(driver._line._scheduler._runs) < 3:
+            pass
+        job = Asking(lambda: driver.score_window(window, 5, False))
+        while driver._line.num_waiting < 1:
+            pass
+        late = ask(driver, greedy([5], 3))
+        while driver._line.num_waiting < 2:
+            pass
+        driver.cancel("endless 1")
+        assert endless[0].end().finish_reason == "cancelled"
+        assert driver._line.num_waiting == 2  # two run still, a slot is free
+        driver.cancel("endless 2")
+        driver.cancel("endless 3")
+        np.testing.assert_array_equal(job.end().nll, expected.nll)
+        assert len(late.end().ids) == 3
+        assert [run.end().finish_reason for run in endless[1:]] == ["cancelled"] * 2
+        assert all_pages_are_free(driver) and driver._pool.num_free_pages == free
+
+
+# --- fairness --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer_ns", "step_ns"), [(1, 1), (30, 7), (2, 9), (1, 100)])
+def test_turns_halve_the_time(layer_ns: int, step_ns: int) -> None:
+    now, in_turn, spent = 0, [], {True: 0, False: 0}
+    turns = Turns(lambda: now)
+    for _ in range(500):
+        is_prompts = turns.is_prompts(True, True)
+        with turns.timed(is_prompts):
+            now += layer_ns if is_prompts else step_ns
+        spent[is_prompts] += layer_ns if is_prompts else step_ns
+        in_turn.append(is_prompts)
+        assert abs(spent[True] - spent[False]) <= max(layer_ns, step_ns)
+    if layer_ns >= step_ns:  # nobody waits for more than one layer
+        assert (True, True) not in set(itertools.pairwise(in_turn))
+
+
+def test_turns_without_a_rival() -> None:
+    now = 0
+    turns = Turns(lambda: now)
+    for has_prompt, has_others in ((True, False), (False, True)):
+        for _ in range(3):
+            assert turns.is_prompts(has_prompt, has_others) == has_prompt
+            with turns.timed(has_prompt):
+                now += 1000
+    assert turns.is_prompts(True, True)
+    assert not turns.is_prompts(False, False)
+    assert turns.is_prompts(True, False)
+    with turns.timed(True):
+        now += 1000
+    assert not turns.is_prompts(True, True)  # those that came meanwhile have waited for a layer
+
+
+def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
+    """A layer of it and a step of theirs in turn, where both take the same time."""
+    checkpoint = tiny("llama-gqa")
+    short, long = checkpoint.ids[:4].tolist(), (checkpoint.ids.tolist() * 6)[:210]
+    with batching(checkpoint) as (system, driver):
+        alone = [complete(driver, greedy(ids, 100)) for ids in (short, long)]
+        engine, ticks = driver.engine, 0
+        order: list[Any] = []
+        step, run_layer = engine.step, engine.run_layer
+
+        def clock() -> int:
+            nonlocal ticks
+            ticks += 1
+            return ticks
+
+        def noted_step(ids, positions, slots, num_logits=1):
+            order.append(sorted(slots))
+            return step(ids, positions, slots, num_logits)
+
+        def noted_layer(layer: int, num_tokens: int) -> None:
+            if num_tokens >= MATRIX_TOKENS:
+                order.append("layer")
+            run_layer(layer, num_tokens)
+
+        driver._line._scheduler._turns = Turns(clock)
+        engine.step = noted_step  # type: ignore[method-assign]
+        engine.run_layer = noted_layer  # type: ignore[method-assign]
+        first = ask(driver, greedy(short, 100))
+        while len(order) < 5:
+            pass
+        second = ask(driver, greedy(long, 100))
+        assert first.end().ids == alone[0].ids
+        assert second.end().ids == alone[1].ids
+        layers = [at for at, what in enumerate(order) if what == "layer"]
+        num_chunks = len(chunk_sizes(len(long), system.max_tokens))
+        assert len(layers) == num_chunks * system.config.num_layers > 6
+        between = order[layers[0] : layers[-1]]
+        assert between == ["layer", [0]] * (len(between) // 2)
+        after = order[layers[-1] + 1 :]  # the rest of the prompt, and what follows: common steps
+        assert [0] + [1] * (210 - 3 * system.max_tokens) in after[:2]
+        both = [slots for slots in after[2:] if {0, 1} <= set(slots)]
+        assert both and all(slots == [0, 1] for slots in both)  # a token each
+
+
+def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
+    with batching(tiny("llama-gqa")) as (_, driver):
+        steps: list[list[int]] = []
+        step, gate = driver.engine.step, threading.Event()
+
+        def noted(ids, positions, slots, num_logits=1):
+            assert gate.wait(100)
+            steps.append(list(slots))
+            return step(ids, positions, slots, num_logits)
+
+        driver.engine.step = noted  # type: ignore[method-assign]
+        lengths = [1, 30, 3, 32, 2, 32, 32, 5]
+        running = [ask(driver, greedy([7] * length, 10)) for length in lengths]
+        while driver._line.num_waiting + len(driver._line._scheduler._runs) < 8:
+            pass
+        gate.set()
+        assert all(len(asked.end().ids) == 10 for asked in running)
+        for slot in range(8):
+            seen = [slot in slots for slots in steps]
+            first, last = seen.index(True), len(seen) - seen[::-1].index(True)
+            assert all(seen[first:last])  # no step without it while it ran
+            assert sum(slots.count(slot) for slots in steps) in {n + 9 for n in lengths}
+        assert max(map(len, steps)) == KERNEL_TOKENS
+
+
+@pytest.mark.parametrize("length", range(1, 400, 7))
+def test_chunks_depend_on_the_length_alone(length: int) -> None:
+    for most in (16, 33, 64, 256):
+        sizes = chunk_sizes(length, most)
+        assert sum(sizes) <= length and all(MATRIX_TOKENS <= size <= most for size in sizes)
+        assert most < MATRIX_TOKENS or length - sum(sizes) < MATRIX_TOKENS
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "lowrank"])
+@pytest.mark.parametrize("length", [3, 50])
+def test_a_nan_ends_its_own_request(tiny: Tiny, mode: str, length: int) -> None:
+    """Other requests stay as they are, those too that get its pages later."""
+    checkpoint = tiny("llama-gqa")
+    good = [greedy(checkpoint.ids[: 9 * n].tolist(), 30) for n in range(1, 5)]
+    with batching(checkpoint, mode) as (_, driver):
+        alone = [complete(driver, request).ids for request in good]
+        used = {*checkpoint.ids.tolist(), *(token for ids in alone for token in ids)}
+        nan_id = max(set(range(VOCAB_SIZE)) - used)
+        bad = greedy([5] * (length - 1) + [nan_id], 30)
+        spoil(driver, nan_id)
+        running = [ask(driver, request) for request in (good[0], bad, *good[1:], bad)]
+        outcomes = [asked.end() for asked in running]
+        for error in (outcomes.pop(1), outcomes.pop()):
+            assert str(error) == "the request failed: ValueError: the logits hold a NaN"
+        assert [outcome.ids for outcome in outcomes] == alone
+        assert complete(driver, good[3]).ids == alone[3]
+        assert all_pages_are_free(driver)
+
+
+def spoil(driver: Driver, token_id: int) -> None:
+    """Make one token's embedding NaN."""
+    lookup = driver.engine.embedding.lookup
+
+    def spoiled(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        rows = lookup(ids, positions).copy()
+        rows[ids == token_id] = np.nan
+        return rows
+
+    object.__setattr__(driver.engine.embedding, "lookup", spoiled)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 7])
+def test_cancelled_in_the_prompt(tiny: Tiny, calls_before: int) -> None:
+    checkpoint = tiny("llama-gqa")
+    with batching(checkpoint) as (_, driver):
+        other = complete(driver, greedy([3], 20))
+        run_layer, reached, go_on = driver.engine.run_layer, threading.Event(), threading.Event()
+        num_layers = 0
+
+        def stopping(layer: int, num_tokens: int) -> None:
+            nonlocal num_layers
+            if num_tokens >= MATRIX_TOKENS:
+                num_layers += 1
+                if num_layers == calls_before + 1:
+                    reached.set()
+                    assert go_on.wait(100)
+            run_layer(layer, num_tokens)
+
+        driver.engine.run_layer = stopping  # type: ignore[method-assign]
+        long = ask(driver, greedy([1] * 300, 9, "long"))
+        assert reached.wait(100)
+        short = ask(driver, greedy([3], 20))
+        driver.cancel("long")
+        go_on.set()
+        result = long.end()
+        assert (result.finish_reason, result.ids) == ("cancelled", [])
+        assert num_layers == calls_before + 1
+        assert short.end().ids == other.ids
+        assert all_pages_are_free(driver)
+
+
+def test_a_failed_chunk_ends_its_own_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny("llama-gqa")
+    with batching(checkpoint) as (system, driver):
+        expected = complete(driver, greedy([3], 200)).ids
+
+        def fail(*arguments: object) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(system.services[1]._products, "combine", fail)  # type: ignore[attr-defined]
+        going = ask(driver, greedy([3], 200))
+        error = ask(driver, greedy([1] * 100, 9)).end()
+        assert isinstance(error, RequestError) and "no room" in str(error)
+        assert going.end().ids == expected
+        assert all_pages_are_free(driver)
+
+
+def test_a_failed_step_ends_those_that_stood_in_it(tiny: Tiny) -> None:
+    with batching(tiny("llama-gqa")) as (_, driver):
+        step, fails = driver.engine.step, threading.Event()
+
+        def failing(ids, positions, slots, num_logits=1):
+            if fails.is_set():
+                raise RequestError("the cpu0 service failed: once")
+            return step(ids, positions, slots, num_logits)
+
+        driver.engine.step = failing  # type: ignore[method-assign]
+        running = [ask(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]
+        while len(driver._line._scheduler._runs) < 2:
+            pass
+        fails.set()
+        for asked in running:
+            assert "the cpu0 service failed: once" in str(asked.end())
+        fails.clear()
+        assert len(complete(driver, greedy([1], 5)).ids) == 5
+        assert all_pages_are_free(driver)

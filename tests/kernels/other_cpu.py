@@ -1,0 +1,88 @@
+"""What kernels give and become for a CPU that the environment names, in a process of its own.
+
+python -m tests.kernels.other_cpu results KIND FILE    results(KIND) and has_feature, as FILE.npz
+python -m tests.kernels.other_cpu aarch64 KIND         rows_kernel in aarch64's assembly language
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numba
+import numpy as np
+from llvmlite import binding
+
+from numba_kernels.ffn import sparse_ffn
+from numba_kernels.llvm_vectors import has_feature
+from numba_kernels.rows import rows_kernel, rows_times_vectors
+from numba_kernels.vectors import QuantizedVectors, empty_vectors
+from tests.kernels.arrays import random_bits, random_floats
+from tests.kernels.quantized_rows import quantized_vectors, random_rows
+
+KINDS = ("f16", "q8", "q4")
+FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
+NUM_ROWS, WIDTH = 27, 544  # some whole tiles of rows and some not, a whole chunk and a group more
+TOKENS = (1, 5)  # row after row, and rows side by side
+_TRIPLE = "aarch64-unknown-linux-gnu"
+
+
+def matrix(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights as kernels take them, and (N, d) float64."""
+    if kind == "f16":
+        bits = random_bits(seed, np.uint16, NUM_ROWS, WIDTH)
+        return bits, bits.view(np.float16).astype(np.float64)
+    quantized = random_rows(seed, kind, NUM_ROWS, WIDTH)
+    return quantized.rows, quantized.weights
+
+
+def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens as kernels take them, and as products with weights of that kind take them."""
+    x = random_floats(num_tokens, num_tokens, WIDTH)
+    return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
+
+
+def results(kind: str) -> dict[str, np.ndarray]:
+    """The kernels' products and FFN outputs, for all TOKENS."""
+    gate, up, down = (matrix(kind, seed)[0] for seed in (1, 2, 3))
+    found = {}
+    for num_tokens in TOKENS:
+        x, _ = inputs(kind, num_tokens)
+        found[f"rows{num_tokens}"] = rows_times_vectors(gate, x)
+        found[f"ffn{num_tokens}"], _ = sparse_ffn(gate, up, down, x)
+    return found
+
+
+def aarch64_assembly(kind: str) -> str:
+    """What LLVM makes of rows_kernel for an ARM CPU with NEON.
+
+    The kernel is compiled without what calls it from Python: that needs Numba's reference counts,
+    which x86 instructions are in.
+    """
+    weights, x = matrix(kind, 1)[0], random_floats(2, 5, WIDTH)
+    one_thread = QuantizedVectors(*(part[0] for part in empty_vectors(1, *x.shape)))
+    vectors = x if kind == "f16" else one_thread
+    alone = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
+    kernel = alone(rows_kernel.py_func)
+    arguments = weights, np.empty(0, np.float32), vectors, x, 0, 1
+    kernel.compile(tuple(numba.typeof(argument) for argument in arguments))
+    (text,) = kernel.inspect_llvm().values()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(_TRIPLE).create_target_machine()
+    module = binding.parse_assembly(text)
+    module.triple, module.data_layout = _TRIPLE, str(machine.target_data)
+    return str(machine.emit_assembly(module))
+
+
+def main() -> None:
+    """See the top of this file."""
+    what, kind, *rest = sys.argv[1:]
+    if what == "aarch64":
+        sys.stdout.write(aarch64_assembly(kind))
+        return
+    features = [name for name in FEATURES if has_feature(name)]
+    np.savez(rest[0], features=np.array(features, str), **results(kind))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Kernels as they are compiled for other CPUs than this one: older x86 here, ARM up to assembly."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels.other_cpu import FEATURES, KINDS, TOKENS, inputs, matrix, results
+
+ROOT = Path(__file__).parents[2]
+HASWELL = (
+    "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,"
+    "+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
+)
+
+pytestmark = [pytest.mark.slow]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def run_for(cpu: str, features: str, cache: Path, *arguments: str) -> str:
+    """Run tests.kernels.other_cpu for that CPU and return its standard output."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
+    environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.other_cpu", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
+    """Compare with float64 products of the numbers that the weights stand for."""
+    gate, up, down = (matrix(kind, seed)[1] for seed in (1, 2, 3))
+    for num_tokens in TOKENS:
+        _, x = inputs(kind, num_tokens)
+        limit = 2e-6 * (np.abs(x) @ np.abs(gate).T)
+        assert (np.abs(found[f"rows{num_tokens}"] - x @ gate.T) <= limit).all()
+        h = np.maximum(x @ gate.T, 0)
+        limit = 4e-6 * (h * (np.abs(x) @ np.abs(up).T)) @ np.abs(down) + 1e-4
+        assert (np.abs(found[f"ffn{num_tokens}"] - h * (x @ up.T) @ down) <= limit).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="runs x86 code")
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [(HASWELL, ["avx2", "f16c", "fma"]), ("", [])],
+    ids=["avx2", "plain integer products"],
+)
+@kinds
+def test_older_x86(kind: str, features: str, expected: list[str], tmp_path: Path) -> None:
+    assert set(expected) <= set(FEATURES)
+    run_for("haswell", features, tmp_path, "results", kind, str(tmp_path / "found.npz"))
+    found = dict(np.load(tmp_path / "found.npz"))
+    assert found.pop("features").tolist() == expected
+    check_numbers(kind, found)
+    for name, own in results(kind).items():  # the order of additions is the same everywhere
+        assert found[name].tobytes() == own.tobytes(), name
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8"])
+def test_arm(kind: str, tmp_path: Path) -> None:
+    assembly = run_for("generic", "", tmp_path, "aarch64", kind)
+    instructions = {line.split()[0] for line in assembly.splitlines() if line.startswith("\t")}
+    assert re.search(r"\tfmla\tv\d+\.4s, v\d+\.4s, v\d+\.4s", assembly)
+    assert re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)
+    assert "prfm" in instructions
+    if kind == "q8":
+        assert re.search(r"\ts?ml[a-z0-9]*\tv\d+\.4s", assembly)
+    called = re.findall(r"\tbl?\t([A-Za-z_]\S*)", assembly)
+    assert all("numba_kernels" in name for name in called)
+    assert "llvm.x86" not in assembly

@@ -1,0 +1,58 @@
+"""The page allocator beside a model of it that only counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.kv_pool import KvPool, num_pages_of
+from numba_kernels.attention import PAGE_POSITIONS
+
+_ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
+def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
+    """A positive action takes so many positions, another gives back one of what is lent."""
+    tables = np.full((num_slots, 5), -1, np.int32)
+    pool = KvPool(num_pages, tables)
+    lent: dict[int, list[int]] = {}
+    for action in actions:
+        free = num_pages - sum(map(len, lent.values()))
+        assert pool.num_free_pages == free
+        if action > 0:
+            wanted = -(-action // PAGE_POSITIONS)
+            slot = pool.take(action)
+            assert (slot is None) == (len(lent) == num_slots or wanted > free)
+            if slot is not None:
+                assert slot == min(set(range(num_slots)) - set(lent))
+                lent[slot] = tables[slot, :wanted].tolist()
+        elif lent:
+            slot = sorted(lent)[-action % len(lent)]
+            pool.give_back(slot)
+            del lent[slot]
+        owned = [page for pages in lent.values() for page in pages]
+        assert len(set(owned)) == len(owned) and set(owned) <= set(range(num_pages))
+        for slot, pages in lent.items():  # nothing that runs loses a page
+            assert tables[slot, : len(pages)].tolist() == pages
+
+
+def test_pages_freed_last_are_lent_first() -> None:
+    tables = np.zeros((2, 3), np.int32)
+    pool = KvPool(6, tables)
+    assert pool.take(3 * PAGE_POSITIONS) == 0 and pool.take(PAGE_POSITIONS + 1) == 1
+    assert tables.tolist() == [[0, 1, 2], [3, 4, 0]]
+    pool.give_back(1)
+    pool.give_back(0)
+    assert pool.take(2 * PAGE_POSITIONS) == 0 and pool.take(PAGE_POSITIONS) == 1
+    assert tables[0, :2].tolist() == [0, 1] and tables[1, 0] == 2
+
+
+def test_more_than_a_slot_can_have() -> None:
+    assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
+    pool = KvPool(9, np.zeros((1, 2), np.int32))
+    with pytest.raises(ValueError, match="129 positions"):
+        pool.take(2 * PAGE_POSITIONS + 1)
+    assert pool.num_free_pages == 9

@@ -1,0 +1,182 @@
+"""Quantized rows: gguf's values and scales, in the layout of formats.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numba_kernels import loading
+from numba_kernels.formats import Q4, Q8, row_items, row_width
+from numba_kernels.quantize import (
+    DONE,
+    NOT_FINITE,
+    TOO_LARGE,
+    copy_quantized,
+    dequantize_kernel,
+    dequantize_rows,
+    quantize_into,
+    quantize_rows,
+)
+from tests.quantized_models import dequantized, laid_out
+
+NAMES: list[tuple[np.dtype, str]] = [(Q8, "q8"), (Q4, "q4")]
+FLOATS = [np.float32, np.uint16, np.int16]
+WIDTHS = [32, 64, 512, 544, 1024, 1504]
+
+
+def random_bits(shape: tuple[int, int], dtype: Any, scale: float = 0.02) -> np.ndarray:
+    rng = np.random.default_rng(shape[1])
+    values = (rng.normal(size=shape) * scale).astype(np.float32)
+    return loading.from_float32(values, np.dtype(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "name"), NAMES)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_bytes_are_ggufs(dtype: np.dtype, name: str, source: Any, width: int) -> None:
+    bits = random_bits((7, width), source)
+    rows = quantize_rows(bits, dtype)
+    assert rows.dtype == dtype and row_width(dtype, rows.shape[1]) == width
+    np.testing.assert_array_equal(rows.view(np.uint8), laid_out(loading.to_float32(bits), name))
+
+
+@pytest.mark.parametrize(("dtype", "name"), NAMES)
+def test_extreme_groups(dtype: np.dtype, name: str) -> None:
+    """Equal magnitudes of both signs, halves, one value alone, scales below float16."""
+    rng = np.random.default_rng(4)
+    groups = rng.integers(-8, 9, (40, 32)).astype(np.float32)
+    groups[0] = 0.5
+    groups[1, 5:] = 0
+    groups[2] = np.arange(32) * np.float32(-4.0)
+    groups[3] = np.tile([127, -63.5, 0.5, -0.5, 1.5, 63.5, 2.5, -127], 4)
+    groups[4] = np.tile([-8, 7.5, 8, -7.5], 8)
+    groups[5] *= np.float32(1e-9)
+    groups[6] *= np.float32(6e-8)
+    groups[7] *= np.float32(8000)
+    rows = quantize_rows(groups, dtype)
+    np.testing.assert_array_equal(rows.view(np.uint8), laid_out(groups, name))
+
+
+@pytest.mark.parametrize(("dtype", "name"), NAMES)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_float16(dtype: np.dtype, name: str, data: st.DataObject) -> None:
+    finite = st.integers(0, 0xFFFF).filter(lambda bits: bits & 0x7C00 != 0x7C00)
+    bits = np.array(data.draw(st.lists(finite, min_size=64, max_size=64)), np.uint16)
+    values = bits.view(np.float16).astype(np.float32)[None]
+    found = dequantize_rows(quantize_rows(bits[None], dtype))
+    np.testing.assert_array_equal(found, dequantized(values, name))
+
+
+@pytest.mark.parametrize(("dtype", "name"), NAMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_dequantized_is_ggufs(dtype: np.dtype, name: str, width: int) -> None:
+    bits = random_bits((6, width), np.float32)
+    rows = quantize_rows(bits, dtype).reshape(2, 3, -1)
+    expected = dequantized(bits, name).reshape(2, 3, width)
+    np.testing.assert_array_equal(dequantize_rows(rows, width), expected)
+    part = np.full((6, width), np.nan, np.float32)
+    flat = np.ascontiguousarray(rows.reshape(6, -1)).view(np.uint8)
+    dequantize_kernel(flat, dtype == Q8, part, 2, 5)
+    np.testing.assert_array_equal(part[2:5], expected.reshape(6, width)[2:5])
+    assert np.isnan(part[[0, 1, 5]]).all()
+
+
+@pytest.mark.parametrize("dtype", [Q8, Q4])
+def test_zeros_and_what_is_too_small(dtype: np.dtype) -> None:
+    tiny = np.full((1, 32), 1e-44, np.float32)  # its scale has no reciprocal
+    for weights in (np.zeros((2, 64), np.float32), -np.zeros((1, 32), np.float32), tiny):
+        assert not dequantize_rows(quantize_rows(weights, dtype)).any()
+
+
+@pytest.mark.parametrize("dtype", [Q8, Q4])
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_finite(dtype: np.dtype, source: Any, bad: float) -> None:
+    for place in (0, 31, 45, 63):
+        values = np.ones((3, 64), np.float32)
+        values[1, place] = bad
+        bits = loading.from_float32(values, np.dtype(source))
+        rows = np.empty((3, row_items(dtype, 64)), dtype)
+        assert quantize_into(bits, np.arange(3), rows) == NOT_FINITE
+        assert quantize_into(bits, np.array([0, 2, 2]), rows) == DONE
+        with pytest.raises(ValueError, match="not finite"):
+            quantize_rows(bits, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(Q8, 127 * 65504.0), (Q4, 8 * 65504.0)])
+def test_scales_beyond_float16(dtype: np.dtype, most: float) -> None:
+    for sign in (1, -1):
+        weights = np.zeros((1, 32), np.float32)
+        weights[0, 3] = sign * most
+        assert np.isfinite(dequantize_rows(quantize_rows(weights, dtype))).all()
+        weights[0, 3] *= 1.001
+        rows = np.empty((1, row_items(dtype, 32)), dtype)
+        assert quantize_into(weights, np.zeros(1, int), rows) == TOO_LARGE
+        with pytest.raises(ValueError, match="too large"):
+            quantize_rows(weights, dtype)
+
+
+@pytest.mark.parametrize("dtype", [Q8, Q4])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_rows_of_a_mapped_file(dtype: np.dtype, offset: int) -> None:
+    """Sources are read-only, unaligned and picked; destinations are parts of larger arrays."""
+    bits = random_bits((9, 96), np.uint16)
+    raw = np.zeros(bits.nbytes + offset, np.uint8)
+    raw[offset:] = bits.view(np.uint8).ravel()
+    raw.flags.writeable = False
+    source = raw[offset:].view(np.uint16).reshape(9, 96)
+    ids = np.array([8, 0, 3, 3], np.int32)
+    rows = np.zeros((6, row_items(dtype, 96)), dtype)
+    assert quantize_into(source, ids, rows[1:5]) == DONE
+    np.testing.assert_array_equal(rows[1:5], quantize_rows(bits, dtype)[ids])
+    assert not rows[[0, 5]].view(np.uint8).any()
+
+
+@pytest.mark.parametrize("dtype", [Q8, Q4])
+def test_copies_find_damage(dtype: np.dtype) -> None:
+    rows = quantize_rows(random_bits((5, 96), np.float32), dtype)
+    copy, ids = np.zeros((3, rows.shape[1]), dtype), np.array([4, 0, 2], np.int32)
+    assert copy_quantized(rows, ids, copy)
+    np.testing.assert_array_equal(copy, rows[ids])
+    for scale in (np.inf, -np.inf, np.nan):
+        for group in range(3):
+            damaged = rows.copy()
+            scales = damaged.view(np.uint8)[2, -6:].view(np.float16)
+            scales[group] = scale
+            assert not copy_quantized(damaged, ids, copy)
+            assert copy_quantized(damaged, np.array([0, 1, 3]), copy)
+    damaged = rows.copy()
+    damaged.view(np.uint8)[0, 7] = 0x80
+    assert copy_quantized(damaged, ids, copy) == (dtype == Q4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: quantize_rows(np.zeros((2, 48), np.float32), Q8),
+        lambda: quantize_rows(np.zeros(32, np.float32), Q8),
+        lambda: quantize_rows(np.zeros((2, 32), np.float64), Q8),
+        lambda: quantize_rows(np.zeros((2, 32), np.float32), np.dtype(np.uint8)),
+        lambda: quantize_into(np.zeros((2, 32), np.float32), np.array([2]), np.zeros((1, 34), Q8)),
+        lambda: quantize_into(np.zeros((2, 32), np.float32), np.array([-1]), np.zeros((1, 34), Q8)),
+        lambda: quantize_into(np.zeros((2, 32), np.float32), np.array([0]), np.zeros((1, 18), Q8)),
+        lambda: copy_quantized(np.zeros((2, 34), Q8), np.array([0]), np.zeros((1, 34), Q4)),
+        lambda: copy_quantized(np.zeros((2, 34), Q8), np.array([5]), np.zeros((1, 34), Q8)),
+        lambda: dequantize_rows(np.zeros((2, 33), Q8)),
+        lambda: dequantize_rows(np.zeros((2, 34), Q8), 64),
+        lambda: dequantize_rows(np.zeros((2, 34), np.uint8)),
+    ],
+)
+def test_mismatches(wrong: Any) -> None:
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def test_nothing() -> None:
+    rows = quantize_rows(np.zeros((0, 64), np.float32), Q4)
+    assert rows.shape == (0, 36) and dequantize_rows(rows).shape == (0, 64)
