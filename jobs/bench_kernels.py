@@ -22,7 +22,7 @@ from numba_kernels.vector_ir import prefetch_row
 from numba_kernels.vectors import QuantizedVectors, empty_vectors, prepared
 from placement.survey import usable_cores
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.uint16),
     "bf16": np.dtype(np.int16),
@@ -73,9 +73,7 @@ def _dense_part(weights, x, room, thread, out, first, last):  # type: ignore[no-
 
 
 @njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _sparse_part(
-    gate, up, down, x, room, thread, ids, first, last, fired, wanted, gates, sums
-):  # type: ignore[no-untyped-def]
+def _sparse_part(gate, up, down, x, room, thread, ids, first, last, fired, wanted, gates, sums):  # type: ignore[no-untyped-def]
     """The FFN of every layer over ids[first:last], all of which fire."""
     rows = gate.shape[0] // ids.shape[0]
     for layer in range(ids.shape[0]):
@@ -94,13 +92,32 @@ def _sparse_part(
 @click.option("--hidden", type=click.IntRange(min=32), default=4096, show_default=True)
 @click.option("--ffn", type=click.IntRange(min=8), default=11008, show_default=True)
 @click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--density", "densities", type=click.FloatRange(0, 1), multiple=True,
-              default=(0.1, 0.05), show_default=True, help="May be given several times.")
-@click.option("--dtype", "dtypes", type=click.Choice(list(_DTYPES)), multiple=True,
-              default=tuple(_DTYPES), show_default=True, help="May be given several times.")
+@click.option(
+    "--density",
+    "densities",
+    type=click.FloatRange(0, 1),
+    multiple=True,
+    default=(0.1, 0.05),
+    show_default=True,
+    help="May be given several times.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(list(_DTYPES)),
+    multiple=True,
+    default=tuple(_DTYPES),
+    show_default=True,
+    help="May be given several times.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Cores to use; all without it.")
-@click.option("--tokens", type=click.IntRange(1, 32), default=1, show_default=True,
-              help="Tokens multiplied at once by the dense rows.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 32),
+    default=1,
+    show_default=True,
+    help="Tokens multiplied at once by the dense rows.",
+)
 @click.option("--repeat", type=click.IntRange(min=1), default=9, show_default=True)
 @json_option
 def kernels(

@@ -21,7 +21,9 @@ def widen_kernel(weights, out, first, last):
 def _widened(weights: np.ndarray, dtype: type) -> np.ndarray:
     weights = weight_rows("weights", weights)
     require(weights.size > 0, "weights must not be empty")
-    out = np.empty((weights.shape[0], row_width(weights.dtype, weights.shape[1])), dtype)
+    out: np.ndarray = np.empty(
+        (weights.shape[0], row_width(weights.dtype, weights.shape[1])), dtype
+    )
     widen_kernel(weights, out, 0, weights.shape[0])
     return out
 

@@ -38,6 +38,7 @@ ALL_TOKENS = np.uint32(0xFFFFFFFF)
 SPARE_COLUMNS = 8  # of `gates`, beside one for each candidate: a tile's last rows, products of up
 _BLOCK = 32  # neurons whose down rows stay in the cache while all tokens take theirs
 
+
 @njit(nogil=True, cache=True)
 def activate(code, value):
     """relu, silu or gelu (exact, by erf) of one number; a NaN stays NaN."""
@@ -72,7 +73,9 @@ def _keep(neuron, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, ga
 
 
 @njit(nogil=True, cache=True)
-def _gate_of_one(gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, h):
+def _gate_of_one(
+    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, h
+):
     """`gate_kernel` for one token; h (>= last - first,) is gates[0].
 
     All in one loop without calls that take arrays: those cost as much as reading a short row.
@@ -164,9 +167,7 @@ def gate_kernel(
     num_fired, candidate, distance = 0, first, rows_ahead(gate)
     while candidate < last:
         column = num_fired
-        count = _candidate_products(
-            gate, ids, tokens, x, candidate, last, distance, gates, column
-        )
+        count = _candidate_products(gate, ids, tokens, x, candidate, last, distance, gates, column)
         for k in range(count):
             n = ids[candidate + k] if ids.shape[0] else candidate + k
             for t in range(gates.shape[0]):
@@ -174,9 +175,7 @@ def gate_kernel(
                 if bias.shape[0]:
                     gates[t, num_fired] += bias[n]
             wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
-            num_fired = _keep(
-                n, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates
-            )
+            num_fired = _keep(n, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates)
         candidate += count
     return num_fired
 

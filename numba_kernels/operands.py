@@ -38,7 +38,8 @@ from numba_kernels.quantized_ir import (
     emit_scaled_sum,
 )
 
-_ONE_ROW_UNROLL = 8  # vectors a step where one row is read alone
+_BLOCK = 8 * LANES  # weights that go to one of two sums
+_MOST_CHAINS = 4  # rows times vectors whose two sums are kept side by side
 
 
 class Weights:
@@ -71,23 +72,17 @@ class Weights:
         num_bytes = self.builder.mul(self.groups, I64(GROUP * self.bits // 8))
         return Row(values, item_pointer(self.builder, values, num_bytes, 1))
 
-    def products(
-        self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()
-    ) -> list[Any]:
+    def products(self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()) -> list[Any]:
         """Every row times every vector, row by row; rows in `ahead` are prefetched in step.
 
         Each product is added up in one order, so it does not depend on the others.
         """
         if self.bits:
             return emit_products(self.builder, self.bits, rows, vectors, self.groups, ahead)
-        unroll = max(1, _ONE_ROW_UNROLL // len(vectors)) if ahead else 1
-        return _float_products(
-            self.builder, self.type.dtype, rows, vectors, self.width, unroll, ahead
-        )
+        products = _FloatProducts(self.builder, self.type.dtype, rows, vectors)
+        return products.emit(self.width, ahead)
 
-    def add_scaled(
-        self, out: Any, rows: list[Any], factors: list[Any], ahead: list[Any]
-    ) -> None:
+    def add_scaled(self, out: Any, rows: list[Any], factors: list[Any], ahead: list[Any]) -> None:
         """out (i8*) += sum of factor * row, row after row; in lane order for quantized rows.
 
         Rows in `ahead` are prefetched in step.
@@ -121,51 +116,80 @@ class Vectors:
         return row_pointer(self.context, self.builder, kind, array, token)
 
 
-def _float_products(
-    builder: Any,
-    dtype: Any,
-    rows: list[Any],
-    xs: list[Any],
-    length: Any,
-    unroll: int,
-    ahead: Sequence[Any],
-) -> list[Any]:
-    """Products of float rows: 16 lanes, vector after vector, then what is left one by one."""
-    item_bytes = dtype.bitwidth // 8
-    pairs = [(row, x) for row in rows for x in xs]
-    sums = [new_cell(builder, ZEROS) for _ in pairs]
-    tails = [new_cell(builder, F32(0)) for _ in pairs]
+class _FloatProducts:
+    """Products of float rows with vectors: 16 lanes, added up in two sums.
 
-    def add(index: Any, lanes: int, cells: list[Any]) -> None:
+    Blocks of eight vectors go to the two sums in turn, what is left of whole vectors to the first,
+    the last numbers one by one to a third. One row and vector then have two chains of additions,
+    twice as fast as one; more of them take one sum after the other, for registers hold one each.
+    """
+
+    def __init__(self, builder: Any, dtype: Any, rows: list[Any], xs: list[Any]) -> None:
+        self.builder = builder
+        self.dtype = dtype
+        self.item_bytes = dtype.bitwidth // 8
+        self.rows = rows
+        self.xs = xs
+        self.num_pairs = len(rows) * len(xs)
+
+    def emit(self, length: Any, ahead: Sequence[Any]) -> list[Any]:
+        """The products, row by row; rows in `ahead` are prefetched in step."""
+        builder = self.builder
+        sums = [self._cells(ZEROS) for _ in range(2)]
+        tails = self._cells(F32(0))
+        paired = whole_steps(builder, length, 2 * _BLOCK)
+        whole = whole_steps(builder, length, LANES)
+
+        def block(index: Any, number: int) -> None:
+            start = builder.add(index, I64(number * _BLOCK))
+            self._prefetch(ahead, start, _BLOCK)
+            for offset in range(0, _BLOCK, LANES):
+                self._add(builder.add(start, I64(offset)), LANES, sums[number])
+
+        def both(index: Any) -> None:
+            block(index, 0)
+            block(index, 1)
+
+        if self.num_pairs <= _MOST_CHAINS:
+            counted_loop(builder, I64(0), paired, 2 * _BLOCK, both)
+        else:
+            counted_loop(builder, I64(0), paired, 2 * _BLOCK, lambda index: block(index, 0))
+            counted_loop(builder, I64(0), paired, 2 * _BLOCK, lambda index: block(index, 1))
+
+        def rest(index: Any) -> None:
+            self._prefetch(ahead, index, LANES)
+            self._add(index, LANES, sums[0])
+
+        counted_loop(builder, paired, whole, LANES, rest)
+        counted_loop(builder, whole, length, 1, lambda index: self._add(index, 1, tails))
+        return [
+            builder.fadd(sum_cells(builder, [first, second]), builder.load(tail, typ=F32))
+            for first, second, tail in zip(*sums, tails, strict=True)
+        ]
+
+    def _cells(self, value: Any) -> list[Any]:
+        return [new_cell(self.builder, value) for _ in range(self.num_pairs)]
+
+    def _prefetch(self, ahead: Sequence[Any], index: Any, count: int) -> None:
+        for row in ahead:
+            for line in range(0, count * self.item_bytes, LINE_BYTES):
+                at = item_pointer(self.builder, row, index, self.item_bytes)
+                prefetch_line(self.builder, at, line)
+
+    def _add(self, index: Any, lanes: int, cells: list[Any]) -> None:
+        builder = self.builder
         parts = [
-            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes) for x in xs
+            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes)
+            for x in self.xs
         ]
         weights = [
-            widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes)
-            for row in rows
+            widen(builder, self.dtype, item_pointer(builder, row, index, self.item_bytes), lanes)
+            for row in self.rows
         ]
         products = [(weight, part) for weight in weights for part in parts]
         for cell, (weight, part) in zip(cells, products, strict=True):
             total = builder.load(cell, typ=weight.type)
             builder.store(fma(builder, weight, part, total), cell)
-
-    def vectors(index: Any, count: int) -> None:
-        for row in ahead:
-            for line in range(0, count * LANES * item_bytes, LINE_BYTES):
-                prefetch_line(builder, item_pointer(builder, row, index, item_bytes), line)
-        for u in range(count):
-            add(builder.add(index, I64(u * LANES)), LANES, sums)
-
-    unrolled = whole_steps(builder, length, LANES * unroll)
-    whole = whole_steps(builder, length, LANES)
-    counted_loop(builder, I64(0), unrolled, LANES * unroll, lambda index: vectors(index, unroll))
-    if unroll > 1:
-        counted_loop(builder, unrolled, whole, LANES, lambda index: vectors(index, 1))
-    counted_loop(builder, whole, length, 1, lambda index: add(index, 1, tails))
-    return [
-        builder.fadd(sum_cells(builder, [cell]), builder.load(tail, typ=F32))
-        for cell, tail in zip(sums, tails, strict=True)
-    ]
 
 
 def _float_scaled_sum(

@@ -41,6 +41,7 @@ INTS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(F32, LANES)
 ZEROS = ir.Constant(FLOATS, [F32(0)] * LANES)
 _BYTE_LANES = 4 * LANES
+_MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _CHUNK_BYTES = {8: CHUNK, 4: CHUNK // 2}
 
 
@@ -180,22 +181,28 @@ def emit_products(
         for following in ahead:
             _prefetch_chunk(chunk, bits, following)
         starts = [multiply.start(chunk, vector) for vector in vectors]
-        sums = [starts[vector] for _, vector in pairs]
+        # Two chains of additions where registers allow: whole numbers add up the same either way.
+        chains = 2 if len(pairs) <= _MOST_CHAINS else 1
+        sums = [[starts[vector], ir.Constant(INTS, None)][:chains] for _, vector in pairs]
         for number in range(GROUP * bits // 8 // 4):
             weights = [packed_steps(chunk, bits, row, number) for row in rows]
             per_load = len(weights[0])
             for part in range(per_load):
-                inputs = [_vector_step(chunk, vector, number * per_load + part) for vector in vectors]
+                inputs = [
+                    _vector_step(chunk, vector, number * per_load + part) for vector in vectors
+                ]
+                turn = (number * per_load + part) % chains
                 for i, (row, vector) in enumerate(pairs):
-                    sums[i] = multiply.add(sums[i], weights[row][part], inputs[vector])
+                    sums[i][turn] = multiply.add(sums[i][turn], weights[row][part], inputs[vector])
         row_scales = [chunk.row_scales(row) for row in rows]
         vector_scales = [
             chunk.load(chunk.at(vector.scales, 4 * CHUNK_GROUPS), F32) for vector in vectors
         ]
         for i, (row, vector) in enumerate(pairs):
             scale = builder.fmul(row_scales[row], vector_scales[vector])
+            count = sums[i][0] if chains == 1 else builder.add(*sums[i])
             total = builder.load(totals[i], typ=FLOATS)
-            builder.store(fma(builder, builder.sitofp(sums[i], FLOATS), scale, total), totals[i])
+            builder.store(fma(builder, builder.sitofp(count, FLOATS), scale, total), totals[i])
 
     each_chunk(builder, groups, body)
     return [sum_cells(builder, [total]) for total in totals]
@@ -238,7 +245,9 @@ class _Multiply:
         """The sums with one step's products added."""
         if self.vnni:
             return self._vnni(total, weights, values)
-        return self._avx2(total, weights, values) if self.avx2 else self._plain(total, weights, values)
+        return (
+            self._avx2(total, weights, values) if self.avx2 else self._plain(total, weights, values)
+        )
 
     def _vnni(self, total: Any, weights: Any, values: Any) -> Any:
         builder = self.builder
@@ -305,8 +314,6 @@ def signed_byte(builder: Any, packed: Any, byte: int) -> Any:
     return builder.ashr(packed, repeated(24))
 
 
-
-
 def emit_scaled_sum(
     builder: Any,
     bits: int,
@@ -346,14 +353,10 @@ def emit_scaled_sum(
     each_chunk(builder, groups, body)
 
 
-def _step_weights(
-    builder: Any, bits: int, number: int
-) -> list[tuple[int, Callable[[Any], Any]]]:
+def _step_weights(builder: Any, bits: int, number: int) -> list[tuple[int, Callable[[Any], Any]]]:
     """The places in a group of what step `number` holds, each with what takes it out of a lane."""
     if bits == 8:
-        return [
-            (4 * number + byte, partial(_byte_weights, builder, byte)) for byte in range(4)
-        ]
+        return [(4 * number + byte, partial(_byte_weights, builder, byte)) for byte in range(4)]
     return [
         (8 * number + 4 * half + byte, partial(_nibble_weights, builder, 2 * byte + half))
         for byte in range(4)

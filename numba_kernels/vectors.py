@@ -11,7 +11,6 @@ from numba_kernels.formats import GROUP
 from numba_kernels.quantized_ir import bits_of
 from numba_kernels.vector_ir import quantize_vector
 
-
 NO_BIAS = np.empty(0, np.float32)
 
 
@@ -62,9 +61,7 @@ def _prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     assert isinstance(scratch, types.NamedTuple)
 
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
-        own = QuantizedVectors(
-            scratch.values[thread], scratch.scales[thread], scratch.sums[thread]
-        )
+        own = QuantizedVectors(scratch.values[thread], scratch.scales[thread], scratch.sums[thread])
         quantize_vectors(x, own)
         return own
 

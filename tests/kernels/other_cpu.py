@@ -58,6 +58,9 @@ def aarch64_assembly(kind: str) -> str:
     The kernel is compiled without what calls it from Python: that needs Numba's reference counts,
     which x86 instructions are in.
     """
+    for name in ("__extendhfsf2", "__truncsfhf2"):
+        # Code for x86 without F16C calls them and is linked here, though never run.
+        binding.add_symbol(name, 1)
     weights, x = matrix(kind, 1)[0], random_floats(2, 5, WIDTH)
     one_thread = QuantizedVectors(*(part[0] for part in empty_vectors(1, *x.shape)))
     vectors = x if kind == "f16" else one_thread

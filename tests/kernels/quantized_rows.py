@@ -56,6 +56,8 @@ def quantized_vectors(x: np.ndarray) -> np.ndarray:
     groups = x.reshape(len(x), -1, 32)
     scales = np.abs(groups).max(axis=2, keepdims=True) / np.float32(127)
     with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(scales > 0, np.float32(127) / (np.abs(groups).max(axis=2, keepdims=True)), 0)
+        inverse = np.where(
+            scales > 0, np.float32(127) / (np.abs(groups).max(axis=2, keepdims=True)), 0
+        )
     values = np.rint(groups * inverse.astype(np.float32))
     return (values.astype(np.float64) * scales).reshape(x.shape)

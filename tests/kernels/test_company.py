@@ -45,9 +45,7 @@ def test_ffn(kind: str, gated: bool, skip_silent: bool) -> None:
         whole, _ = sparse_ffn(gate, third, down, x[:num_tokens], skip_silent=skip_silent)
         for t in range(num_tokens):
             own = ids[(masks >> np.uint32(t)) & np.uint32(1) != 0]
-            alone, _ = sparse_ffn(
-                gate, third, down, x[t : t + 1], own, skip_silent=skip_silent
-            )
+            alone, _ = sparse_ffn(gate, third, down, x[t : t + 1], own, skip_silent=skip_silent)
             assert (together[t] == alone[0]).all()
             alone, _ = sparse_ffn(gate, third, down, x[t : t + 1], skip_silent=skip_silent)
             assert (whole[t] == alone[0]).all()

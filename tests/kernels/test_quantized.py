@@ -50,9 +50,7 @@ def test_sparse_ffn(kind: str, width: int, num_tokens: int, gated: bool) -> None
     x = random_floats(8, num_tokens, width)
     ids = np.random.default_rng(9).permutation(70)[:33].astype(np.int32)
     for listed in (None, ids):
-        found, fired = sparse_ffn(
-            gate.rows, up.rows if gated else None, down.rows, x, listed
-        )
+        found, fired = sparse_ffn(gate.rows, up.rows if gated else None, down.rows, x, listed)
         keep = np.arange(70) if listed is None else listed
         rounded = quantized_vectors(x)
         h = np.maximum(rounded @ gate.weights[keep].T, 0)
