@@ -9,13 +9,21 @@ from actors.arena import ArenaLayout
 from actors.matrix_products import MatrixProducts
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
-from actors.torch_ffn import dense_ffn
+from actors.torch_ffn import prompt_ffn
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.weights import load_ffn
 from numba_kernels.checks import activation_code
 from numba_kernels.ffn import SPARE_COLUMNS
-from numba_kernels.mailbox import COUNT_FFN, FFN, LAYER, NUM_COMPUTED, NUM_TOKENS, OPERATION
+from numba_kernels.mailbox import (
+    COUNT_FFN,
+    FFN,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_TOKENS,
+    OPERATION,
+    SKIP_SILENT,
+)
 from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
 from numba_kernels.vectors import empty_vectors
 
@@ -80,7 +88,16 @@ class CpuService(Service):
         partial = self.wires.partials[self.index, :num_tokens]
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
-        dense_ffn(self._products, self.arrays, layer, x, self.activation_fn, partial, counts)
+        prompt_ffn(
+            self._products,
+            self.arrays,
+            layer,
+            x,
+            self.activation_fn,
+            partial,
+            skip_silent=bool(request[SKIP_SILENT]),
+            counts=counts,
+        )
         self.wires.replies[self.index, NUM_COMPUTED] = last - first
 
 

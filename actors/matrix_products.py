@@ -91,24 +91,31 @@ class MatrixProducts:
 
     def _integer_products(self, x: torch.Tensor, weights: np.ndarray, out: torch.Tensor) -> None:
         """out = x @ weights.T, x quantized in groups; each thread over its share of the rows."""
-        vectors = self._room(*x.shape)
-        tokens, target = x.contiguous().numpy(), out.numpy()
-
-        def quantize(thread: int) -> None:
-            quantize_kernel(tokens, vectors, *share(x.shape[0], thread, self.num_threads, 1))
+        vectors = self._quantized(x.contiguous().numpy())
+        target = out.numpy()
 
         def multiply(thread: int) -> None:
             part = share(weights.shape[0], thread, self.num_threads, 8)
             products_kernel(weights, vectors, target, *part)
 
-        self._each_thread(quantize)
-        self._each_thread(multiply)
+        self.each_thread(multiply)
 
-    def _room(self, num_tokens: int, width: int) -> QuantizedVectors:
-        """Space for so many quantized vectors; kept from call to call."""
+    def operands(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
+        """What kernels multiply `weights` with: x (T, d) itself, or quantized until the next call."""
+        return self._quantized(x) if is_quantized(weights.dtype) else x
+
+    def _quantized(self, x: np.ndarray) -> QuantizedVectors:
+        """The vectors of x (T, d), quantized into space that is kept from call to call."""
+        num_tokens, width = x.shape
         if self._vectors.values.shape[1] < num_tokens or self._vectors.values.shape[2] < width:
             self._vectors = empty_vectors(1, num_tokens, width)
-        return QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
+        vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
+
+        def quantize(thread: int) -> None:
+            quantize_kernel(x, vectors, *share(num_tokens, thread, self.num_threads, 1))
+
+        self.each_thread(quantize)
+        return vectors
 
     def _operand(self, x: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
         if weights.dtype == np.float32 or not self._choice.bfloat16:
@@ -125,10 +132,11 @@ class MatrixProducts:
             for first in range(begin, end, size):
                 multiply(thread, first, min(first + size, end))
 
-        self._each_thread(run)
+        self.each_thread(run)
         torch.set_num_threads(self.num_threads)  # for what is not a product with weights
 
-    def _each_thread(self, run: Callable[[int], None]) -> None:
+    def each_thread(self, run: Callable[[int], None]) -> None:
+        """Call run(thread) in every thread; returns when all have."""
         calls = [self._pool.submit(run, thread) for thread in range(self.num_threads)]
         wait(calls)  # all of them, for the next product uses the same buffers
         for call in calls:

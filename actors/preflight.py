@@ -1,5 +1,7 @@
 """What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
 
+import platform
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +14,12 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import UsageError
 from model.sampling import eos_ids
+from model.weight_formats import QUANTIZED_NAMES
 from model.weights import check_tensors, stored_config
 from numba_kernels.attention import PAGE_POSITIONS
 from placement.memory import MemoryNeed, memory_need, require_memory
 from placement.survey import usable_cores, usable_numa_nodes
+from placement.sysfs import missing_features, read_cpu
 from predictors.predictor_file import predictors_path
 
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
@@ -50,7 +54,7 @@ def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, Mo
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    require_memory(system_need(system, config), options.cpu_memory_bytes)
+    check_memory(path, system, config, options)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     plan = find_plan(path, system, config, *budgets, options.plan)
     return replace(system, plan_path=plan), config
@@ -69,11 +73,34 @@ def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     return stored_config(checkpoint, config, weight_dtype or "")
 
 
+def check_memory(
+    path: Path,
+    system: SystemConfig,
+    config: ModelConfig,
+    options: SystemOptions,
+    extra_bytes: int = 0,
+) -> None:
+    """Compare what the system, and `extra_bytes` besides, takes with what is free or allowed.
+
+    Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
+    """
+
+    def with_extra(need: MemoryNeed) -> MemoryNeed:
+        return replace(need, process_bytes=need.process_bytes + extra_bytes)
+
+    require_memory(
+        with_extra(system_need(system, config)),
+        options.cpu_memory_bytes,
+        ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
+    )
+
+
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
     """Check the options and fill in what was left open, for the model of `read_model`.
 
     Errors:  UsageError; ArtifactError for predictors that are missing, damaged or another model's
     """
+    _require_kernels()
     cores = len(usable_cores())
     num_threads = _within("--threads", options.num_threads, 1, cores, cores)
     nodes = max(1, min(len(usable_numa_nodes()), num_threads))
@@ -114,6 +141,26 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_arenas * arena_layout(system, config).num_bytes,
         Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
     )
+
+
+def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:
+    """What each --dtype that the model can be loaded with would need, the most precise first."""
+    for dtype in QUANTIZED_NAMES:
+        try:
+            config = read_model(path, dtype)
+        except UsageError:  # rows that are no whole groups, or quantized otherwise already
+            continue
+        system = choose_system(path, config, replace(options, weight_dtype=dtype))
+        yield dtype, system_need(system, config)
+
+
+def _require_kernels(root: Path = Path("/")) -> None:
+    """Refuse a CPU that kernels cannot be compiled for; LLVM would end the process."""
+    if missing := missing_features(read_cpu(root), platform.machine()):
+        raise UsageError(
+            f"this CPU has no {', '.join(missing)}, which hotcold's kernels need; use one with "
+            "AVX2, FMA and F16C (Intel from 2013, AMD from 2015 on)"
+        )
 
 
 def _mode(config: ModelConfig, mode: str | None) -> str:

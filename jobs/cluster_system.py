@@ -2,19 +2,31 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 
 import click
 
 from actors.cluster import connect, in_cluster, num_cpus
 from actors.messages import LoadProgress, SystemConfig
-from actors.preflight import SystemOptions, prepare_system
+from actors.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
 from model.errors import UsageError
 from model.locate import locate_model
 from placement.survey import usable_cores
 
 _LINE_EVERY_S = 5.0
+# Options that a running system cannot change, as the command line spells them.
+_COMPARED = {
+    "mode": "--mode",
+    "num_threads": "--threads",
+    "num_cpu_actors": "--cpu-actors",
+    "context_length": "--context",
+    "max_batch": "--parallel",
+    "kv_positions": "--kv-tokens",
+    "kv_dtype": "--kv-dtype",
+    "exchange": "--exchange",
+}
 
 
 def job_system(
@@ -57,11 +69,21 @@ def _difference(running: SystemConfig, model: str | None, given: SystemOptions) 
     if model is not None and str(locate_model(model).resolve()) != running.model_path:
         return f"has the model {running.model_path}"
     unasked = SystemOptions()
-    for name in sorted({field.name for field in fields(running)} & set(vars(given))):
+    for name, option in _COMPARED.items():
         asked, value = getattr(given, name), getattr(running, name)
         if asked not in (getattr(unasked, name), value):
-            return f"has {name} {value}, not {asked}"
-    return ""
+            return f"has {option} {value}, not {asked}"
+    return _dtype_difference(running, given.weight_dtype)
+
+
+def _dtype_difference(running: SystemConfig, asked: str | None) -> str:
+    """As `_difference`; a model that is stored quantized has that --dtype without being told."""
+    if asked in (None, running.weight_dtype):
+        return ""
+    if running.weight_dtype:
+        return f"has --dtype {running.weight_dtype}, not {asked}"
+    stored = read_model(Path(running.model_path)).dtype
+    return "" if stored == asked else f"has the weights as stored ({stored}), not --dtype {asked}"
 
 
 def progress_lines() -> Callable[[LoadProgress], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,9 +76,10 @@ def doctor(
 
 def _measured(measure: bool, fresh: bool) -> Machine | None:
     from placement.machine import measured_before, this_machine
+    from placement.sysfs import missing_features, read_cpu
 
-    if not measure:
-        return measured_before()
+    if not measure or missing_features(read_cpu(), platform.machine()):
+        return measured_before()  # to compile kernels without those features would end the process
     with stderr_console().status("looking at this machine") as status:
         return this_machine(fresh=fresh, on_stage=status.update)
 

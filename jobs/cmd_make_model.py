@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from jobs.console import json_option, print_json, stderr_console
+from jobs.console import json_option, print_json, progress_bar
 
 
 @click.command("make-model")
@@ -66,7 +64,7 @@ def make_model(
         raise UsageError(f"--seed must be 0 or more, not {seed}")
     shape = resolve_shape(shape_name, sizes)
     started = time.monotonic()
-    with _progress_bar(str(out)) as on_bytes:
+    with progress_bar(str(out)) as on_bytes:
         report = write_model(
             out,
             shape,
@@ -93,14 +91,3 @@ def make_model(
                 "layers": [asdict(layer) for layer in report.layers],
             }
         )
-
-
-@contextmanager
-def _progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error; gives the function to call with bytes written and in all."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=stderr_console()) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda written, total: progress.update(task, completed=written, total=total)

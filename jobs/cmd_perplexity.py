@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, prepare_system, system_need
+from actors.preflight import SystemOptions, check_memory, prepare_system
 from actors.prompts import Prompts
 from actors.scoring import WindowScores
 from actors.system import System
@@ -25,7 +25,6 @@ from jobs.text_file import read_text_ids
 from model.config import ModelConfig
 from model.errors import UsageError
 from model.locate import locate_model
-from placement.memory import require_memory
 
 _WINDOW = 512
 _LEAST_WINDOW = 32
@@ -134,9 +133,7 @@ def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfi
     system, config = prepare_system(path, options)
     if system.mode != "dense":
         logits_bytes = size // 2 * config.vocab_size * 4
-        need = system_need(system, config)
-        need = replace(need, process_bytes=need.process_bytes + logits_bytes)
-        require_memory(need, options.cpu_memory_bytes)
+        check_memory(path, system, config, options, extra_bytes=logits_bytes)
     return system, config
 
 

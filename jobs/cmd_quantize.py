@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from jobs.console import json_option, print_json, stderr_console
+from jobs.console import json_option, print_json, progress_bar
 from jobs.weight_dtype import QUANTIZED
 
 
@@ -36,7 +34,7 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
 
     path = locate_model(model)
     started = time.monotonic()
-    with _progress_bar(str(out)) as on_bytes:
+    with progress_bar(str(out)) as on_bytes:
         report = write_quantized(path, out, "q8" if dtype == "q8" else "q4", on_bytes)
     seconds = time.monotonic() - started
     click.echo(
@@ -48,18 +46,3 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
         print_json(
             {"path": str(out), "dtype": dtype, **asdict(report), "seconds": round(seconds, 3)}
         )
-
-
-@contextmanager
-def _progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error; gives the function to call with bytes written and in all."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    console = stderr_console()
-    hidden = not console.is_interactive
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden
-    ) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda written, total: progress.update(task, completed=written, total=total)

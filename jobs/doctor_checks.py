@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
+from placement.huge_pages import probe_huge_pages
 from placement.machine import Machine
 from placement.memory import MemoryNeed
 from placement.survey import MachineSurvey
+from placement.sysfs import Cpu, missing_features
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
 _SLOW_NODE = 0.6  # of the fastest node's rate per core
+_ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+_COMPACT_MEMORY = "echo 1 > /proc/sys/vm/compact_memory"
 _NICENESS_VARIABLE = "RAY_worker_niceness"
 
 
@@ -90,12 +94,22 @@ def _versions() -> Finding:
 
 
 def _processor(machine: MachineSurvey) -> Finding:
-    features = set(machine.cpu_features)
-    if platform.machine() == "x86_64" and not {"avx2", "fma", "f16c"} <= features:
-        return Finding("problem", "processor", "no AVX2 with FMA and F16C: kernels will be slow")
-    if "avx512f" not in features:
-        return Finding("note", "processor", "no AVX-512: kernels use 256-bit vectors")
-    return Finding("ok", "processor", "AVX-512")
+    cpu = Cpu(machine.cpu_name, machine.cpu_features)
+    if missing := missing_features(cpu, platform.machine()):
+        text = f"no {', '.join(missing)}: kernels cannot run; take a CPU with AVX2, FMA and F16C"
+        return Finding("problem", "processor", text)
+    kernels = kernel_instructions()
+    level: Level = "note" if kernels == "AVX2" else "ok"  # half as wide as AVX-512
+    return Finding(level, "processor", f"kernels use {kernels}")
+
+
+def kernel_instructions() -> str:
+    """Which instructions kernels are compiled to, as far as their code differs."""
+    from numba_kernels.llvm_vectors import has_feature
+
+    if has_feature("avx512f"):
+        return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"
+    return "AVX2" if has_feature("avx2") else f"plain vectors ({platform.machine()})"
 
 
 def _gpus(machine: MachineSurvey) -> Finding:
@@ -118,9 +132,22 @@ def _nodes(machine: MachineSurvey) -> Finding:
 
 
 def _huge_pages(machine: MachineSurvey) -> Finding:
-    if machine.huge_pages in ("always", "madvise"):
-        return Finding("ok", "huge pages", machine.huge_pages)
-    text = "transparent huge pages are off; where allowed, weights are read faster"
+    """The kernel's setting, and what it comes to."""
+    setting = f"enabled is {machine.huge_pages}, defrag {machine.huge_page_defrag}"
+    if machine.huge_pages == "never":
+        text = f"{setting}: weights get none and are read slower; as root, {_ALLOW_HUGE_PAGES}"
+        return Finding("note", "huge pages", text)
+    probe = probe_huge_pages()
+    if probe is None:
+        text = f"{setting}; whether weights get them could not be tried"
+        return Finding("note", "huge pages", text)
+    text = f"{setting}; {probe.huge_bytes >> 20} of {probe.num_bytes >> 20} MiB in huge pages"
+    if probe.huge_bytes == probe.num_bytes:
+        return Finding("ok", "huge pages", text)
+    if machine.huge_pages == "unknown":
+        return Finding("note", "huge pages", f"{text}: this kernel has none")
+    refused = "the rest" if probe.huge_bytes else "them"
+    text = f"{text}: the system refuses {refused}; free memory, or as root, {_COMPACT_MEMORY}"
     return Finding("note", "huge pages", text)
 
 

@@ -23,9 +23,11 @@ def aligned_empty(
 ) -> np.ndarray:
     """Return a new C-contiguous array whose first byte lies at a multiple of `alignment`.
 
-    Pages are taken on first write, so on the NUMA node of the thread that fills them; they are huge
-    where the kernel allows, or small without `huge_pages`: for what is written here and there and
-    shall take no more memory than that. Content is zero.
+    Pages are taken on first write, so on the NUMA node of the thread that fills them: for weights a
+    loading thread (`model.tensor_reader`) of the service that reads them. Neither these threads nor
+    the service's own are pinned, so the node may be another than the one they are read from. Pages
+    are huge where the kernel allows, or small without `huge_pages`: for what is written here and
+    there and shall take no more memory than that. Content is zero.
     Units:   `alignment` in bytes, a power of two
     Errors:  MemoryBudgetError where the system refuses so much
     """

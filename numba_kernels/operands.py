@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from numba_kernels.formats import GROUP, SCALE_BYTES
+from numba_kernels.formats import CHUNK, GROUP, SCALE_BYTES
 from numba_kernels.llvm_vectors import (
     F32,
     I64,
@@ -32,12 +32,13 @@ from numba_kernels.llvm_vectors import (
 from numba_kernels.quantized_ir import (
     ZEROS,
     Row,
+    ScaledSum,
     Vector,
     bits_of,
     emit_products,
-    emit_scaled_sum,
 )
 
+PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
 _BLOCK = 8 * LANES  # weights that go to one of two sums
 _MOST_CHAINS = 4  # rows times vectors whose two sums are kept side by side
 
@@ -88,9 +89,29 @@ class Weights:
         Rows in `ahead` are prefetched in step.
         """
         if self.bits:
-            emit_scaled_sum(self.builder, self.bits, rows, factors, out, self.groups, ahead)
+            scaled = ScaledSum(self.builder, self.bits, rows, factors, out)
+            scaled.emit(self.groups, ahead)
         else:
             _float_scaled_sum(self.builder, self.type.dtype, rows, factors, out, self.width, ahead)
+
+    def add_part(self, out: Any, rows: list[Any], factors: list[Any], part: Any) -> None:
+        """`add_scaled` for one part of the columns; `out` (i8*) holds those alone.
+
+        A part is PART_COLUMNS columns, the last one maybe less.
+        """
+        builder = self.builder
+        if self.bits:
+            before = builder.mul(part, I64(-4 * PART_COLUMNS))
+            whole_out = item_pointer(builder, out, before, 1)
+            ScaledSum(builder, self.bits, rows, factors, whole_out).emit_chunk(self.groups, part)
+            return
+        first = builder.mul(part, I64(PART_COLUMNS))
+        left = builder.sub(self.width, first)
+        whole = builder.icmp_signed("<", I64(PART_COLUMNS), left)
+        length = builder.select(whole, I64(PART_COLUMNS), left)
+        item_bytes = self.type.dtype.bitwidth // 8
+        parts = [item_pointer(builder, row, first, item_bytes) for row in rows]
+        _float_scaled_sum(builder, self.type.dtype, parts, factors, out, length, [])
 
 
 class Vectors:

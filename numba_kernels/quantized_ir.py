@@ -129,10 +129,25 @@ def each_chunk(builder: Any, num_groups: Any, body: Callable[[Chunk], None]) -> 
     )
     rest = builder.sub(num_groups, builder.mul(whole, I64(CHUNK_GROUPS)))
     with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0)), likely=False):
-        lanes = ir.Constant(INTS, [I32(lane) for lane in range(LANES)])
-        limit = splat_int(builder, builder.trunc(rest, I32))
-        mask = builder.icmp_unsigned("<", lanes, limit)
-        body(Chunk(builder, whole, rest, mask))
+        body(_last_chunk(builder, whole, rest))
+
+
+def one_chunk(builder: Any, num_groups: Any, index: Any, body: Callable[[Chunk], None]) -> None:
+    """Emit `body` for chunk number `index`, which may be the last one and not whole."""
+    left = builder.sub(num_groups, builder.mul(index, I64(CHUNK_GROUPS)))
+    is_whole = builder.icmp_signed(">=", left, I64(CHUNK_GROUPS))
+    with builder.if_else(is_whole, likely=True) as (whole, rest):
+        with whole:
+            body(Chunk(builder, index, I64(LANES), None))
+        with rest:
+            body(_last_chunk(builder, index, left))
+
+
+def _last_chunk(builder: Any, index: Any, num_lanes: Any) -> Chunk:
+    """A chunk of fewer groups than lanes."""
+    lanes = ir.Constant(INTS, [I32(lane) for lane in range(LANES)])
+    limit = splat_int(builder, builder.trunc(num_lanes, I32))
+    return Chunk(builder, index, num_lanes, builder.icmp_unsigned("<", lanes, limit))
 
 
 def splat_int(builder: Any, value: Any) -> Any:
@@ -314,34 +329,45 @@ def signed_byte(builder: Any, packed: Any, byte: int) -> Any:
     return builder.ashr(packed, repeated(24))
 
 
-def emit_scaled_sum(
-    builder: Any,
-    bits: int,
-    rows: list[Row],
-    factors: list[Any],
-    out: Any,
-    groups: Any,
-    ahead: list[Row],
-) -> None:
+class ScaledSum:
     """out += sum of factor * row, row after row; `out` (i8*, float32) is in lane order.
 
-    In lane order item i of group g of a chunk of n groups stands at n * i + g of the chunk. Rows in
-    `ahead` are prefetched in step.
+    In lane order item i of group g of a chunk of n groups stands at n * i + g of the chunk.
     """
 
-    unit = F32(2.0**-24 if bits == 8 else 1.0)  # of what `_byte_weights` gives
-    wide_factors = [splat(builder, builder.fmul(factor, unit)) for factor in factors]
+    def __init__(
+        self, builder: Any, bits: int, rows: list[Row], factors: list[Any], out: Any
+    ) -> None:
+        self.builder = builder
+        self.bits = bits
+        self.rows = rows
+        self.out = out
+        unit = F32(2.0**-24 if bits == 8 else 1.0)  # of what `_byte_weights` gives
+        self.factors = [splat(builder, builder.fmul(factor, unit)) for factor in factors]
 
-    def body(chunk: Chunk) -> None:
-        for row in ahead:
-            _prefetch_chunk(chunk, bits, row)
+    def emit(self, groups: Any, ahead: list[Row]) -> None:
+        """All columns; rows in `ahead` are prefetched in step."""
+
+        def body(chunk: Chunk) -> None:
+            for row in ahead:
+                _prefetch_chunk(chunk, self.bits, row)
+            self._add(chunk)
+
+        each_chunk(self.builder, groups, body)
+
+    def emit_chunk(self, groups: Any, index: Any) -> None:
+        """The columns of one chunk."""
+        one_chunk(self.builder, groups, index, self._add)
+
+    def _add(self, chunk: Chunk) -> None:
+        builder, bits = self.builder, self.bits
         scales = [
             builder.fmul(chunk.row_scales(row), factor)
-            for row, factor in zip(rows, wide_factors, strict=True)
+            for row, factor in zip(self.rows, self.factors, strict=True)
         ]
-        target = chunk.at(out, 4 * CHUNK)
+        target = chunk.at(self.out, 4 * CHUNK)
         for number in range(GROUP * bits // 8 // 4):
-            at = [chunk.step(chunk.at(row.values, _CHUNK_BYTES[bits]), number) for row in rows]
+            at = [chunk.step(chunk.at(row.values, _CHUNK_BYTES[bits]), number) for row in self.rows]
             steps = [chunk.load(pointer, I32) for pointer in at]
             for place, weights in _step_weights(builder, bits, number):
                 cell = chunk.step(target, place)
@@ -349,8 +375,6 @@ def emit_scaled_sum(
                 for step, scale in zip(steps, scales, strict=True):
                     total = fma(builder, weights(step), scale, total)
                 chunk.store(total, cell)
-
-    each_chunk(builder, groups, body)
 
 
 def _step_weights(builder: Any, bits: int, number: int) -> list[tuple[int, Callable[[Any], Any]]]:

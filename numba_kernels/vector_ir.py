@@ -33,7 +33,7 @@ from numba_kernels.llvm_vectors import (
     whole_steps,
     widen,
 )
-from numba_kernels.operands import Vectors, Weights, store_float
+from numba_kernels.operands import PART_COLUMNS, Vectors, Weights, store_float
 from numba_kernels.quantize_ir import emit_quantize, emit_widened
 from numba_kernels.quantized_ir import Vector, bits_of
 
@@ -231,6 +231,51 @@ def add_scaled1(typingctx, out, weights, row, scale):
 
 
 @intrinsic
+def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
+    """(weights[row0] . x[token], ..., weights[row3] . x[token])."""
+    ids = (types.int64,) * 4
+    signature = types.UniTuple(types.float32, 4)(weights, *ids, x, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[0])
+        vector = Vectors(context, builder, x, args[5]).vector(args[6])
+        results = matrix.products([matrix.row(row) for row in args[1:5]], [vector])
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return signature, codegen
+
+
+@intrinsic
+def add_part4(typingctx, out, token, weights, row0, row1, row2, row3, c0, c1, c2, c3, part):
+    """`add_scaled4` of part `part` of the columns; out (T, PART_COLUMNS) holds those of each token."""
+    ids, scales = (types.int64,) * 4, (types.float32,) * 4
+    signature = types.void(out, types.int64, weights, *ids, *scales, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[2])
+        target = row_pointer(context, builder, out, args[0], args[1])
+        rows = [matrix.row(row) for row in args[3:7]]
+        matrix.add_part(target, rows, list(args[7:11]), args[11])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def add_part1(typingctx, out, token, weights, row, scale, part):
+    """`add_part4` for one row."""
+    signature = types.void(out, types.int64, weights, types.int64, types.float32, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[2])
+        target = row_pointer(context, builder, out, args[0], args[1])
+        matrix.add_part(target, [matrix.row(args[3])], [args[4]], args[5])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
 def prefetch_row(typingctx, weights, row):
     """Ask for the first lines of weights[row], and of each 4 KiB page in it.
 
@@ -250,6 +295,29 @@ def prefetch_row(typingctx, weights, row):
         next_page = builder.sub(I64(PAGE_BYTES), builder.and_(address, I64(PAGE_BYTES - 1)))
         first_lines(I64(0))
         counted_loop(builder, next_page, matrix.row_bytes, PAGE_BYTES, first_lines)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def prefetch_part(typingctx, weights, row, part):
+    """Ask for all lines of weights[row] in part `part` of its columns."""
+    signature = types.void(weights, types.int64, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[0])
+        part_bytes = PART_COLUMNS * (matrix.bits or weights.dtype.bitwidth) // 8
+        start = builder.mul(args[2], I64(part_bytes))
+        left = builder.sub(matrix.row_bytes, start)
+        whole = builder.icmp_signed("<", I64(part_bytes), left)
+        length = builder.select(whole, I64(part_bytes), left)
+        at = item_pointer(builder, matrix.pointer(args[1]), start, 1)
+
+        def line(index: Any) -> None:
+            prefetch_line(builder, item_pointer(builder, at, index, 1), 0)
+
+        counted_loop(builder, I64(0), length, LINE_BYTES, line)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -1,5 +1,6 @@
 """What a system needs of memory, part by part, compared with what is free, before loading."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from model.config import ModelConfig
@@ -58,8 +59,16 @@ def memory_need(
     )
 
 
-def require_memory(need: MemoryNeed, budget_bytes: int | None = None) -> None:
-    """Raise MemoryBudgetError, with the bytes needed and free, if `need` does not fit."""
+def require_memory(
+    need: MemoryNeed,
+    budget_bytes: int | None = None,
+    quantized: Iterable[tuple[str, MemoryNeed]] = (),
+) -> None:
+    """Raise MemoryBudgetError, with the bytes needed and free, if `need` does not fit.
+
+    `quantized` is what each --dtype would need, the preferred first. It is looked at only then: the
+    error names the first that fits.
+    """
     free = available_bytes()
     if budget_bytes is not None:
         free = min(free, budget_bytes)
@@ -72,8 +81,16 @@ def require_memory(need: MemoryNeed, budget_bytes: int | None = None) -> None:
         f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "
         f"{_gib(need.process_bytes)} processes, {_gib(need.arena_bytes)} arena), "
         f"{_gib(free)} ({free} bytes) are {what}; "
-        "use a smaller model or a smaller --context"
+        f"use {_what_fits(free, quantized)}"
     )
+
+
+def _what_fits(free: int, quantized: Iterable[tuple[str, MemoryNeed]]) -> str:
+    """What to use instead: the first --dtype that fits, if one does."""
+    for dtype, need in quantized:
+        if need.total_bytes <= free:
+            return f"--dtype {dtype}, with which it needs {_gib(need.total_bytes)}"
+    return "a smaller model or a smaller --context"
 
 
 def _gib(num_bytes: int) -> str:

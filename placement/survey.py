@@ -31,6 +31,7 @@ class MachineSurvey:
     available_bytes: int  # without swapping, within the cgroup's limit
     shared_memory_free_bytes: int
     huge_pages: str  # always, madvise, never or unknown
+    huge_page_defrag: str  # always, defer, defer+madvise, madvise, never or unknown
     gpus: tuple[Gpu, ...]
     no_gpu_reason: str  # empty where there are GPUs
 
@@ -73,6 +74,7 @@ def survey(root: Path = Path("/")) -> MachineSurvey:
         available_bytes=available_bytes(),
         shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
         huge_pages=read_huge_page_setting(root),
+        huge_page_defrag=read_huge_page_setting(root, "defrag"),
         gpus=gpus,
         no_gpu_reason=no_gpu_reason,
     )

@@ -19,6 +19,7 @@ RELEVANT_FEATURES = (
     "amx_bf16",
     "amx_int8",
 )
+_NEEDED_FEATURES = ("avx2", "fma", "f16c")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,15 @@ class Cpu:
     features: tuple[str, ...]
 
 
+UNKNOWN_CPU = Cpu("unknown", ())
+
+
 def read_cpu(root: Path = Path("/")) -> Cpu:
     """Read proc/cpuinfo below `root`; a processor that says nothing is "unknown"."""
     entries = _key_values(root / "proc/cpuinfo")
     flags = set(entries.get("flags", "").split())
     return Cpu(
-        name=entries.get("model name", "unknown"),
+        name=entries.get("model name", UNKNOWN_CPU.name),
         features=tuple(name for name in RELEVANT_FEATURES if name in flags),
     )
 
@@ -59,9 +63,23 @@ def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.node_id))
 
 
-def read_huge_page_setting(root: Path = Path("/")) -> str:
-    """Return always, madvise or never; "unknown" where the kernel does not say."""
-    text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+def missing_features(cpu: Cpu, architecture: str) -> tuple[str, ...]:
+    """What compiled kernels cannot do without, of x86-64 CPUs, and `cpu` lacks; () elsewhere.
+
+    LLVM widens float16 with F16C; without it, kernels need a function that no library here has,
+    and LLVM ends the process. A CPU of which nothing is known is taken to have all.
+    """
+    if architecture != "x86_64" or cpu == UNKNOWN_CPU:
+        return ()
+    return tuple(name for name in _NEEDED_FEATURES if name not in cpu.features)
+
+
+def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str:
+    """Return the setting `name` of transparent huge pages; "unknown" where the kernel says none.
+
+    "enabled" is always, madvise or never; "defrag" says when memory is made free for them.
+    """
+    text = _read(root / "sys/kernel/mm/transparent_hugepage" / name)
     _, bracket, rest = text.partition("[")
     return rest.partition("]")[0] if bracket else "unknown"
 

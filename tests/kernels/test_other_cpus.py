@@ -20,12 +20,12 @@ HASWELL = (
     "+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
 )
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def run_for(cpu: str, features: str, cache: Path, *arguments: str) -> str:
-    """Run tests.kernels.other_cpu for that CPU and return its standard output."""
+    """Run `tests.kernels.other_cpu` for that CPU and return its standard output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
     environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,74 @@
+"""Up and down of a prompt's tokens, neuron by neuron, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kernels.formats import is_quantized
+from numba_kernels.products import quantize_kernel
+from numba_kernels.prompt_ffn import (
+    BLOCK,
+    empty_lists,
+    list_fired,
+    num_blocks,
+    num_parts,
+    prompt_down_kernel,
+    prompt_up_kernel,
+)
+from numba_kernels.vectors import QuantizedVectors, empty_vectors
+from tests.kernels import reference
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.quantized_rows import KINDS, quantized_vectors, random_rows
+
+NO_BIAS = np.empty(0, np.float32)
+
+
+def random_weights(seed: int, kind: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in a format, and the float64 numbers that they stand for."""
+    if kind in KINDS:
+        rows = random_rows(seed, kind, height, width)
+        return rows.rows, rows.weights
+    bits = random_bits(seed, BITS[kind], height, width)
+    return bits, reference.widened(bits)
+
+
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize(("height", "width"), [(5, 32), (BLOCK + 9, 512), (2 * BLOCK + 3, 1184)])
+@pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
+def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
+    num_tokens = 37
+    up, up_values = random_weights(1, kind, height, width)
+    down, down_values = random_weights(2, kind, height, width)
+    x, bias = random_floats(3, num_tokens, width), random_floats(4, height)
+    h = np.maximum(random_floats(5, num_tokens, height) - 1, 0)
+    vectors, rounded = x, x.astype(np.float64)
+    if is_quantized(up.dtype):
+        vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
+        quantize_kernel(x, vectors, 0, num_tokens)
+        rounded = quantized_vectors(x)
+    factors = rounded @ up_values.T + bias if gated else np.ones_like(h)
+    expected = (h * factors) @ down_values
+    sizes = (h * (np.abs(rounded) @ np.abs(up_values).T + 1)) @ np.abs(down_values)
+
+    fired, counts = empty_lists(num_tokens, height)
+    out = np.full((num_tokens, width), 2, np.float32)
+    sums = np.full((num_parts(width), num_tokens, 512), np.nan, np.float32)
+    for first, last in ((0, 1), (1, num_blocks(height))):  # as two threads share them
+        list_fired(h, first, last, fired, counts)
+        if gated:
+            prompt_up_kernel(up, bias, vectors, h, first, last, fired, counts)
+    assert counts.sum() == (h != 0).sum()
+    for first, last in ((0, 1), (1, num_parts(width))):
+        prompt_down_kernel(down, h, fired, counts, first, last, sums, out)
+    assert (np.abs(out - 2 - expected) <= 4e-6 * sizes + 1e-5).all()
+
+
+def test_without_a_bias() -> None:
+    up, values = random_weights(6, "f32", 20, 64)
+    x, h = random_floats(7, 3, 64), np.maximum(random_floats(8, 3, 20), 0)
+    expected = h * (x @ values.T)
+    fired, counts = empty_lists(3, 20)
+    list_fired(h, 0, 1, fired, counts)
+    prompt_up_kernel(up, NO_BIAS, x, h, 0, 1, fired, counts)
+    assert np.allclose(h, expected, atol=1e-4)

@@ -1,0 +1,168 @@
+"""CPUs that kernels cannot be compiled for, and what doctor says of those that they can."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors import preflight
+from actors.preflight import SystemOptions, choose_system, read_model
+from jobs import doctor_checks
+from jobs.cli import main
+from jobs.doctor_checks import Finding, check_machine, kernel_instructions
+from model.errors import UsageError
+from numba_kernels import llvm_vectors
+from placement.survey import survey
+from placement.sysfs import Cpu, missing_features, read_cpu
+from tests.tiny_models import make_tiny
+
+FakeCpu = Callable[..., Path]
+
+
+@pytest.fixture
+def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCpu:
+    """fake_cpu(flags): a root with such a cpuinfo, for commands too, on a machine of x86-64."""
+
+    def write(flags: str, architecture: str = "x86_64") -> Path:
+        text = f"processor\t: 0\nmodel name\t: Xeon E5-2670\nflags\t\t: {flags}\n\n"
+        (tmp_path / "proc").mkdir(exist_ok=True)
+        (tmp_path / "proc/cpuinfo").write_text(text)
+        monkeypatch.setattr(platform, "machine", lambda: architecture)
+        monkeypatch.setattr(preflight, "read_cpu", lambda root: read_cpu(tmp_path))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("fpu sse4_2 avx", ("avx2", "fma", "f16c")),
+        ("fpu avx f16c", ("avx2", "fma")),
+        ("avx2 fma", ("f16c",)),
+        ("avx2 fma f16c avx512f", ()),
+    ],
+)
+def test_missing_features(flags: str, missing: tuple[str, ...], fake_cpu: FakeCpu) -> None:
+    cpu = read_cpu(fake_cpu(flags))
+    assert missing_features(cpu, "x86_64") == missing
+    assert missing_features(cpu, "aarch64") == ()
+
+
+def test_what_says_nothing_is_not_refused(tmp_path: Path) -> None:
+    assert missing_features(read_cpu(tmp_path), "x86_64") == ()
+    assert missing_features(Cpu("unknown", ("avx2",)), "x86_64") == ("fma", "f16c")
+
+
+def test_old_cpus_are_refused_in_one_line(
+    fake_cpu: FakeCpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_tiny("llama-relu", tmp_path / "model")
+    config = read_model(path)
+    fake_cpu("fpu avx f16c")
+    with pytest.raises(UsageError, match="no avx2, fma,"):
+        choose_system(path, config, SystemOptions())
+    capsys.readouterr()
+    assert main(["generate", str(path), "--prompt-ids", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("hotcold: error: this CPU has no avx2, fma, which")
+    fake_cpu("avx2 fma f16c")
+    choose_system(path, config, SystemOptions())
+    fake_cpu("fp asimd", "aarch64")
+    choose_system(path, config, SystemOptions())
+
+
+def processor(fake_root: Path | None = None) -> Finding:
+    machine = survey()
+    if fake_root is not None:
+        machine = replace(machine, cpu_features=read_cpu(fake_root).features)
+    return next(found for found in check_machine(machine) if found.subject == "processor")
+
+
+@pytest.mark.parametrize(
+    ("features", "architecture", "level", "text"),
+    [
+        ({"avx512f", "avx512vnni", "avx2"}, "x86_64", "ok", "kernels use AVX-512 with VNNI"),
+        ({"avx512f", "avx2"}, "x86_64", "ok", "kernels use AVX-512"),
+        ({"avx2", "avxvnni"}, "x86_64", "note", "kernels use AVX2"),
+        ({"neon"}, "aarch64", "ok", "kernels use plain vectors (aarch64)"),
+    ],
+)
+def test_doctor_names_the_kernels(
+    features: set[str],
+    architecture: str,
+    level: str,
+    text: str,
+    fake_cpu: FakeCpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = fake_cpu("avx2 fma f16c", architecture)
+    monkeypatch.setattr(llvm_vectors, "has_feature", features.__contains__)
+    found = processor(root)
+    assert (found.level, found.text) == (level, text)
+
+
+def test_doctor_says_what_an_old_cpu_lacks(fake_cpu: FakeCpu) -> None:
+    found = processor(fake_cpu("fpu avx f16c"))
+    assert found.level == "problem"
+    assert "no avx2, fma: kernels cannot run" in found.text
+
+
+def test_doctor_measures_nothing_where_that_would_end_it(
+    fake_cpu: FakeCpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(**options: object) -> None:
+        raise UsageError("measured")
+
+    fake_cpu("fpu avx")
+    monkeypatch.setattr("placement.sysfs.read_cpu", lambda root=None: read_cpu(tmp_path))
+    monkeypatch.setattr("placement.machine.this_machine", measure)
+    assert main(["doctor"]) == 0
+    capsys.readouterr()
+    fake_cpu("avx2 fma f16c")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "hotcold: error: measured\n"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 CPU")
+@pytest.mark.parametrize(
+    ("features", "kernels"),
+    [
+        ("+avx2,+fma,+f16c", "AVX2"),
+        ("+avx512f,+avx512vnni,+avx2", "AVX-512 with VNNI"),
+        ("", "plain vectors (x86_64)"),
+    ],
+)
+def test_kernels_of_a_named_cpu(
+    features: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    code = "from jobs.doctor_checks import kernel_instructions; print(kernel_instructions())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(doctor_checks.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == kernels
+
+
+def test_this_cpu() -> None:
+    known = {"AVX-512 with VNNI": "avx512_vnni", "AVX-512": "avx512f", "AVX2": "avx2"}
+    kernels = kernel_instructions()
+    if platform.machine() == "x86_64":
+        assert known[kernels] in read_cpu().features
+    else:
+        assert platform.machine() in kernels

@@ -1,0 +1,58 @@
+"""The error of a model that is too large, and what it says would fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.preflight import SystemOptions, choose_system, prepare_system, read_model, system_need
+from model.errors import MemoryBudgetError
+from model.quantized_checkpoint import write_quantized
+from tests.quantized_models import make_model
+from tests.tiny_models import make_tiny
+
+
+def total_bytes(path: Path, dtype: str | None) -> int:
+    """What `generate` with that --dtype takes, counted for it alone."""
+    config = read_model(path, dtype)
+    options = SystemOptions(weight_dtype=dtype)
+    return system_need(choose_system(path, config, options), config).total_bytes
+
+
+def advice(path: Path, limit: int, dtype: str | None = None) -> str:
+    """What the error says to use under --cpu-memory `limit`."""
+    with pytest.raises(MemoryBudgetError) as caught:
+        prepare_system(path, SystemOptions(cpu_memory_bytes=limit, weight_dtype=dtype))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text[text.index("; use ") + len("; use ") :]
+
+
+@pytest.mark.parametrize("name", ["q-llama-tied", "q-opt-postnorm", "q-falcon-grouped"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_dtype_that_fits(name: str, dtype: str, tmp_path: Path) -> None:
+    path = make_model(name, tmp_path, dtype=dtype)
+    stored, q8, q4 = (total_bytes(path, dtype) for dtype in (None, "q8", "q4"))
+    assert q4 < q8 < stored
+    prepare_system(path, SystemOptions(cpu_memory_bytes=stored))
+    for limit, found in ((stored - 1, "q8"), (q8, "q8"), (q8 - 1, "q4"), (q4, "q4")):
+        assert re.match(
+            rf"--dtype {found}, with which it needs \d+\.\d\d GiB$", advice(path, limit)
+        )
+        prepare_system(path, SystemOptions(cpu_memory_bytes=limit, weight_dtype=found))
+    assert advice(path, q4 - 1) == "a smaller model or a smaller --context"
+    assert advice(path, q8 - 1, "q8").startswith("--dtype q4")
+    assert advice(path, q4 - 1, "q4") == "a smaller model or a smaller --context"
+
+
+def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path / "rows-of-48", dtype="float32")
+    assert advice(path, total_bytes(path, None) - 1).startswith("a smaller model")
+    original = make_model("q-llama", tmp_path / "original")
+    write_quantized(original, tmp_path / "q8", "q8")
+    for dtype in (None, "q8"):
+        limit = total_bytes(tmp_path / "q8", dtype) - 1
+        assert advice(tmp_path / "q8", limit, dtype).startswith("a smaller model")
+        assert advice(original, limit, "q8").startswith("--dtype q4")

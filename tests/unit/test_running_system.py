@@ -1,0 +1,78 @@
+"""How a job's options are compared with the system that runs already."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import click
+import pytest
+
+from actors.messages import SystemConfig
+from actors.preflight import SystemOptions, prepare_system
+from jobs import cluster_system
+from jobs.cluster_system import _difference
+from jobs.options import system_options
+from model.quantized_checkpoint import write_quantized
+from tests.quantized_models import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("q-llama", tmp_path_factory.mktemp("running") / "model")
+
+
+def started(path: Path, **options: object) -> SystemConfig:
+    return prepare_system(path, SystemOptions(**options))[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "dense"}, "has --mode exact, not dense"),
+        ({"num_threads": 7}, "has --threads 1, not 7"),
+        ({"num_cpu_actors": 7}, "has --cpu-actors 1, not 7"),
+        ({"context_length": 64}, "has --context 100, not 64"),
+        ({"max_batch": 3}, "has --parallel 8, not 3"),
+        ({"kv_positions": 3000}, "has --kv-tokens 100, not 3000"),
+        ({"kv_dtype": "float32"}, "has --kv-dtype float16, not float32"),
+        ({"exchange": "calls"}, "has --exchange arena, not calls"),
+        ({"weight_dtype": "q8"}, "has the weights as stored (float16), not --dtype q8"),
+    ],
+)
+def test_differences_in_words_of_the_command_line(
+    options: dict[str, object], text: str, model: Path
+) -> None:
+    running = started(model, num_threads=1, context_length=100)
+    assert _difference(running, str(model), SystemOptions()) == ""
+    given = SystemOptions(**options)  # type: ignore[arg-type]
+    assert _difference(running, None, given) == text
+    (name,) = options
+    assert _difference(replace(running, **options), str(model), given) == "", name  # type: ignore[arg-type]
+
+
+def test_the_options_are_spelled_as_commands_spell_them() -> None:
+    command = click.command()(system_options(lambda **values: None))
+    spelled = {option.name: option.opts[0] for option in command.params}
+    named = cluster_system._COMPARED
+    assert named.items() <= spelled.items()
+    shared = {field.name for field in fields(SystemConfig)} & set(vars(SystemOptions()))
+    assert shared == {*named, "weight_dtype"}
+
+
+def test_other_dtypes(model: Path, tmp_path: Path) -> None:
+    late = started(model, weight_dtype="q4")
+    assert _difference(late, None, SystemOptions(weight_dtype="q4")) == ""
+    assert _difference(late, None, SystemOptions()) == ""
+    text = "has --dtype q4, not q8"
+    assert _difference(late, None, SystemOptions(weight_dtype="q8")) == text
+    write_quantized(model, tmp_path / "q8", "q8")
+    for running in (started(tmp_path / "q8"), started(tmp_path / "q8", weight_dtype="q8")):
+        assert _difference(running, None, SystemOptions(weight_dtype="q8")) == ""
+    text = "has the weights as stored (q8), not --dtype q4"
+    assert _difference(started(tmp_path / "q8"), None, SystemOptions(weight_dtype="q4")) == text
+
+
+def test_another_model(model: Path) -> None:
+    other = replace(started(model), model_path="/elsewhere")
+    assert _difference(other, str(model), SystemOptions()) == "has the model /elsewhere"
