@@ -101,7 +101,7 @@ class MatrixProducts:
         self.each_thread(multiply)
 
     def operands(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
-        """What kernels multiply `weights` with: x (T, d) itself, or quantized until the next call."""
+        """What kernels multiply `weights` with: x (T, d), or its vectors until the next call."""
         return self._quantized(x) if is_quantized(weights.dtype) else x
 
     def _quantized(self, x: np.ndarray) -> QuantizedVectors:

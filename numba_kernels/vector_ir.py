@@ -247,7 +247,7 @@ def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
 
 @intrinsic
 def add_part4(typingctx, out, token, weights, row0, row1, row2, row3, c0, c1, c2, c3, part):
-    """`add_scaled4` of part `part` of the columns; out (T, PART_COLUMNS) holds those of each token."""
+    """`add_scaled4` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
     ids, scales = (types.int64,) * 4, (types.float32,) * 4
     signature = types.void(out, types.int64, weights, *ids, *scales, types.int64)
 

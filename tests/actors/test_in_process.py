@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.failures import RequestError
+from actors.product_choice import ProductChoice
 from actors.steps import KERNEL_TOKENS
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
@@ -162,7 +163,7 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
             found = system.logits("exact", checkpoint.ids, way)
             assert relative_difference(found, checkpoint.logits) < bound, way
         for service in system.services:  # products in float32, as on a CPU without bfloat16
-            service._products._native_bfloat16 = False  # type: ignore[attr-defined]
+            service._products._choice = ProductChoice(False, False)  # type: ignore[attr-defined]
         found = system.logits("exact", checkpoint.ids, [40])
         assert relative_difference(found, checkpoint.logits) < bound
 

@@ -1,6 +1,6 @@
 """What kernels give and become for a CPU that the environment names, in a process of its own.
 
-python -m tests.kernels.other_cpu results KIND FILE    results(KIND) and has_feature, as FILE.npz
+python -m tests.kernels.other_cpu results KIND FILE    results(KIND) to FILE; prints features
 python -m tests.kernels.other_cpu aarch64 KIND         rows_kernel in aarch64's assembly language
 """
 
@@ -11,6 +11,7 @@ import sys
 import numba
 import numpy as np
 from llvmlite import binding
+from safetensors.numpy import save_file
 
 from numba_kernels.ffn import sparse_ffn
 from numba_kernels.llvm_vectors import has_feature
@@ -83,8 +84,8 @@ def main() -> None:
     if what == "aarch64":
         sys.stdout.write(aarch64_assembly(kind))
         return
-    features = [name for name in FEATURES if has_feature(name)]
-    np.savez(rest[0], features=np.array(features, str), **results(kind))
+    save_file(results(kind), rest[0])
+    print(*(name for name in FEATURES if has_feature(name)))
 
 
 if __name__ == "__main__":

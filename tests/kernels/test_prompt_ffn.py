@@ -42,7 +42,8 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
     down, down_values = random_weights(2, kind, height, width)
     x, bias = random_floats(3, num_tokens, width), random_floats(4, height)
     h = np.maximum(random_floats(5, num_tokens, height) - 1, 0)
-    vectors, rounded = x, x.astype(np.float64)
+    vectors: np.ndarray | QuantizedVectors = x
+    rounded = x.astype(np.float64)
     if is_quantized(up.dtype):
         vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
         quantize_kernel(x, vectors, 0, num_tokens)
