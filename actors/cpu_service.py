@@ -14,7 +14,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.weights import load_ffn
 from numba_kernels.checks import activation_code
-from numba_kernels.ffn import SPARE_COLUMNS
+from numba_kernels.ffn import SPARE
 from numba_kernels.mailbox import (
     COUNT_FFN,
     FFN,
@@ -54,7 +54,7 @@ class CpuService(Service):
             sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
             fired_ids=np.zeros((self.num_threads, most), np.int32),
             fired_tokens=np.zeros((self.num_threads, most), np.uint32),
-            gates=np.zeros((self.num_threads, tokens, most + SPARE_COLUMNS), np.float32),
+            gates=np.zeros((self.num_threads, tokens * (most + SPARE)), np.float32),
             counts=np.zeros(self.num_threads, np.int64),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),
         )

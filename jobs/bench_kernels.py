@@ -15,7 +15,7 @@ from numba import njit
 
 from jobs.console import json_option, print_json, stderr_console
 from model.memory import aligned_empty
-from numba_kernels.ffn import NO_TOKENS, SPARE_COLUMNS, gate_kernel, up_down_kernel
+from numba_kernels.ffn import NO_TOKENS, SPARE, gate_kernel, up_down_kernel
 from numba_kernels.formats import Q4, Q8, row_items
 from numba_kernels.rows import rows_kernel, share
 from numba_kernels.vector_ir import prefetch_row
@@ -81,7 +81,7 @@ def _sparse_part(gate, up, down, x, room, thread, ids, first, last, fired, wante
         ready = prepared(gate, x, room, thread)
         count = gate_kernel(
             gate[begin:end], _NO_BIAS, ids[layer], NO_TOKENS, ready, 0, True, first, last, fired,
-            wanted, gates,
+            wanted, gates, 1,
         )  # fmt: skip
         up_down_kernel(
             up[begin:end], _NO_BIAS, down[begin:end], fired, wanted, count, gates, ready, sums
@@ -181,7 +181,7 @@ class _Bench:
         self.sums = np.zeros((num_threads, 1, hidden), np.float32)
         self.fired_ids = np.zeros((num_threads, ffn), np.int32)
         self.fired_tokens = np.zeros((num_threads, ffn), np.uint32)
-        self.gates = np.zeros((num_threads, 1, ffn + SPARE_COLUMNS), np.float32)
+        self.gates = np.zeros((num_threads, ffn + SPARE), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
         self.choose(0.01)

@@ -35,8 +35,8 @@ from numba_kernels.vectors import empty_vectors, prepared
 NO_IDS = np.empty(0, np.int32)
 NO_TOKENS = np.empty(0, np.uint32)
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
-SPARE_COLUMNS = 8  # of `gates`, beside one for each candidate: a tile's last rows, products of up
-_BLOCK = 32  # neurons whose down rows stay in the cache while all tokens take theirs
+SPARE = 8  # places of `gates`, beside one for each candidate: a tile's last rows, products of up
+_BLOCK = 64  # neurons whose down rows stay in the cache while all tokens take theirs
 
 
 @njit(nogil=True, cache=True)
@@ -50,33 +50,28 @@ def activate(code, value):
 
 
 @njit(nogil=True, cache=True)
-def _keep(neuron, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates):
-    """Activate the products in column num_fired; keep the neuron if one of them is not zero.
+def _keep(code, keep_all, wanted, shift, products, target):
+    """target[t] = fn(products[t] + shift), zero for tokens whose bit in `wanted` is not set.
 
-    For tokens whose bit in `wanted` is not set it is silent.
+    Returns a bit for each token that the neuron fires for.
     """
     fires = np.uint32(0)
-    for t in range(gates.shape[0]):
+    for t in range(target.shape[0]):
         bit = np.uint32(1) << np.uint32(t)
+        value = np.float32(0)
         if wanted & bit:
-            value = activate(code, gates[t, num_fired])
-            gates[t, num_fired] = value
+            value = activate(code, products[t] + shift)
             if value != 0 or keep_all:
                 fires |= bit
-        else:
-            gates[t, num_fired] = np.float32(0)
-    if fires or keep_all:
-        fired_ids[num_fired] = neuron
-        fired_tokens[num_fired] = fires
-        return num_fired + 1
-    return num_fired
+        target[t] = value
+    return fires
 
 
 @njit(nogil=True, cache=True)
 def _gate_of_one(
     gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, h
 ):
-    """`gate_kernel` for one token; h (>= last - first,) is gates[0].
+    """`gate_kernel` for one token; h (>= last - first,) is `gates`.
 
     All in one loop without calls that take arrays: those cost as much as reading a short row.
     """
@@ -125,59 +120,78 @@ def _row_for_some(weights, row, following, x, wanted, out, column):
 
 
 @njit(nogil=True, cache=True)
-def _candidate_products(gate, ids, tokens, x, at, last, distance, gates, column):
+def _candidate_products(gate, ids, tokens, x, at, last, distance, side_by_side, out, column):
     """Products of several tokens with candidate `at` and perhaps those after it.
 
-    They stand in columns from `column` on. Returns how many: one, or a tile of rows where all
+    They stand in out (T, N) from `column` on. Returns how many: one, or a tile of rows where all
     tokens want all of them.
     """
     if ids.shape[0]:
         following = ids[min(at + distance, last - 1)]
         wanted = tokens[at] if tokens.shape[0] else ALL_TOKENS
-        _row_for_some(gate, ids[at], following, x, wanted, gates, column)
+        _row_for_some(gate, ids[at], following, x, wanted, out, column)
         return 1
-    count = tile_rows(gate, gates.shape[0])
-    if count == 1 or at + count > last:
-        one_row_kernel(gate, at, min(at + distance, last - 1), x, gates, column)
+    if side_by_side == 1 or at + side_by_side > last:
+        one_row_kernel(gate, at, min(at + distance, last - 1), x, out, column)
         return 1
-    for ahead in range(at + count, min(at + 2 * count, last)):
-        prefetch_row(gate, ahead)
-    tile_kernel(gate, at, x, gates, column)
-    return count
+    tile_kernel(gate, at, min(at + side_by_side, last - side_by_side), x, out, column)
+    return side_by_side
+
+
+@njit(nogil=True, cache=True)
+def _gates_of_some(
+    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates
+):
+    """`gate_kernel` for several tokens; gates (N, T) has a row for each neuron."""
+    num_fired, candidate, distance = 0, first, rows_ahead(gate)
+    side_by_side, by_token = tile_rows(gate, gates.shape[1]), gates.T
+    while candidate < last:
+        column = num_fired
+        count = _candidate_products(
+            gate, ids, tokens, x, candidate, last, distance, side_by_side, by_token, column
+        )
+        for k in range(count):
+            n = ids[candidate + k] if ids.shape[0] else candidate + k
+            wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
+            shift = bias[n] if bias.shape[0] else np.float32(0)
+            fires = _keep(code, keep_all, wanted, shift, gates[column + k], gates[num_fired])
+            if fires or keep_all:
+                fired_ids[num_fired] = n
+                fired_tokens[num_fired] = fires
+                num_fired += 1
+        candidate += count
+    return num_fired
 
 
 @njit(nogil=True, cache=True)
 def gate_kernel(
-    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates
-):
+    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates,
+    num_tokens,
+):  # fmt: skip
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; bit t of
     tokens[i] says whether ids[i] is wanted for token t (all are where `tokens` is empty). `x` is
-    what `prepared` gave for as many tokens as `gates` has rows.
-    fired_ids (>= last - first,) int32, fired_tokens (same) uint32 and gates (T, >= last - first +
-    SPARE_COLUMNS) float32 receive, for each neuron that fired, its row, a bit for each token that
-    it fired for, and fn(gate . x + bias), zero for others. Returns their number.
+    what `prepared` gave for `num_tokens` tokens.
+    fired_ids (>= last - first,) int32, fired_tokens (same) uint32 and gates (>= T * (last - first +
+    SPARE),) float32 receive, for each neuron that fired, its row, a bit for each token that it
+    fired for, and T times fn(gate . x + bias), zero for others. Returns their number.
     """
-    if gates.shape[0] == 1:
+    if num_tokens == 1:
         return _gate_of_one(
-            gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,
-            gates[0],
-        )  # fmt: skip
-    num_fired, candidate, distance = 0, first, rows_ahead(gate)
-    while candidate < last:
-        column = num_fired
-        count = _candidate_products(gate, ids, tokens, x, candidate, last, distance, gates, column)
-        for k in range(count):
-            n = ids[candidate + k] if ids.shape[0] else candidate + k
-            for t in range(gates.shape[0]):
-                gates[t, num_fired] = gates[t, column + k]
-                if bias.shape[0]:
-                    gates[t, num_fired] += bias[n]
-            wanted = tokens[candidate + k] if tokens.shape[0] else ALL_TOKENS
-            num_fired = _keep(n, code, keep_all, wanted, num_fired, fired_ids, fired_tokens, gates)
-        candidate += count
-    return num_fired
+            gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates
+        )
+    return _gates_of_some(
+        gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,
+        _by_neuron(gates, num_tokens),
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _by_neuron(gates, num_tokens):
+    """The flat `gates` as (N, T)."""
+    height = gates.shape[0] // num_tokens
+    return gates[: height * num_tokens].reshape(height, num_tokens)
 
 
 @njit(nogil=True, cache=True)
@@ -196,15 +210,18 @@ def _scale_one(up, bias, fired_ids, num_fired, x, h):
 
 @njit(nogil=True, cache=True)
 def _scale_some(up, bias, fired_ids, fired_tokens, num_fired, gates, x):
-    """gates[t, i] *= up[n] . x[t] + bias[n], n = fired_ids[i], for the tokens that i fired for."""
-    spare, distance = gates.shape[1] - SPARE_COLUMNS, rows_ahead(up)
+    """gates[i, t] *= up[n] . x[t] + bias[n], n = fired_ids[i], for the tokens that i fired for."""
+    spare, distance, by_token = gates.shape[0] - SPARE, rows_ahead(up), gates.T
+    products = gates[spare]
     for i in range(num_fired):
         n, following = fired_ids[i], fired_ids[min(i + distance, num_fired - 1)]
-        _row_for_some(up, n, following, x, fired_tokens[i], gates, spare)
+        if i + distance + 2 < num_fired:
+            prefetch_row(up, fired_ids[i + distance + 2])
+        _row_for_some(up, n, following, x, fired_tokens[i], by_token, spare)
         shift = bias[n] if bias.shape[0] else np.float32(0)
-        for t in range(gates.shape[0]):
+        for t in range(gates.shape[1]):
             if (fired_tokens[i] >> np.uint32(t)) & np.uint32(1):
-                gates[t, i] *= gates[t, spare] + shift
+                gates[i, t] *= products[t] + shift
 
 
 @njit(nogil=True, cache=True)
@@ -229,44 +246,50 @@ def _add_one(down, ids, num_fired, h, out):
 
 
 @njit(nogil=True, cache=True)
-def _add_some(down, ids, fired_tokens, first, last, t, h, out):
-    """out += h[i] * down[ids[i]] for i in first..last-1 that fired for token t."""
+def _add_some(down, ids, fired_tokens, first, last, t, gates, out):
+    """out += gates[i, t] * down[ids[i]] for i in first..last-1 that fired for token t."""
     count, i0, i1, i2 = 0, 0, 0, 0
     for i in range(first, last):
         if not (fired_tokens[i] >> np.uint32(t)) & np.uint32(1):
             continue
         if count == 3:
-            add_scaled4(out, down, ids[i0], ids[i1], ids[i2], ids[i], h[i0], h[i1], h[i2], h[i])
+            add_scaled4(
+                out, down, ids[i0], ids[i1], ids[i2], ids[i],
+                gates[i0, t], gates[i1, t], gates[i2, t], gates[i, t],
+            )  # fmt: skip
             count = 0
             continue
         i0, i1, i2 = (i, i1, i2) if count == 0 else (i0, i, i2) if count == 1 else (i0, i1, i)
         count += 1
     for k in range(count):
         i = i0 if k == 0 else i1 if k == 1 else i2
-        add_scaled1(out, down, ids[i], h[i])
+        add_scaled1(out, down, ids[i], gates[i, t])
 
 
 @njit(nogil=True, cache=True)
 def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out):
-    """out[t] += gates[t, i] * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; no checks.
+    """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
 
-    Where `up` has no rows, that factor is one. `out` (T, d) is in the order of `add_scaled4`, each
-    token's neurons are added one after the other; `gates` is overwritten. Of several tokens each
-    takes its rows of a block of neurons while they are in the cache.
+    Where `up` has no rows, that factor is one. `gates` is as `gate_kernel` left it, and is
+    overwritten. `out` (T, d) is in the order of `add_scaled4`, each token's neurons are added one
+    after the other. Of several tokens each takes its rows of a block of neurons while they are in
+    the cache.
     """
-    if gates.shape[0] == 1:
+    num_tokens = out.shape[0]
+    if num_tokens == 1:
         if up.shape[0]:
-            _scale_one(up, bias, fired_ids, num_fired, x, gates[0])
-        _add_one(down, fired_ids, num_fired, gates[0], out[0])
+            _scale_one(up, bias, fired_ids, num_fired, x, gates)
+        _add_one(down, fired_ids, num_fired, gates, out[0])
         return
+    by_neuron = _by_neuron(gates, num_tokens)
     if up.shape[0]:
-        _scale_some(up, bias, fired_ids, fired_tokens, num_fired, gates, x)
+        _scale_some(up, bias, fired_ids, fired_tokens, num_fired, by_neuron, x)
     for first in range(0, num_fired, _BLOCK):
         last = min(first + _BLOCK, num_fired)
         for i in range(first, last):
             prefetch_row(down, fired_ids[i])
-        for t in range(gates.shape[0]):
-            _add_some(down, fired_ids, fired_tokens, first, last, t, gates[t], out[t])
+        for t in range(num_tokens):
+            _add_some(down, fired_ids, fired_tokens, first, last, t, by_neuron, out[t])
 
 
 @njit(nogil=True, cache=True)
@@ -275,11 +298,11 @@ def _sparse_ffn(gate, biases, up, down, ids, tokens, x, code, keep_all, room, le
     num_tokens = x.shape[0]
     fired_ids = np.empty(length, np.int32)
     fired_tokens = np.empty(length, np.uint32)
-    gates = np.empty((num_tokens, length + SPARE_COLUMNS), np.float32)
+    gates = np.empty(num_tokens * (length + SPARE), np.float32)
     ready = prepared(gate, x, room, 0)
     num_fired = gate_kernel(
         gate, biases[0], ids, tokens, ready, code, keep_all, 0, length, fired_ids, fired_tokens,
-        gates,
+        gates, num_tokens,
     )  # fmt: skip
     sums = np.zeros_like(out)
     up_down_kernel(up, biases[1], down, fired_ids, fired_tokens, num_fired, gates, ready, sums)

@@ -247,7 +247,7 @@ def _float_scaled_sum(
     counted_loop(builder, whole, length, 1, lambda index: add(index, 1, scales))
 
 
-def store_float(builder: Any, value: Any, pointer: Any, index: Any) -> None:
-    """pointer[index] = value, float32."""
-    cell = item_pointer(builder, pointer, index, 4)
+def store_float(builder: Any, value: Any, pointer: Any, offset_bytes: Any) -> None:
+    """Write a float32 at `pointer` (i8*) + `offset_bytes`."""
+    cell = item_pointer(builder, pointer, offset_bytes, 1)
     builder.store(value, builder.bitcast(cell, ir.FloatType().as_pointer()), align=4)

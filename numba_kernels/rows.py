@@ -11,7 +11,7 @@ from numba_kernels.vector_ir import (
     dot_ahead,
     dot_tokens2,
     dot_tokens4,
-    prefetch_row,
+    tile_ahead,
     tile_narrow,
     tile_shape,
     tile_wide,
@@ -45,10 +45,16 @@ def one_row_kernel(weights, row, following, x, out, column):
 
 
 @njit(nogil=True, cache=True)
-def tile_kernel(weights, row, x, out, column):
-    """out[t, column + r] = weights[row + r] . x[t] for a tile's rows, all tokens; no checks."""
+def tile_kernel(weights, row, following, x, out, column):
+    """out[t, column + r] = weights[row + r] . x[t] for a tile's rows, all tokens; no checks.
+
+    The tile's rows from `following` on are prefetched.
+    """
     t, num_tokens = 0, out.shape[0]
     tokens = tile_shape(weights)[1]
+    if tokens <= num_tokens:
+        tile_ahead(weights, row, following, x, t, out, column)
+        t += tokens
     while t + tokens <= num_tokens:
         tile_wide(weights, row, x, t, out, column)
         t += tokens
@@ -77,9 +83,7 @@ def rows_kernel(weights, bias, x, out, first, last):
     row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
     side_by_side = tile_rows(weights, num_tokens)
     while side_by_side > 1 and row + side_by_side <= last:
-        for ahead in range(row + side_by_side, min(row + 2 * side_by_side, last)):
-            prefetch_row(weights, ahead)
-        tile_kernel(weights, row, x, out, row)
+        tile_kernel(weights, row, min(row + side_by_side, last - side_by_side), x, out, row)
         row += side_by_side
     while num_tokens > 1 and row < last:
         one_row_kernel(weights, row, min(row + distance, last - 1), x, out, row)

@@ -45,7 +45,7 @@ class FfnArrays(NamedTuple):
 
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
-    gates (threads, T, N + SPARE_COLUMNS), counts (threads,) int64, and the inputs quantized, for
+    gates (threads, T * (N + SPARE)), counts (threads,) int64, and the inputs quantized, for
     quantized weights; T is the most tokens of one request, N of one layer."""
 
     sums: np.ndarray
@@ -109,12 +109,12 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
         end = begin
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
-    gates = scratch.gates[thread, :num_tokens]
+    gates = scratch.gates[thread]
     fired_ids, fired_tokens = scratch.fired_ids[thread], scratch.fired_tokens[thread]
     x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
     num_fired = gate_kernel(
         gate, _slice(arrays.gate_bias, first, last), ids, tokens, x, code,
-        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates,
+        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates, num_tokens,
     )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
     up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums)

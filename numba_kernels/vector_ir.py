@@ -136,18 +136,30 @@ def _dot_tokens(weights: Any, x: Any) -> Any:
 
 
 def _emit_tile(
-    context: Any, builder: Any, weights: Any, x: Any, out: Any, args: Any, num_tokens: int
+    context: Any,
+    builder: Any,
+    weights: Any,
+    x: Any,
+    out: Any,
+    args: Any,
+    num_tokens: int,
+    following: Any = None,
 ) -> None:
-    """args: weights, row, x, token, out, column."""
+    """args: weights, row, x, token, out, column; the rows from `following` on are prefetched."""
     matrix = Weights(context, builder, weights, args[0])
     vectors = Vectors(context, builder, x, args[2])
     num_rows = _tile_of(weights)[0]
     rows = [matrix.row(builder.add(args[1], I64(r))) for r in range(num_rows)]
     tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
-    products = matrix.products(rows, [vectors.vector(token) for token in tokens])
+    ahead = []
+    if following is not None:
+        ahead = [matrix.row(builder.add(following, I64(r))) for r in range(num_rows)]
+    products = matrix.products(rows, [vectors.vector(token) for token in tokens], ahead)
     targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
+    strides = context.make_array(out)(context, builder, args[4]).strides
+    item_bytes = builder.extract_value(strides, 1)
     for r in range(num_rows):
-        at = builder.add(args[5], I64(r))
+        at = builder.mul(builder.add(args[5], I64(r)), item_bytes)
         for t in range(num_tokens):
             store_float(builder, products[r * num_tokens + t], targets[t], at)
 
@@ -163,6 +175,20 @@ def tile_wide(typingctx, weights, row, x, token, out, column):
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _emit_tile(context, builder, weights, x, out, args, _tile_of(weights)[1])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def tile_ahead(typingctx, weights, row, following, x, token, out, column):
+    """`tile_wide`, while as many rows from `following` on are prefetched in step."""
+    ids = (types.int64,) * 2
+    signature = types.void(weights, *ids, x, types.int64, out, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rest, num_tokens = (*args[:2], *args[3:]), _tile_of(weights)[1]
+        _emit_tile(context, builder, weights, x, out, rest, num_tokens, args[2])
         return context.get_dummy_value()
 
     return signature, codegen
