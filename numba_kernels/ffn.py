@@ -22,6 +22,7 @@ from numba_kernels.checks import (
 from numba_kernels.formats import row_width
 from numba_kernels.rows import add_in_order, one_row_kernel, rows_ahead, tile_kernel, tile_rows
 from numba_kernels.vector_ir import (
+    add_row,
     add_scaled1,
     add_scaled4,
     add_scaled4_ahead,
@@ -36,6 +37,7 @@ NO_IDS = np.empty(0, np.int32)
 NO_TOKENS = np.empty(0, np.uint32)
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 SPARE = 8  # places of `gates`, beside one for each candidate: a tile's last rows, products of up
+_FEW_TOKENS = 8  # whose outputs stay in the cache while neurons pass by
 _BLOCK = 64  # neurons whose down rows stay in the cache while all tokens take theirs
 
 
@@ -96,7 +98,7 @@ def _gate_of_one(
     return num_fired
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")  # a call costs a quarter of a row
 def _row_for_some(weights, row, following, x, wanted, out, column):
     """out[t, column] = weights[row] . x[t] for the tokens whose bit in `wanted` is set."""
     count, t0, t1, t2 = 0, 0, 0, 0
@@ -246,6 +248,19 @@ def _add_one(down, ids, num_fired, h, out):
 
 
 @njit(nogil=True, cache=True)
+def _add_few(down, ids, fired_tokens, num_fired, gates, out):
+    """out[t] += gates[i, t] * down[ids[i]], neuron by neuron: each row is read once, in a stream."""
+    distance = rows_ahead(down)
+    for i in range(num_fired):
+        following = ids[min(i + distance, num_fired - 1)]
+        if i + distance + 2 < num_fired:
+            prefetch_row(down, ids[i + distance + 2])
+        for t in range(out.shape[0]):
+            if (fired_tokens[i] >> np.uint32(t)) & np.uint32(1):
+                add_row(out, t, down, ids[i], gates[i, t], following)
+
+
+@njit(nogil=True, cache=True)
 def _add_some(down, ids, fired_tokens, first, last, t, gates, out):
     """out += gates[i, t] * down[ids[i]] for i in first..last-1 that fired for token t."""
     count, i0, i1, i2 = 0, 0, 0, 0
@@ -272,8 +287,8 @@ def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x,
 
     Where `up` has no rows, that factor is one. `gates` is as `gate_kernel` left it, and is
     overwritten. `out` (T, d) is in the order of `add_scaled4`, each token's neurons are added one
-    after the other. Of several tokens each takes its rows of a block of neurons while they are in
-    the cache.
+    after the other: of few tokens neuron by neuron, of more token by token within a block of
+    neurons that stays in the cache.
     """
     num_tokens = out.shape[0]
     if num_tokens == 1:
@@ -284,6 +299,9 @@ def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x,
     by_neuron = _by_neuron(gates, num_tokens)
     if up.shape[0]:
         _scale_some(up, bias, fired_ids, fired_tokens, num_fired, by_neuron, x)
+    if num_tokens <= _FEW_TOKENS:
+        _add_few(down, fired_ids, fired_tokens, num_fired, by_neuron, out)
+        return
     for first in range(0, num_fired, _BLOCK):
         last = min(first + _BLOCK, num_fired)
         for i in range(first, last):
