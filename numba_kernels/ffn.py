@@ -249,7 +249,7 @@ def _add_one(down, ids, num_fired, h, out):
 
 @njit(nogil=True, cache=True)
 def _add_few(down, ids, fired_tokens, num_fired, gates, out):
-    """out[t] += gates[i, t] * down[ids[i]], neuron by neuron: each row is read once, in a stream."""
+    """out[t] += gates[i, t] * down[ids[i]], neuron by neuron: each row is read once."""
     distance = rows_ahead(down)
     for i in range(num_fired):
         following = ids[min(i + distance, num_fired - 1)]
