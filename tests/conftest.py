@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,23 +20,6 @@ GREEDY_TOKENS = 64
 # test starts; a signal with a handler is given to them with its default action.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# Whatever starts Ray runs in one worker, one after the other: such tests look for processes and
-# shared memory that are left behind, and time out when a machine is too busy.
-_RAY = re.compile(r"tests/(cluster|e2e)/|tests/actors/test_ray_|tests/unit/test_vs_llama_cpp")
-
-
-def _file(item: pytest.Item) -> str:
-    return item.path.relative_to(item.config.rootpath).as_posix()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give whole files to workers (pytest-xdist), and all that start Ray to a single one, first."""
-    for item in items:
-        file = _file(item)
-        item.add_marker(pytest.mark.xdist_group("ray" if _RAY.match(file) else file))
-    items.sort(key=lambda item: _RAY.match(_file(item)) is None)
 
 
 class TinyCheckpoint:
