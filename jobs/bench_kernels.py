@@ -43,12 +43,6 @@ def _read_row(words):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _read_in_order(words, first, last):  # type: ignore[no-untyped-def]
-    """Rows first..last-1, one stream."""
-    return _read_row(words[first:last].reshape(-1))
-
-
-@njit(nogil=True)  # not cached: Numba would not notice changed kernels
 def _read_listed(gate, up, down, ids, first, last):  # type: ignore[no-untyped-def]
     """Of each layer, gate rows of ids[first:last], then four up rows, four down rows, and so on."""
     total, rows = np.uint64(0), gate.shape[0] // ids.shape[0]
@@ -174,6 +168,7 @@ class _Bench:
 
         self.gate, self.up, self.down = matrix(), matrix(), matrix()
         self.words = [self._words(matrix) for matrix in (self.gate, self.up, self.down)]
+        self.all_words = self._words(self.gate.reshape(1, -1))[0]
         self.layers, self.ffn, self.num_threads = layers, ffn, num_threads
         self.x = np.full((tokens, hidden), 0.01, np.float32)
         self.out = np.zeros((tokens, layers * ffn), np.float32)
@@ -205,9 +200,9 @@ class _Bench:
 
     def read_in_order(self) -> tuple[float, int]:
         """Sum one matrix as 64-bit words; returns seconds and bytes."""
-        words = self.words[0]
-        parts = [share(len(words), i, self.num_threads, 4) for i in range(self.num_threads)]
-        seconds = self._parallel(lambda i: _read_in_order(words, *parts[i]))
+        words = self.all_words
+        parts = [slice(*share(len(words), i, self.num_threads, 4)) for i in range(self.num_threads)]
+        seconds = self._parallel(lambda i: _read_row(words[parts[i]]))
         return seconds, self.gate.nbytes
 
     def dense(self) -> tuple[float, int]:

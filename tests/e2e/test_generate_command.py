@@ -154,13 +154,16 @@ def test_bench_prefill(command: Command, words: Path) -> None:
     assert "tokens/s" in lines[0]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8", "q4"])
 def test_bench_kernels(command: Command, dtype: str) -> None:
     lines, report = command(
         "bench", "kernels", "--hidden", "64", "--ffn", "96", "--layers", "2", "--repeat", "1",
         "--threads", "1", "--dtype", dtype,
     )  # fmt: skip
-    for part in ("dense", "sparse_ffn"):
-        assert report[part]["gb_per_s"] > 0
-        assert report[part]["read_gb_per_s"] > 0
-    assert len(lines) == 2
+    assert report["gb_per_s"] > 0 and report["read_gb_per_s"] > 0
+    found = report["kernels"][dtype]
+    assert list(found) == ["rows x vector", "sparse FFN at 10%", "sparse FFN at 5%"]
+    for part in found.values():
+        assert part["gb_per_s"] > 0
+        assert part["read_gb_per_s"] > 0
+    assert len(lines) == 4
