@@ -36,7 +36,7 @@ from numba_kernels.vectors import empty_vectors, prepared
 NO_IDS = np.empty(0, np.int32)
 NO_TOKENS = np.empty(0, np.uint32)
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
-SPARE = 8  # places of `gates`, beside one for each candidate: a tile's last rows, products of up
+SPARE = 24  # places of `gates` beside those of candidates: a panel's last rows, products of up
 _FEW_TOKENS = 8  # whose outputs stay in the cache while neurons pass by
 _BLOCK = 64  # neurons whose down rows stay in the cache while all tokens take theirs
 

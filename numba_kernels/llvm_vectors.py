@@ -148,9 +148,12 @@ def sum_cells(builder: Any, cells: list[Any]) -> Any:
     return sum_lanes(builder, total)
 
 
-def prefetch_line(builder: Any, pointer: Any, offset_bytes: int) -> None:
-    """Ask for the line at `pointer` + `offset_bytes`, for reading, into all caches."""
+def prefetch_line(builder: Any, pointer: Any, offset_bytes: int, locality: int = 3) -> None:
+    """Ask for the line at `pointer` + `offset_bytes`, for reading.
+
+    `locality` 3 is into all caches, 2 into all but the first level.
+    """
     kind = ir.FunctionType(ir.VoidType(), [BYTES, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     at = builder.gep(pointer, [I64(offset_bytes)], source_etype=ir.IntType(8))
-    builder.call(function, [at, I32(0), I32(3), I32(1)])
+    builder.call(function, [at, I32(0), I32(locality), I32(1)])

@@ -29,6 +29,7 @@ from numba_kernels.llvm_vectors import (
     whole_steps,
     widen,
 )
+from numba_kernels.panel_ir import FloatPanel
 from numba_kernels.quantized_ir import (
     ZEROS,
     Row,
@@ -40,6 +41,7 @@ from numba_kernels.quantized_ir import (
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
 _BLOCK = 8 * LANES  # weights that go to one of two sums
+_BLOCKS_A_PART = 8  # of a panel: four vectors' parts take 16 KiB
 _MOST_CHAINS = 4  # rows times vectors whose two sums are kept side by side
 
 
@@ -82,6 +84,19 @@ class Weights:
             return emit_products(self.builder, self.bits, rows, vectors, self.groups, ahead)
         products = _FloatProducts(self.builder, self.type.dtype, rows, vectors)
         return products.emit(self.width, ahead)
+
+    def panel(
+        self, first_row: Any, vectors: list[Any], num_rows: int, num_tiles: int
+    ) -> FloatPanel:
+        """Float rows from `first_row` on, as `num_tiles` tiles of `num_rows`, times `vectors`."""
+        builder = self.builder
+
+        def row(index: Any) -> Any:
+            return self.pointer(builder.add(first_row, index))
+
+        return FloatPanel(
+            builder, self.type.dtype, row, vectors, num_rows, num_tiles, _BLOCK, _BLOCKS_A_PART
+        )
 
     def add_scaled(self, out: Any, rows: list[Any], factors: list[Any], ahead: list[Any]) -> None:
         """out (i8*) += sum of factor * row, row after row; in lane order for quantized rows.

@@ -11,8 +11,10 @@ from numba_kernels.vector_ir import (
     dot_ahead,
     dot_tokens2,
     dot_tokens4,
+    read_panel,
     tile_ahead,
     tile_narrow,
+    tile_panel,
     tile_shape,
     tile_wide,
 )
@@ -44,14 +46,24 @@ def one_row_kernel(weights, row, following, x, out, column):
         out[t, column] = dot_ahead(weights, row, following, x, t)
 
 
-@njit(nogil=True, cache=True)
-def tile_kernel(weights, row, following, x, out, column):
-    """out[t, column + r] = weights[row + r] . x[t] for a tile's rows, all tokens; no checks.
+def tile_kernel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+    """out[t, column + r] = weights[row + r] . x[t] for `tile_rows` rows, all tokens; no checks.
 
-    The tile's rows from `following` on are prefetched.
+    As many quantized rows from `following` on are prefetched. There are more tokens than few of
+    `tile_shape`. For compiled code alone; see the overload below.
     """
-    t, num_tokens = 0, out.shape[0]
-    tokens = tile_shape(weights)[1]
+    raise NotImplementedError("tile_kernel() is for compiled code")
+
+
+@overload(tile_kernel)
+def _tile_kernel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+    if bits_of(weights.dtype):
+        return _quantized_tile
+    return _float_panel
+
+
+def _quantized_tile(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+    t, num_tokens, tokens = 0, out.shape[0], tile_shape(weights)[1]
     if tokens <= num_tokens:
         tile_ahead(weights, row, following, x, t, out, column)
         t += tokens
@@ -63,15 +75,22 @@ def tile_kernel(weights, row, following, x, out, column):
         t += 1
 
 
+def _float_panel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+    num_tokens, tokens = out.shape[0], tile_shape(weights)[1]
+    read_panel(weights, row)
+    for t in range(0, num_tokens, tokens):  # the last tokens with some of those before them
+        tile_panel(weights, row, x, min(t, num_tokens - tokens), out, column)
+
+
 @njit(nogil=True, cache=True)
 def tile_rows(weights, num_tokens):
-    """Rows that are multiplied side by side with so many tokens: one, or a tile's.
+    """Rows that are multiplied side by side with so many tokens: one, or those of `tile_kernel`.
 
     For few tokens rows are read one after the other, as fast as memory gives; for more, when
     multiplying takes longer than reading, side by side.
     """
-    rows, _, few_tokens = tile_shape(weights)
-    return 1 if num_tokens <= few_tokens else rows
+    rows, _, few_tokens, tiles = tile_shape(weights)
+    return 1 if num_tokens <= few_tokens else rows * tiles
 
 
 @njit(nogil=True, cache=True)

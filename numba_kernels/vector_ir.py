@@ -41,6 +41,7 @@ from numba_kernels.quantized_ir import Vector, bits_of
 # of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
 _WIDE = has_feature("avx512f")
 FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
+PANEL_TILES = 4  # of float rows: 24 of them stay in the second-level cache
 QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
 
 
@@ -50,16 +51,16 @@ def _tile_of(weights: Any) -> tuple[int, int]:
 
 @intrinsic
 def tile_shape(typingctx, weights):
-    """(rows, tokens, few tokens) for weights of this format.
+    """(rows, tokens, few tokens, tiles) for weights of this format.
 
     Rows and tokens are those of `tile_wide`; few tokens' products with a row take no longer than
-    reading it.
+    reading it; so many tiles lie side by side in what `tile_kernel` multiplies at once.
     """
-    signature = types.UniTuple(types.int64, 3)(weights)
-    few_tokens = 4 if bits_of(weights.dtype) else 2
+    signature = types.UniTuple(types.int64, 4)(weights)
+    few_tokens, tiles = (4, 1) if bits_of(weights.dtype) else (3, PANEL_TILES)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sizes = [I64(size) for size in (*_tile_of(weights), few_tokens)]
+        sizes = [I64(size) for size in (*_tile_of(weights), few_tokens, tiles)]
         return context.make_tuple(builder, signature.return_type, sizes)
 
     return signature, codegen
@@ -189,6 +190,45 @@ def tile_ahead(typingctx, weights, row, following, x, token, out, column):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rest, num_tokens = (*args[:2], *args[3:]), _tile_of(weights)[1]
         _emit_tile(context, builder, weights, x, out, rest, num_tokens, args[2])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def read_panel(typingctx, weights, row):
+    """Bring PANEL_TILES tiles of float rows, from `row` on, into the cache."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[0])
+        panel = matrix.panel(args[1], [], _tile_of(weights)[0], PANEL_TILES)
+        panel.read_through(matrix.width)
+        return context.get_dummy_value()
+
+    return types.void(weights, types.int64), codegen
+
+
+@intrinsic
+def tile_panel(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for PANEL_TILES tiles of float rows; see `numba_kernels.panel_ir`."""
+    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = Weights(context, builder, weights, args[0])
+        vectors = Vectors(context, builder, x, args[2])
+        num_rows, num_tokens = _tile_of(weights)
+        tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
+        operands = [vectors.vector(token) for token in tokens]
+        panel = matrix.panel(args[1], operands, num_rows, PANEL_TILES)
+        targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
+        strides = context.make_array(out)(context, builder, args[4]).strides
+        item_bytes = builder.extract_value(strides, 1)
+
+        def store(row: Any, token: int, product: Any) -> None:
+            at = builder.mul(builder.add(args[5], row), item_bytes)
+            store_float(builder, product, targets[token], at)
+
+        panel.emit(matrix.width, store)
         return context.get_dummy_value()
 
     return signature, codegen
