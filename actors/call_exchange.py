@@ -116,6 +116,7 @@ class CallExchange:
         self._watch = watch
         self._names = names
         self._handles = handles
+        self.next_number = 0  # no doorbell rings
 
     def ask(self, services: Sequence[int]) -> int:
         """Call all, wait for all. See `Exchange.ask`."""

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from actors.engine import Engine
-from actors.exchange import Exchange
+from actors.engine import GPU, Engine
+from actors.exchange import ArenaExchange, Exchange
 from actors.failures import RequestError
 from actors.generation import Generator, Run, Stream
 from actors.kv_pool import KvPool
@@ -21,6 +21,7 @@ from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
 from actors.shards import num_kv_pages
+from actors.steps import KERNEL_TOKENS
 from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -46,7 +47,10 @@ class Driver:
         path = Path(system.model_path)
         config = ModelConfig.from_directory(path)
         embedding = load_embedding(Checkpoint(path), config)
-        predictor = _load_predictor(system, config, shards)
+        predictor = self._predictor = _load_predictor(system, config, shards)
+        if predictor is not None and isinstance(exchange, ArenaExchange):
+            most_tokens = min(KERNEL_TOKENS, exchange.wires.hidden.shape[0])
+            predictor.share_out(exchange.wires, GPU, system.num_threads, most_tokens)
         engine = Engine(config, embedding, exchange, system.mode, predictor)
         self.engine = engine
         self.generator = Generator(path, config, engine, system.context_length)
@@ -131,6 +135,8 @@ class Driver:
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._line.close(self._cancel_all)
+        if self._predictor is not None:
+            self._predictor.close()
 
     def _cancel_all(self) -> None:
         for stream in list(self._streams):

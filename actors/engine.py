@@ -103,6 +103,9 @@ class Engine:
         wires, times = self.exchange.wires, self.times
         request = wires.requests[GPU]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
+        if self.predictor is not None and self._predicts(num_tokens):
+            name, number = self._predictor_input(), self.exchange.next_number
+            self.predictor.announce(layer, num_tokens, name, number)
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
         self._ffn(layer, num_tokens)
         merge_partials(wires.mixed, wires.partials, 1, num_tokens, wires.hidden)
@@ -143,14 +146,21 @@ class Engine:
 
     def _choose(self, layer: int, num_tokens: int) -> np.ndarray | None:
         """List the neurons that are expected to fire; their numbers, or None for all neurons."""
-        if self.predictor is None or num_tokens > KERNEL_TOKENS:
+        if self.predictor is None or not self._predicts(num_tokens):
             return None
         wires, started = self.exchange.wires, time.monotonic_ns()
-        x = wires.ffn_input
-        if self.predictor.input_name == "residual":
-            x = wires.hidden if self.config.parallel_ffn else wires.mixed
+        x: np.ndarray = getattr(wires, self._predictor_input())
         chosen = self.predictor.choose(
             layer, x[:num_tokens], wires.active_ids[1:], wires.active_tokens[1:]
         )
         self.times.add_predictor(time.monotonic_ns() - started)
         return chosen
+
+    def _predicts(self, num_tokens: int) -> bool:
+        return self.predictor is not None and num_tokens <= KERNEL_TOKENS
+
+    def _predictor_input(self) -> str:
+        """The array of the wires that the predictor reads."""
+        if self.predictor is None or self.predictor.input_name == "ffn_input":
+            return "ffn_input"
+        return "hidden" if self.config.parallel_ffn else "mixed"

@@ -21,6 +21,11 @@ class Exchange(Protocol):
 
     wires: Wires
 
+    @property
+    def next_number(self) -> int:
+        """What the doorbells of the next services asked will show; 0 where there are none."""
+        ...
+
     def ask(self, services: Sequence[int]) -> int:
         """Ask all `services` what stands in their request words; returns nanoseconds waited.
 
@@ -50,6 +55,11 @@ class ArenaExchange:
         self.wires = wires
         self._watch = watch
         self._number = first_number
+
+    @property
+    def next_number(self) -> int:
+        """See `Exchange.next_number`."""
+        return self._number
 
     def ask(self, services: Sequence[int]) -> int:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""

@@ -186,6 +186,19 @@ def wait_change(words, cell, seen, spins, timeout_ns):
 
 
 @njit(nogil=True, cache=True)
+def sleep_change(words, cell, seen, timeout_ns):
+    """`wait_change` without looks: for those who leave their core to others."""
+    index = cell * WORDS_A_CELL
+    deadline = now_ns() + timeout_ns
+    while True:
+        value = load_word(words, index)
+        left = deadline - now_ns()
+        if value != seen or left <= 0:
+            return value
+        _futex_wait(words, index, seen, left)
+
+
+@njit(nogil=True, cache=True)
 def barrier(words, count_cell, generation_cell, num_threads):
     """Return when all `num_threads` threads have come here; the cells are then ready for reuse."""
     if num_threads == 1:

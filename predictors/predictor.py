@@ -5,7 +5,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from numba_kernels.mailbox import Wires
 from numba_kernels.predict import select_kernel
+from predictors.sign import SignLayer
+from predictors.sign_team import SignTeam
 
 PredictorInput = Literal["ffn_input", "residual"]
 
@@ -42,6 +45,29 @@ class NeuronPredictor:
         self._layers = list(layers)
         zeros = np.zeros((len(self._layers), 1), np.int64)
         self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
+        self._team: SignTeam | None = None
+
+    def share_out(self, wires: Wires, service: int, num_threads: int, max_tokens: int) -> None:
+        """Score on several cores, at once when `service` answers; only sign predictors do.
+
+        It is of use where doorbells ring in `wires`; `announce` and `close` go with it.
+        """
+        known = [layer for layer in self._layers if isinstance(layer, SignLayer)]
+        if not known or len(known) < sum(layer is not None for layer in self._layers):
+            return
+        layers = [layer if isinstance(layer, SignLayer) else None for layer in self._layers]
+        self._team = SignTeam(layers, wires, service, num_threads, max_tokens)
+        self._layers = list(self._team.layers)
+
+    def announce(self, layer: int, num_tokens: int, array_name: str, number: int) -> None:
+        """The service is about to be asked for the input; see `SignTeam.announce`."""
+        if self._team is not None and self._layers[layer] is not None:
+            self._team.announce(layer, num_tokens, array_name, number)
+
+    def close(self) -> None:
+        """End the threads of `share_out`."""
+        if self._team is not None:
+            self._team.close()
 
     def choose(
         self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_tokens: np.ndarray
@@ -54,8 +80,10 @@ class NeuronPredictor:
         predictor, bounds = self._layers[layer], self._bounds[layer]
         if predictor is None:
             return None
-        scores = np.empty((x.shape[0], predictor.num_neurons), np.float32)
-        predictor.score(x, scores)
+        scores = None if self._team is None else self._team.score(layer, x.shape[0])
+        if scores is None:
+            scores = np.empty((x.shape[0], predictor.num_neurons), np.float32)
+            predictor.score(x, scores)
         counts = [
             select_kernel(scores, bounds[s], bounds[s + 1], active_ids[s], active_tokens[s])
             for s in range(bounds.shape[0] - 1)

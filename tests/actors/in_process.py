@@ -55,6 +55,7 @@ class CopyingExchange:
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
         self.wires = layout.wires(layout.new_arena())
         self._services = services
+        self.next_number = 0
 
     def ask(self, services: Sequence[int]) -> int:
         """See `Exchange.ask`."""

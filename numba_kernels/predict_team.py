@@ -1,0 +1,111 @@
+"""The sign predictor on several cores: threads that wake by themselves when its input is there.
+
+Waking an idle core takes as long as a core needs for its share, so nobody wakes these threads for
+it: like the driver they sleep at the doorbell that the GPU service rings when the FFN's input is
+ready. What to do then was written down before the service was asked.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.doorbell import WORDS_A_CELL, load_word, ring, sleep_change, wait_change
+from numba_kernels.mailbox import DONE, IDLE_NS, LOOK_NS, SPINS, cell
+from numba_kernels.predict import pack_planes_kernel, sign_scores_kernel
+from numba_kernels.rows import share
+
+# words of a task
+NUMBER, LAYER, NUM_TOKENS, INPUT, STOP = range(5)
+NUM_TASK_WORDS = 8
+FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the wires' arrays
+
+
+class SignPredictors(NamedTuple):
+    """The sign predictors of all layers, stacked: layer l scores neurons offsets[l]:offsets[l + 1].
+
+    offsets, starts (L + 1,) int64; bits (words,) uint64: rows of layer l from starts[l] on, in the
+    form of `numba_kernels.predict`; thresholds (N,), centers, scales (L, d) float32
+    """
+
+    offsets: np.ndarray
+    starts: np.ndarray
+    bits: np.ndarray
+    thresholds: np.ndarray
+    centers: np.ndarray
+    scales: np.ndarray
+
+
+class TeamWork(NamedTuple):
+    """What the threads of a team share.
+
+    task (8,) int64: what is to be done at which number of the doorbell; done (threads * 16,) int32:
+    a cell for each thread with the number that it has done; scores (T, N) float32; planes (threads,
+    3, words) uint64
+    """
+
+    task: np.ndarray
+    done: np.ndarray
+    scores: np.ndarray
+    planes: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _score_share(thread, num_threads, layer, x, predictors, scores, planes):
+    """scores[t, n] of this thread's share of the layer's neurons, all tokens; checks nothing."""
+    first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
+    begin, end = share(last - first, thread, num_threads, 4)
+    bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
+    rows = bits.reshape(last - first, bits.shape[0] // (last - first))
+    center, scale = predictors.centers[layer], predictors.scales[layer]
+    for t in range(x.shape[0]):
+        unit = pack_planes_kernel(x[t], center, scale, planes)
+        sign_scores_kernel(
+            rows, planes, unit, x.shape[1], predictors.thresholds[first:last], scores[t], begin, end
+        )
+
+
+@njit(nogil=True, cache=True)
+def _score_task(thread, num_threads, wires, predictors, work):
+    num_tokens = work.task[NUM_TOKENS]
+    x = wires.ffn_input
+    if work.task[INPUT] == MIXED:
+        x = wires.mixed
+    elif work.task[INPUT] == HIDDEN:
+        x = wires.hidden
+    _score_share(
+        thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work.scores,
+        work.planes[thread],
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def help_predict(thread, num_threads, service, seen, wires, predictors, work):
+    """A helper's life: its share of each task when `service` rings; ends where STOP is set."""
+    while True:
+        number = sleep_change(wires.words, cell(service, DONE), seen, IDLE_NS)
+        if work.task[STOP]:
+            return
+        if number != seen and work.task[NUMBER] == number:
+            _score_task(thread, num_threads, wires, predictors, work)
+            ring(work.done, thread, number)
+        seen = number
+
+
+@njit(nogil=True, cache=True)
+def lead_predict(num_threads, wires, predictors, work):
+    """The driver's share of the task, as thread 0; returns when all threads have done theirs."""
+    _score_task(0, num_threads, wires, predictors, work)
+    await_team(num_threads, work)
+
+
+@njit(nogil=True, cache=True)
+def await_team(num_threads, work):
+    """Return when all helpers have done the last task."""
+    number = np.int32(work.task[NUMBER])
+    for thread in range(1, num_threads):
+        while True:
+            done = load_word(work.done, thread * WORDS_A_CELL)
+            if done == number:
+                break
+            wait_change(work.done, thread, done, SPINS, LOOK_NS)

@@ -1,0 +1,148 @@
+"""Sign predictors shared out over threads of the driver's process."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from model.memory import aligned_empty
+from numba_kernels.bit_ir import INPUT_PLANES
+from numba_kernels.doorbell import WORDS_A_CELL, ring
+from numba_kernels.mailbox import DONE, Wires, cell
+from numba_kernels.predict_team import (
+    FFN_INPUT,
+    HIDDEN,
+    INPUT,
+    LAYER,
+    MIXED,
+    NUM_TASK_WORDS,
+    NUM_TOKENS,
+    NUMBER,
+    STOP,
+    SignPredictors,
+    TeamWork,
+    await_team,
+    help_predict,
+    lead_predict,
+)
+from predictors.sign import SignLayer
+
+_INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
+
+
+class SignTeam:
+    """Threads that score a layer's neurons together; see `numba_kernels.predict_team`.
+
+    The driver is one of them: it announces a task before it asks the service whose answer is the
+    input, and scores with the others when that has come.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[SignLayer | None],
+        wires: Wires,
+        service: int,
+        num_threads: int,
+        max_tokens: int,
+    ) -> None:
+        """Start num_threads - 1 helpers, which wake when `service` of the wires answers."""
+        self._predictors = stacked(layers)
+        self._wires = wires
+        self._service = service
+        self._num_threads = num_threads
+        most = max(layer.num_neurons for layer in layers if layer is not None)
+        words = -(-self._predictors.centers.shape[1] // 64)
+        self._work = TeamWork(
+            task=np.zeros(NUM_TASK_WORDS, np.int64),
+            done=np.zeros(num_threads * WORDS_A_CELL, np.int32),
+            scores=np.empty((max_tokens, most), np.float32),
+            planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
+        )
+        seen = self._answered()
+        shared = (wires, self._predictors, self._work)
+        self._work.task[STOP] = 1
+        help_predict(0, num_threads, service, seen ^ 1, *shared)  # compiled here, if at all
+        self._work.task[STOP] = 0
+        self._helpers = [
+            threading.Thread(
+                target=help_predict,
+                args=(i, num_threads, service, seen, *shared),
+                name=f"predictor-{i}",
+                daemon=True,
+            )
+            for i in range(1, num_threads)
+        ]
+        for helper in self._helpers:
+            helper.start()
+
+    @property
+    def layers(self) -> list[SignLayer | None]:
+        """The layers' predictors, as views of the team's arrays."""
+        offsets, starts, bits, thresholds, centers, scales = self._predictors
+        found: list[SignLayer | None] = []
+        for i in range(offsets.size - 1):
+            count = int(offsets[i + 1] - offsets[i])
+            rows = bits[starts[i] : starts[i + 1]].reshape(max(count, 1), -1)
+            part = thresholds[offsets[i] : offsets[i + 1]]
+            found.append(SignLayer(rows, part, centers[i], scales[i]) if count else None)
+        return found
+
+    def announce(self, layer: int, num_tokens: int, input_name: str, number: int) -> None:
+        """Say what to score when the service answers request `number`.
+
+        input_name: the array of the wires that holds the input, "ffn_input", "mixed" or "hidden"
+        """
+        self._finish()
+        task = self._work.task
+        task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, _INPUTS[input_name]
+        task[NUMBER] = number
+
+    def score(self, layer: int, num_tokens: int) -> np.ndarray | None:
+        """Scores (T, N) float32 of the layer, overwritten by the next.
+
+        None if it was not announced, or for another request than the service answered last.
+        """
+        task = self._work.task
+        announced = task[NUMBER] == self._answered() and task[NUMBER] != 0
+        if not announced or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
+            return None
+        lead_predict(self._num_threads, self._wires, self._predictors, self._work)
+        task[NUMBER] = 0
+        count = self._predictors.offsets[layer + 1] - self._predictors.offsets[layer]
+        return self._work.scores[:num_tokens, :count]
+
+    def close(self) -> None:
+        """End the helpers, once nothing is asked of the service any more."""
+        self._work.task[STOP] = 1
+        ring(self._wires.words, cell(self._service, DONE), np.int32(self._answered() ^ 1))
+        for helper in self._helpers:
+            helper.join()
+
+    def _finish(self) -> None:
+        """Let helpers end a task that was announced and never scored: its request failed."""
+        number = self._work.task[NUMBER]
+        if number and self._answered() == number:
+            await_team(self._num_threads, self._work)
+
+    def _answered(self) -> int:
+        """The number of the request that the service answered last."""
+        return int(self._wires.words[cell(self._service, DONE) * WORDS_A_CELL])
+
+
+def stacked(layers: Sequence[SignLayer | None]) -> SignPredictors:
+    """All layers' arrays one after the other; a layer without a predictor has no neurons."""
+    known = [layer for layer in layers if layer is not None]
+    counts = [0 if layer is None else layer.num_neurons for layer in layers]
+    lengths = [0 if layer is None else layer.bits.size for layer in layers]
+    width = known[0].center.size
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    bits = aligned_empty((int(starts[-1]),), np.uint64)  # every token reads all of it
+    thresholds = np.empty(offsets[-1], np.float32)
+    centers, scales = (np.zeros((len(layers), width), np.float32) for _ in range(2))
+    for i, layer in enumerate(layers):
+        if layer is not None:
+            bits[starts[i] : starts[i + 1]] = layer.bits.reshape(-1)
+            thresholds[offsets[i] : offsets[i + 1]] = layer.thresholds
+            centers[i], scales[i] = layer.center, layer.scale
+    return SignPredictors(offsets, starts, bits, thresholds, centers, scales)

@@ -1,0 +1,113 @@
+"""Sign predictors scored by several threads: as one thread scores them, whatever else happens."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from actors.arena import ArenaLayout
+from numba_kernels.doorbell import ring
+from numba_kernels.mailbox import DONE, Wires, cell
+from numba_kernels.predict import pack_weights
+from predictors.sign import SignLayer
+from predictors.sign_team import SignTeam
+
+WIDTH, MOST_TOKENS, SERVICE = 100, 8, 0
+SIZES = [200, None, 37, 3]  # a layer's neurons; None: no predictor
+
+
+def make_layer(rng: np.random.Generator, count: int, planes: int) -> SignLayer:
+    weights = rng.standard_normal((count, WIDTH), np.float32)
+    return SignLayer(
+        pack_weights(weights, planes),
+        rng.standard_normal(count, np.float32),
+        rng.standard_normal(WIDTH, np.float32),
+        rng.random(WIDTH, np.float32) + np.float32(0.5),
+    )
+
+
+@pytest.fixture
+def layers() -> list[SignLayer | None]:
+    rng = np.random.default_rng(0)
+    return [
+        None if size is None else make_layer(rng, size, 1 + i % 2) for i, size in enumerate(SIZES)
+    ]
+
+
+@pytest.fixture
+def wires() -> Wires:
+    layout = ArenaLayout(2, MOST_TOKENS, WIDTH, 200, 50, MOST_TOKENS, 1, 1)
+    wires = layout.wires(layout.new_arena())
+    rng = np.random.default_rng(1)
+    for array in (wires.ffn_input, wires.mixed, wires.hidden):
+        array[:] = rng.standard_normal(array.shape)
+    return wires
+
+
+@pytest.fixture(params=[1, 2, 3])
+def team(
+    request: pytest.FixtureRequest, layers: list[SignLayer | None], wires: Wires
+) -> Iterator[SignTeam]:
+    team = SignTeam(layers, wires, SERVICE, request.param, MOST_TOKENS)
+    yield team
+    team.close()
+
+
+def answer(wires: Wires, number: int) -> None:
+    ring(wires.words, cell(SERVICE, DONE), np.int32(number))
+
+
+def alone(layer: SignLayer, x: np.ndarray) -> np.ndarray:
+    scores = np.empty((x.shape[0], layer.num_neurons), np.float32)
+    layer.score(x, scores)
+    return scores
+
+
+def assert_same_scores(found: np.ndarray | None, expected: np.ndarray) -> None:
+    """The same but for the rounding of a product that is fused with a sum, or is not."""
+    assert found is not None
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_are_those_of_one_thread(
+    team: SignTeam, layers: list[SignLayer | None], wires: Wires
+) -> None:
+    number = 0
+    for _ in range(20):
+        for i, layer in enumerate(layers):
+            if layer is None:
+                continue
+            number += 1
+            name, tokens = ("ffn_input", "mixed", "hidden")[number % 3], 1 + number % MOST_TOKENS
+            team.announce(i, tokens, name, number)
+            answer(wires, number)
+            found = team.score(i, tokens)
+            assert_same_scores(found, alone(layer, getattr(wires, name)[:tokens]))
+
+
+def test_what_was_not_announced_is_not_scored(
+    team: SignTeam, layers: list[SignLayer | None], wires: Wires
+) -> None:
+    answer(wires, 1)
+    assert team.score(0, 1) is None
+    team.announce(0, 1, "ffn_input", 2)
+    assert team.score(0, 1) is None  # not answered yet
+    answer(wires, 3)  # the question was asked once more
+    assert team.score(0, 1) is None
+    team.announce(0, 1, "ffn_input", 4)
+    answer(wires, 4)  # but the request failed: nobody scores it
+    team.announce(2, 2, "ffn_input", 5)
+    answer(wires, 5)
+    assert team.score(0, 1) is None
+    assert team.score(2, 1) is None
+    layer = layers[2]
+    assert layer is not None
+    assert_same_scores(team.score(2, 2), alone(layer, wires.ffn_input[:2]))
+
+
+def test_its_layers_are_the_given_ones(team: SignTeam, layers: list[SignLayer | None]) -> None:
+    for found, given in zip(team.layers, layers, strict=True):
+        assert (found is None) == (given is None)
+        if found is not None and given is not None:
+            for name, array in vars(given).items():
+                np.testing.assert_array_equal(getattr(found, name), array)
