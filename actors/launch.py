@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster import NAMESPACE
+from actors.cluster import NAMESPACE, numa_slots
 from actors.driver_host import DriverHost
 from actors.hosts import node_ids
 from actors.messages import ServiceSpec, SystemConfig
@@ -43,11 +43,13 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none.
 
-    On the node `node_id` and no other, or on any where it is None.
+    On the node `node_id` and no other, or on any where it is None. Where that node offers NUMA
+    nodes as the resource numa_node, a CPU service takes its own.
     """
     num_cpus = 0 if spec.index == 0 else spec.num_threads
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
     if node_id is not None:
+        options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ServiceActor.options(**options).remote(spec)
 

@@ -5,10 +5,12 @@ the other after the time that a wire of that speed and length would have taken. 
 netem cannot delay packets themselves.) For Linux and root alone.
 """
 
+import contextlib
 import fcntl
 import heapq
 import os
 import select
+import signal
 import struct
 import subprocess
 import threading
@@ -53,6 +55,17 @@ class ShapedLink:
     def command(self, end: int, command: Sequence[str]) -> list[str]:
         """`command` as it is run at one end of the link, 0 or 1."""
         return ["ip", "netns", "exec", self.namespaces[end], *command]
+
+    def end_processes(self) -> None:
+        """Kill every process at both ends, and wait until they are gone."""
+        for namespace in self.namespaces:
+            while pids := _ip("netns", "pids", namespace).split():
+                for pid in map(int, pids):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Take the link and the namespaces away."""
@@ -99,7 +112,7 @@ class ShapedLink:
 
 
 def is_permitted() -> str:
-    """"" where links can be made, else why not, in a few words."""
+    """ "" where links can be made, else why not, in a few words."""
     try:
         ShapedLink(f"hc{os.getpid() % 100000}").close()
     except FileNotFoundError as error:
@@ -110,8 +123,9 @@ def is_permitted() -> str:
     return ""
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def _readable(file: int, timeout_s: float) -> bool:

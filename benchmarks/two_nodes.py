@@ -7,20 +7,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from benchmarks.hosts_client import Client
 from benchmarks.shaped_link import ShapedLink
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _PORT = 6379
 _STORE_BYTES = 100 << 20
-_START_S = 120.0
-_ALIVE = "import ray, sys; ray.init(log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
 
 
 @dataclass(frozen=True)
@@ -35,25 +31,22 @@ class TwoNodes:
         """Of both nodes."""
         return self.link.addresses
 
-    def start(self, *arguments: str, **pipes: int) -> "subprocess.Popen[str]":
-        """Start `python ARGUMENTS` on the head's end of the link, as a process of the cluster."""
-        command = self.link.command(0, [sys.executable, *arguments])
-        return subprocess.Popen(command, cwd=CHECKOUT, env=self.environment, text=True, **pipes)
-
-    def run(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """`start`, to the end."""
-        command = self.link.command(0, [sys.executable, *arguments])
-        return subprocess.run(
-            command, cwd=CHECKOUT, env=self.environment, text=True, capture_output=True,
-            timeout=timeout_s, check=False,
+    def client(self) -> Client:
+        """A new `hosts_client` on the head's end of the link."""
+        command = self.link.command(0, [sys.executable, "-m", "benchmarks.hosts_client"])
+        process = subprocess.Popen(
+            command, cwd=CHECKOUT, env=self.environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+        return Client(process)
 
 
 @contextlib.contextmanager
 def two_nodes(num_cpus: int, prefix: str = "hotcold") -> Iterator[TwoNodes]:
-    """Start the cluster, with `num_cpus` Ray CPUs a node; at the end no process of it is left.
+    """Start both nodes, with `num_cpus` Ray CPUs each; at the end no process of them is left.
 
-    Errors:  OSError or CalledProcessError without the rights; RuntimeError if Ray does not start
+    It does not wait: `hosts_client` does.
+    Errors:  OSError or CalledProcessError without the rights
     """
     folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
     token = folder / "token"
@@ -73,51 +66,19 @@ def two_nodes(num_cpus: int, prefix: str = "hotcold") -> Iterator[TwoNodes]:
         here = ["--head", f"--port={_PORT}", f"--node-ip-address={head}", f"--temp-dir={folder}/r"]
         here.append("--include-dashboard=false")
         there = [f"--address={head}:{_PORT}", f"--node-ip-address={other}"]
-        nodes: list[subprocess.Popen[bytes]] = []
         try:
-            cluster = TwoNodes(link, environment)
             for end, options in enumerate((here, there)):
-                nodes.append(_start(link, end, [*options, *common], environment, folder))
-                _await_nodes(cluster, nodes, folder)
-            yield cluster
+                _start(link, end, [*options, *common], environment, folder)
+            yield TwoNodes(link, environment)
         finally:
-            for node in nodes:
-                _end(node)
+            link.end_processes()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(
     link: ShapedLink, end: int, options: list[str], environment: dict[str, str], folder: Path
-) -> "subprocess.Popen[bytes]":
+) -> None:
     command = link.command(end, [sys.executable, "-m", "ray.scripts.scripts", "start", *options])
     own = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
     with (folder / f"log{end}").open("wb") as log:
-        return subprocess.Popen(command, env=own, stdout=log, stderr=log)
-
-
-def _await_nodes(
-    cluster: TwoNodes, nodes: "list[subprocess.Popen[bytes]]", folder: Path
-) -> None:
-    """Wait until the cluster has as many nodes as were started."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and all(node.poll() is None for node in nodes):
-        found = cluster.run("-c", _ALIVE)
-        if found.stdout.strip() == str(len(nodes)):
-            return
-        time.sleep(0.3)
-    logs = "\n".join(path.read_text()[-1500:] for path in sorted(folder.glob("log*")))
-    raise RuntimeError(f"a Ray node did not start:\n{logs}")
-
-
-def _end(node: "subprocess.Popen[bytes]") -> None:
-    """End a node and all that it started, what left its group too."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(node.pid)
-        family = [process, *process.children(recursive=True)]
-        process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        for one in alive:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(alive, timeout=5)
-    node.wait(10)
+        subprocess.Popen(command, env=own, stdout=log, stderr=log)

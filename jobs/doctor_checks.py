@@ -20,7 +20,9 @@ from placement.sysfs import Cpu, missing_features
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
-_LOCAL_SHARE = 0.95  # of a service's memory; boundary pages and work space are anywhere
+# Of a service's memory, what may lie anywhere: Python and libraries, which are loaded before the
+# process knows its place, and pages that two threads share.
+_FAR_BYTES, _FAR_SHARE = 512 << 20, 0.02
 _SLOW_NODE = 0.6  # of the fastest node's rate per core
 _ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
 _COMPACT_MEMORY = "echo 1 > /proc/sys/vm/compact_memory"
@@ -149,7 +151,7 @@ def check_services(services: Sequence[ServiceMemory]) -> Iterator[Finding]:
             f"node{'s' * (len(service.nodes) > 1)} {', '.join(map(str, service.nodes))}"
         )
         subject = f"service {service.pid}"
-        if service.local_share < _LOCAL_SHARE:
+        if service.far_bytes > max(_FAR_BYTES, _FAR_SHARE * service.num_bytes):
             yield Finding("problem", subject, f"{text}: free memory there and start again")
         else:
             yield Finding("ok", subject, f"{text}: {service.local_share:.1%} local")

@@ -28,10 +28,19 @@ class ServiceMemory:
     nodes: tuple[int, ...]
 
     @property
+    def num_bytes(self) -> int:
+        """On all nodes."""
+        return sum(self.node_bytes.values())
+
+    @property
+    def far_bytes(self) -> int:
+        """On other nodes than the threads'."""
+        return sum(size for node, size in self.node_bytes.items() if node not in self.nodes)
+
+    @property
     def local_share(self) -> float:
         """The share of the bytes that is on the threads' nodes; 1 where there are none."""
-        total = sum(self.node_bytes.values())
-        return sum(self.node_bytes.get(node, 0) for node in self.nodes) / total if total else 1.0
+        return 1 - self.far_bytes / self.num_bytes if self.num_bytes else 1.0
 
 
 def running_services(root: Path = Path("/")) -> tuple[ServiceMemory, ...]:

@@ -76,6 +76,12 @@ def num_sharing(num_nodes: int, num_services: int) -> list[int]:
     return [groups.count(group) for group in groups]
 
 
+def slots_of(num_nodes: int, num_services: int, service: int) -> float:
+    """How many of the nodes a service takes: some whole ones, or its part of one."""
+    group = node_groups(num_nodes, num_services)[service]
+    return len(group) / num_sharing(num_nodes, num_services)[service]
+
+
 def thread_counts(
     nodes: Sequence[NodeCores], num_services: int, num_threads: int
 ) -> tuple[int, ...]:
