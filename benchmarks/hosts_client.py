@@ -23,7 +23,7 @@ from actors.system import System
 from model.errors import HotcoldError
 from model.sampling import SamplingParams
 
-_NODES_S = 90.0
+_NODES_S = 150.0
 
 
 class Client:

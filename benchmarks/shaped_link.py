@@ -13,6 +13,7 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -55,6 +56,10 @@ class ShapedLink:
     def command(self, end: int, command: Sequence[str]) -> list[str]:
         """`command` as it is run at one end of the link, 0 or 1."""
         return ["ip", "netns", "exec", self.namespaces[end], *command]
+
+    def end_of(self, pid: int) -> int:
+        """At which end of the link a process is, 0 or 1. Errors: ValueError if at neither."""
+        return self.namespaces.index(_ip("netns", "identify", str(pid)).strip())
 
     def end_processes(self) -> None:
         """Kill every process at both ends, and wait until they are gone."""
@@ -137,3 +142,7 @@ def _write(file: int, packet: bytes) -> None:
         os.write(file, packet)
     except OSError:
         return  # a full or closed device loses packets, as wires do
+
+
+if __name__ == "__main__":
+    sys.exit(is_permitted() or None)

@@ -70,16 +70,3 @@ def test_services_stay_on_their_nodes(
     assert (first,) not in threads["driver"] and (second,) not in threads["driver"]
     assert {processes[name] for name in ("gpu", "cpu0", "cpu1")} <= set(services)
     assert services[processes["cpu1"]].num_bytes > 0
-
-
-def test_nothing_is_pinned_where_there_is_one_node(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = write_tree(tmp_path, {0: f"{CORES[0]},{CORES[1]}"})
-    monkeypatch.setenv(NUMA_ROOT, str(root))
-    path = tiny("llama-relu").path
-    config, _ = prepare_system(path, SystemOptions(num_threads=2, context_length=128))
-    with System.start(config) as system:
-        processes = system.call("processes")
-        here = tuple(sorted(os.sched_getaffinity(0)))
-        assert [set(cores_of_threads(pid)) for pid in processes.values()] == [{here}] * 3

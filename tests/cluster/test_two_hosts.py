@@ -2,95 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import ray
 
 from actors.host_files import require_same_model
+from actors.hosts import node_ids, service_nodes
 from actors.messages import SystemConfig
 from actors.shards import service_specs
-from benchmarks.hosts_client import Client
-from benchmarks.shaped_link import is_permitted
-from benchmarks.two_nodes import TwoNodes, two_nodes
 from model.config import ModelConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, UsageError
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-REASON = is_permitted()
-pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON or "-"), pytest.mark.timeout(300)]
-
-Cluster = tuple[TwoNodes, Client]
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Both nodes, and a process on the first."""
-    with two_nodes(num_cpus=2, prefix="hctest") as nodes:
-        client = nodes.client()
-        assert sorted(client.tell(nodes=2)["nodes"]) == sorted(nodes.addresses)
-        yield nodes, client
-        client.end()
+def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def system_of(path: Path, hosts: list[str], **changes: Any) -> dict[str, Any]:
-    """Two CPU services for each of `hosts`, as JSON."""
-    config = SystemConfig(
-        str(path),
-        num_cpu_actors=2 * len(hosts),
-        num_threads=2,
-        context_length=128,
-        kv_dtype="float32",
-        prefill_chunk=32,
-    )
-    return {**vars(config), "hosts": hosts, **changes}
-
-
-def namespace_of(pid: int) -> str:
-    """The network namespace that a process is in."""
-    done = subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
+@pytest.mark.timeout(400)
 def test_the_same_tokens_as_on_one_host(
-    cluster: Cluster, tiny: Callable[..., TinyCheckpoint]
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
 ) -> None:
-    """Services are where they should be, and the tokens are those of transformers."""
-    nodes, client = cluster
-    checkpoint = tiny("llama-relu")
-    processes = client.tell(system=system_of(checkpoint.path, nodes.addresses))["processes"]
-    places = {name: namespace_of(pid) for name, pid in processes.items()}
-    first, second = nodes.link.namespaces
-    assert places == {
-        "driver": first, "gpu": first, "cpu0": first, "cpu1": second, "cpu2": first, "cpu3": second,
-    }  # fmt: skip
-    nodes.link.delay_s = 0.5e-3
-    prompt = checkpoint.ids[:10].tolist()
-    answer = client.tell(prompt_ids=prompt, num_tokens=GREEDY_TOKENS)
-    assert answer["ids"] == checkpoint.greedy_ids
-    # Each layer of each step waits for the far host once.
-    num_layers = ModelConfig.from_directory(checkpoint.path).num_layers
-    assert answer["per_token_ms"]["total"] >= 1.0 * num_layers
+    """Two services a host; services are where they should be, the tokens are transformers'."""
+    if reason := run_program("shaped_link").stderr.strip():
+        pytest.skip(reason)
+    checkpoint, report = tiny("llama-relu"), tmp_path / "report.json"
+    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
+    arguments += ["--system", "two hosts, relay", "--json", report]
+    prompt = ",".join(map(str, checkpoint.ids[:10]))
+    done = run_program("two_hosts", checkpoint.path, "--prompt-ids", prompt, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(report.read_text())
+    assert row["ids"] == checkpoint.greedy_ids
+    assert row["hosts"] == {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
+    # Each layer waits for the far host once, and the link delays packets by half of that each way.
+    assert row["ms_a_layer"] >= 1
 
 
-def test_a_host_without_the_model_or_without_ray(
-    cluster: Cluster, tiny: Callable[..., TinyCheckpoint], tmp_path: Path
-) -> None:
-    """One line says what is missing where."""
-    nodes, client = cluster
-    with pytest.raises(RuntimeError, match=r"no Ray node is at 10\.9\.9\.9") as caught:
-        client.tell(system=system_of(tiny("llama-relu").path, [nodes.addresses[0], "10.9.9.9"]))
-    assert "\n" not in str(caught.value)
-    assert nodes.addresses[1] in str(caught.value)
+def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        {"NodeManagerAddress": f"10.0.0.{i}", "NodeID": f"id{i}", "Alive": i < 4} for i in range(5)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    system = SystemConfig("m", num_cpu_actors=4, hosts=("10.0.0.3", "10.0.0.1"))
+    assert service_nodes(system, "own") == ["id3", "id3", "id1", "id3", "id1"]
+    assert service_nodes(SystemConfig("m", num_cpu_actors=2), "own") == ["own"] * 3
+    for address in ("10.0.0.4", "10.0.0.9"):
+        with pytest.raises(UsageError, match=f"no Ray node is at {address}, there are") as caught:
+            node_ids(["10.0.0.3", address])
+        assert "\n" not in str(caught.value)
 
 
 def test_the_copy_of_the_model_is_checked(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path
 ) -> None:
-    """In this process: both hosts of the cluster above have one file system."""
     path = tmp_path / "model"
     shutil.copytree(tiny("llama-relu").path, path)
     system = SystemConfig(str(path), num_cpu_actors=2, hosts=("a", "b"))
