@@ -1,5 +1,6 @@
 """The Ray cluster that this process is told to use: as a job, by the job's environment."""
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -8,8 +9,11 @@ from typing import Any
 import ray
 
 from model.errors import ServiceError, UsageError
+from placement.numa import slots_of
+from placement.pinning import HostShare
 
 NAMESPACE = "hotcold"
+NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
 
 
@@ -70,6 +74,25 @@ def await_actors(
         needed = [count for count, ping in zip(num_cpus, pings, strict=True) if ping in waiting]
         free = int(ray.available_resources().get("CPU", 0))
         _require_cpus(sum(needed), min(free, total), total)
+        slots = sum(node["Resources"].get(NUMA_NODE, 0) for node in nodes)
+        if slots and ray.available_resources().get(NUMA_NODE, 0) < slots:
+            raise ServiceError(
+                f"services did not start within {timeout_s:.0f} s; if another system has taken "
+                "these hosts' NUMA nodes, stop it"
+            )
+
+
+def numa_slots(share: HostShare | None, node_id: str) -> dict[str, float]:
+    """What a CPU service takes of the NUMA nodes that its Ray node offers; {} where it offers none.
+
+    Ray counts in ten-thousandths.
+    """
+    offered = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
+    num_nodes = int(offered[0].get(NUMA_NODE, 0)) if offered else 0
+    if not num_nodes or share is None or share.index is None:
+        return {}
+    taken = slots_of(num_nodes, len(share.threads), share.index)
+    return {NUMA_NODE: math.floor(taken * 10_000) / 10_000}
 
 
 def _require_cpus(needed: int, free: int, total: int) -> None:

@@ -12,6 +12,7 @@ from actors.steps import KERNEL_TOKENS
 from actors.torch_ffn import prompt_ffn
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
+from model.tensor_reader import Touch
 from model.weights import load_ffn
 from numba_kernels.checks import activation_code
 from numba_kernels.ffn import SPARE
@@ -47,7 +48,7 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads)
+        self._products = MatrixProducts(self.num_threads, self.thread_cores)
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))
         self._scratch = FfnScratch(
@@ -110,8 +111,11 @@ def load_cpu_service(
     include_down_bias: bool,
     on_bytes: Callable[[int], None],
     weight_dtype: str = "",
+    touch: Touch | None = None,
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
+
+    `touch` takes each new matrix before it is filled.
 
     Errors:  CheckpointError, UsageError
     """
@@ -122,6 +126,7 @@ def load_cpu_service(
         include_down_bias=include_down_bias,
         dtype=weight_dtype,
         on_bytes=on_bytes,
+        touch=touch,
     )
     arrays = FfnArrays(
         offsets=weights.offsets,

@@ -15,8 +15,10 @@ from actors.cluster import await_actors
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import service_error
+from actors.hosts import Hosts, SpawnRelay, service_nodes
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.profiling import counts_by_neuron
+from actors.relay import HostsExchange
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
@@ -34,9 +36,15 @@ class DriverHost:
     """A Ray actor, alone in knowing its services; they end with it."""
 
     def __init__(
-        self, system: SystemConfig, spawn: Callable[[ServiceSpec, str | None], Any]
+        self,
+        system: SystemConfig,
+        spawn: Callable[[ServiceSpec, str | None], Any],
+        spawn_relay: SpawnRelay,
     ) -> None:
-        """`spawn` starts a service's actor, on a given node; services load all side by side."""
+        """`spawn` starts a service's actor, on a given node; services load all side by side.
+
+        `spawn_relay` starts one of those that other hosts have.
+        """
         self._system = system
         config = ModelConfig.from_directory(system.model_path)
         self._config = stored_config(
@@ -46,7 +54,10 @@ class DriverHost:
         self._specs = service_specs(system, self._config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node
         self._node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
-        self._handles = [spawn(spec, self._node_id) for spec in self._specs]
+        nodes = service_nodes(system, self._node_id)
+        self._handles = [spawn(spec, node) for spec, node in zip(self._specs, nodes, strict=True)]
+        self._spawn_relay = spawn_relay
+        self._hosts: Hosts | None = None  # where there are others than this one
         self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
         self._stage = "starting services"
         self._driver: Driver | None = None
@@ -65,7 +76,8 @@ class DriverHost:
     def _load(self) -> None:
         try:
             num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
-            await_actors(self._handles, num_cpus, _START_S, self._node_id)
+            node_id = None if self._system.hosts else self._node_id
+            await_actors(self._handles, num_cpus, _START_S, node_id)
             self._each("ping", timeout_s=5.0)
             self._stage = "loading weights"
             self._each("load")
@@ -73,6 +85,8 @@ class DriverHost:
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
+            if isinstance(self._exchange, HostsExchange):
+                self._exchange.ready()
             self._stage = "ready"
         except BaseException as error:
             self._failure = error
@@ -98,6 +112,11 @@ class DriverHost:
             wires = layout.wires(layout.new_arena())
             names = [spec.name for spec in self._specs]
             exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
+        elif self._system.hosts:
+            self._arena_ref = ray.put(layout.new_arena())
+            names = [spec.name for spec in self._specs]
+            self._hosts = Hosts(self._system, names, self._handles, self._spawn_relay)
+            exchange = self._hosts.connect(layout, self._arena_ref, self._watch)
         else:
             self._arena_ref = ray.put(layout.new_arena())
             self._arena = ray.get(self._arena_ref)
@@ -188,6 +207,8 @@ class DriverHost:
     def _kill(self) -> None:
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
+        if self._hosts is not None:
+            self._hosts.kill()
         self._arena_ref = None
 
     def _ready(self) -> Driver:

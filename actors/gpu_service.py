@@ -17,6 +17,7 @@ from actors.torch_attention import dense_attention, dense_head
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.memory import aligned_empty
+from model.tensor_reader import Touch
 from model.weights import load_attention, load_head
 from numba_kernels.attention import PAGE_POSITIONS, rope_table
 from numba_kernels.mailbox import ATTENTION, HEAD, OPERATION
@@ -51,7 +52,7 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads)
+        self._products = MatrixProducts(self.num_threads, self.thread_cores)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
         attention_size = self.shape.num_heads * self.shape.head_dim
@@ -120,14 +121,19 @@ def load_gpu_service(
     cache: CacheSpec,
     on_bytes: Callable[[int], None],
     weight_dtype: str = "",
+    touch: Touch | None = None,
 ) -> GpuService:
     """Read attention and head from a checkpoint and make room for the KV cache.
+
+    `touch` takes each new matrix before it is filled.
 
     Errors:  CheckpointError, MemoryBudgetError, UsageError
     """
     checkpoint = Checkpoint(path)
-    attention = load_attention(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes)
-    head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes)
+    attention = load_attention(
+        checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
+    )
+    head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
     cache_shape = (
         config.num_layers,
         cache.num_pages,

@@ -6,9 +6,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster import NAMESPACE
+from actors.cluster import NAMESPACE, numa_slots
 from actors.driver_host import DriverHost
+from actors.hosts import node_ids
 from actors.messages import ServiceSpec, SystemConfig
+from actors.relay import RelayHost
 from actors.service_host import ServiceHost
 
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
@@ -18,6 +20,7 @@ CONTROL = "control"
 
 DriverActor = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS})(DriverHost)
 ServiceActor = ray.remote(ServiceHost)
+RelayActor = ray.remote(RelayHost)
 
 
 def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
@@ -40,26 +43,39 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     """Start a service's actor; it takes its threads' cores as Ray CPUs, the GPU service none.
 
-    On the node `node_id` and no other, or on any where it is None.
+    On the node `node_id` and no other, or on any where it is None. Where that node offers NUMA
+    nodes as the resource numa_node, a CPU service takes its own.
     """
     num_cpus = 0 if spec.index == 0 else spec.num_threads
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
     if node_id is not None:
+        options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ServiceActor.options(**options).remote(spec)
+
+
+def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:
+    """Start the relay of another host; it waits most of the time and takes no Ray CPU."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "max_task_retries": 0}
+    return RelayActor.options(scheduling_strategy=there, **options).remote(names, handles)
 
 
 def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
     """Start the driver's actor; `name` lets others attach, `detached` lets it outlive this job.
 
-    Errors:  ValueError where the name is taken
+    On the first of the system's hosts, if it names any.
+    Errors:  ValueError where the name is taken; UsageError for hosts that are not in the cluster
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_STREAMS}
+    if system.hosts:
+        home = node_ids(system.hosts)[0]
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(home, soft=False)
     if name:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
-    return DriverActor.options(**options).remote(system, spawn_service)
+    return DriverActor.options(**options).remote(system, spawn_service, spawn_relay)
 
 
 def find_driver(name: str) -> Any | None:

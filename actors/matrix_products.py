@@ -8,7 +8,7 @@ of its own: cores then share nothing but the input, which matters where they sha
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -25,8 +25,15 @@ from numba_kernels.formats import is_quantized, row_width
 from numba_kernels.products import products_kernel, quantize_kernel
 from numba_kernels.rows import share
 from numba_kernels.vectors import QuantizedVectors, empty_vectors
+from placement.pinning import pin_thread
 
 _BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
+ThreadCores = Sequence[Sequence[int]]
+
+
+def _begin(cores: Sequence[int] | None) -> None:
+    if cores is not None:
+        pin_thread(cores)
 
 
 def as_tensor(bits: np.ndarray) -> torch.Tensor:
@@ -41,11 +48,13 @@ def as_tensor(bits: np.ndarray) -> torch.Tensor:
 class MatrixProducts:
     """Products of a service's weights with the hidden states of many tokens."""
 
-    def __init__(self, num_threads: int) -> None:
-        """`num_threads` cores, each with its own rows."""
+    def __init__(self, num_threads: int, thread_cores: ThreadCores = ()) -> None:
+        """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any."""
         self.num_threads = num_threads
         self._choice = choose_products()
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="products")
+        # A pool for each, so that rows are always read from the same cores.
+        pinned: Sequence[Sequence[int] | None] = thread_cores or [None] * num_threads
+        self._pools = [ThreadPoolExecutor(1, "products", _begin, (cores,)) for cores in pinned]
         self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
         if self._choice.bfloat16:  # so that no prompt waits until this is compiled
@@ -53,7 +62,8 @@ class MatrixProducts:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        for pool in self._pools:
+            pool.shutdown()
 
     def linear(self, x: torch.Tensor, weights: np.ndarray, bias: np.ndarray) -> torch.Tensor:
         """x @ weights.T + bias.
@@ -137,7 +147,7 @@ class MatrixProducts:
 
     def each_thread(self, run: Callable[[int], None]) -> None:
         """Call run(thread) in every thread; returns when all have."""
-        calls = [self._pool.submit(run, thread) for thread in range(self.num_threads)]
+        calls = [pool.submit(run, thread) for thread, pool in enumerate(self._pools)]
         wait(calls)  # all of them, for the next product uses the same buffers
         for call in calls:
             call.result()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from model.sampling import SamplingParams
+from placement.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 MODES = ("dense", "exact", *PREDICTED_MODES)
@@ -29,6 +30,9 @@ class SystemConfig:
     predictors_path: str = ""  # of the predicted modes
     plan_path: str = ""  # where neurons go; dealt in turn without one
     weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
+    pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
+    hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
+    numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class ServiceSpec:
     cache: CacheSpec | None = None
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
+    model_digest: str = ""  # of the model's files, where a service may be on another host
+    share: HostShare | None = None  # which of the host's nodes and cores; None: any
 
 
 @dataclass(frozen=True)

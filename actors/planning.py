@@ -85,6 +85,10 @@ def find_plan(
     it: there can be a plan only where it was.
     Errors:  ArtifactError, UsageError for a `file` that does not fit the system
     """
+    if system.hosts:
+        if file is not None:
+            raise UsageError("--plan places neurons on one machine; leave it or --hosts out")
+        return ""
     if file is None and not any(artifact_path(path, "").glob("plan-*")):
         return ""
     machine = measured_before()

@@ -1,5 +1,6 @@
 """What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
 
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +19,13 @@ from model.weight_formats import QUANTIZED_NAMES
 from model.weights import check_tensors, stored_config
 from numba_kernels.attention import PAGE_POSITIONS
 from placement.memory import MemoryNeed, memory_need, require_memory
-from placement.survey import usable_cores, usable_numa_nodes
-from placement.sysfs import missing_features, read_cpu
+from placement.numa import nodes_with_memory
+from placement.survey import usable_cores
+from placement.sysfs import missing_features, read_cpu, read_numa_nodes
 from predictors.predictor_file import predictors_path
 
+# Below which proc and sys tell of NUMA nodes; tests have fake ones there.
+NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
 _MOST_KV_POSITIONS = 1 << 31
 _KV_ITEM_BYTES = {"float16": 2, "float32": 4}
@@ -44,6 +48,8 @@ class SystemOptions:
     predictors: Path | None = None
     plan: Path | None = None
     weight_dtype: str | None = None  # "q8" or "q4"; as stored without it
+    pin: str = "auto"
+    hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
 
 
 def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
@@ -101,15 +107,19 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     Errors:  UsageError; ArtifactError for predictors that are missing, damaged or another model's
     """
     _require_kernels()
-    cores = len(usable_cores())
-    num_threads = _within("--threads", options.num_threads, 1, cores, cores)
-    nodes = max(1, min(len(usable_numa_nodes()), num_threads))
+    root = Path(os.environ.get(NUMA_ROOT, "/"))
+    cores = usable_cores(root)
+    num_threads = _within("--threads", options.num_threads, 1, len(cores), len(cores))
+    num_nodes = len(nodes_with_memory(read_numa_nodes(root), cores))
+    num_hosts = max(1, len(options.hosts))
+    num_actors = num_hosts * max(1, min(num_nodes, num_threads))
+    most_actors = num_hosts * num_threads
     mode = _mode(config, options.mode)
     context = _context(config, options.context_length)
     system = SystemConfig(
         model_path=str(path.resolve()),
         mode=mode,
-        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, num_threads, nodes),
+        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
         num_threads=num_threads,
         context_length=context,
         max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
@@ -118,7 +128,11 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         exchange=options.exchange,
         predictors_path=_predictors(path, mode, options.predictors),
         weight_dtype=options.weight_dtype or "",
+        pin=options.pin,
+        hosts=options.hosts,
+        numa_root=str(root),
     )
+    _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
     if options.gpu_memory_bytes:
@@ -133,7 +147,7 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     num_processes = 2 + system.num_cpu_actors  # driver, GPU service, CPU services
     # Exchanging by calls, every process has an arena of its own.
     num_arenas = 1 if system.exchange == "arena" else num_processes
-    return memory_need(
+    need = memory_need(
         config,
         num_kv_pages(system) * PAGE_POSITIONS,
         _KV_ITEM_BYTES[system.kv_dtype],
@@ -141,6 +155,18 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_arenas * arena_layout(system, config).num_bytes,
         Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
     )
+    # Services on other hosts look at their own memory (`actors/host_files.py`).
+    return replace(need, ffn_bytes=need.ffn_bytes // max(1, len(system.hosts)))
+
+
+def _check_hosts(system: SystemConfig) -> None:
+    if len(set(system.hosts)) < len(system.hosts):
+        raise UsageError("--hosts names a host twice; give each address once")
+    if system.hosts and system.num_cpu_actors % len(system.hosts):
+        raise UsageError(
+            f"--cpu-actors is {system.num_cpu_actors}, and --hosts names {len(system.hosts)} "
+            "hosts, which share them equally; give a multiple of that"
+        )
 
 
 def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:

@@ -24,6 +24,7 @@ from numba_kernels.mailbox import (
     arrive,
     cell,
 )
+from placement.pinning import pin_thread
 
 
 class Service(ABC):
@@ -38,6 +39,7 @@ class Service(ABC):
         self.name = name
         self.index = index
         self.num_threads = num_threads
+        self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
         self.last_error = ""
         self._broken = False
         self._threads: list[threading.Thread] = []
@@ -94,6 +96,7 @@ class Service(ABC):
         return f"the {self.name} service failed: {lines[-1]}"
 
     def _run(self, thread: int, seen: int) -> None:
+        self._stay(thread)
         while True:
             try:
                 number = self.serve(thread, seen)
@@ -109,15 +112,27 @@ class Service(ABC):
                     if stop:
                         self.release()
                     else:
+                        self._roam()
                         self.answer_in_python()
                 except Exception:
                     self._fail()
+                self._stay(thread)
             arrive(
                 self.wires.words, self.wires.replies, self.index, number, self.num_threads, started
             )
             if stop:
                 return
             seen = number
+
+    def _stay(self, thread: int) -> None:
+        """Keep this thread on its own cores."""
+        if self.thread_cores:
+            pin_thread(self.thread_cores[thread])
+
+    def _roam(self) -> None:
+        """Let this thread use all of the service's cores: threads that torch starts do likewise."""
+        if self.thread_cores:
+            pin_thread([core for cores in self.thread_cores for core in cores])
 
     def _fail(self) -> None:
         self.last_error = traceback.format_exc()

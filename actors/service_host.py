@@ -11,26 +11,40 @@ import ray
 
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
+from actors.host_files import require_same_model, weight_bytes
 from actors.messages import ServiceSpec
 from actors.service import Service
 from model.config import ModelConfig
 from model.errors import ServiceError
+from placement.first_touch import FirstTouch
+from placement.pinning import find_place, pin_process, settle_thread
 
 
 class ServiceHost:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        """Light: loading is `load`, so that progress can be asked meanwhile."""
+        """Light: loading is `load`, so that progress can be asked meanwhile.
+
+        The process is kept on its cores here, before anything that starts threads is imported.
+        """
         self.spec = spec
+        self._place = None if spec.share is None else find_place(spec.share, spec.num_threads)
+        if self._place is not None:
+            pin_process(self._place.cores)
         self._loaded_bytes = 0
         self._service: Service | None = None
         self._arena_ref: Any = None
 
     def load(self) -> None:
         """Read this service's own part of the checkpoint. Errors: HotcoldError."""
+        require_same_model(self.spec)
         config = ModelConfig.from_directory(self.spec.model_path)
-        self._service = self._loader(config)(self._count)
+        self._settle(weight_bytes(self.spec, config))
+        service = self._loader(config)(self._count)
+        if self._place is not None:
+            service.thread_cores = self._place.thread_cores
+        self._service = service
 
     def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
         # Here, because they import torch: a second that only services need to spend.
@@ -38,16 +52,27 @@ class ServiceHost:
         from actors.gpu_service import load_gpu_service
 
         spec, path = self.spec, Path(self.spec.model_path)
-        dtype = spec.weight_dtype
+        dtype, touch = spec.weight_dtype, self._touch()
         if spec.cache is not None:
             cache = spec.cache
             return lambda on_bytes: load_gpu_service(
-                path, config, spec.index, spec.num_threads, cache, on_bytes, dtype
+                path, config, spec.index, spec.num_threads, cache, on_bytes, dtype, touch
             )
         ids = spec.neuron_ids or []
         return lambda on_bytes: load_cpu_service(
-            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype
+            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
         )
+
+    def _settle(self, num_bytes: int) -> None:
+        """Before memory is taken: Ray answers calls in several threads, each has its own policy."""
+        if self._place is not None and self.spec.share is not None:
+            settle_thread(self._place, num_bytes, Path(self.spec.share.root))
+
+    def _touch(self) -> FirstTouch | None:
+        """How new matrices are spread over several nodes; on one, all memory is near."""
+        if self._place is None or len(self._place.nodes) < 2:
+            return None
+        return FirstTouch(self._place.thread_cores)
 
     def _count(self, num_bytes: int) -> None:
         self._loaded_bytes += num_bytes
@@ -58,6 +83,7 @@ class ServiceHost:
 
     def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
         """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""
+        self._settle(0)
         if arena_refs:
             self._arena_ref = arena_refs[0]  # held, so that the pages stay mapped
             arena = ray.get(self._arena_ref)

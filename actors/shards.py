@@ -1,38 +1,50 @@
 """How neurons are dealt to CPU services and their threads, and what each service is to load."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from actors.arena import ArenaLayout
 from actors.kv_pool import num_pages_of
 from actors.messages import CacheSpec, ServiceSpec, SystemConfig
 from actors.planning import planned_shards
+from model.artifact import ModelIdentity
 from model.config import ModelConfig
+from placement.numa import nodes_with_memory, thread_counts
+from placement.pinning import HostShare, not_pinned_because
+from placement.survey import usable_cores
+from placement.sysfs import read_cpu_quota, read_numa_nodes
 
 # Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
 # it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
 _LEAST_LOGITS = 8
 
 
-def deal_neurons(
-    num_neurons: int, num_services: int, num_threads: int, num_extra: int = 0
-) -> list[np.ndarray]:
+def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:
+    """`deal_to_threads` of services that have `num_threads` threads each."""
+    return deal_to_threads(num_neurons, [num_threads] * num_services)
+
+
+def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
     """Ids of one layer for each service, in its loading order.
 
-    A service has `num_threads` threads, the first `num_extra` services one more. Neighbours in the
-    checkpoint are dealt to different threads in turn, so that no thread gets a run of neurons that
-    fire alike. A service's order is its threads' deals one after the other. Its threads cut that
-    order in multiples of four (`numba_kernels.rows.share`), so a cut may stand a few neurons beside
-    the end of a deal.
+    Service s has threads[s] threads, and so large a share. Neighbours in the checkpoint
+    are dealt to different threads in turn, so that no thread gets a run of neurons that fire alike.
+    A service's order is its threads' deals one after the other. Its threads cut that order in
+    multiples of four (`numba_kernels.rows.share`), so a cut may stand a few neurons beside the end
+    of a deal.
     Dtypes:  int32
     """
     ids = np.arange(num_neurons, dtype=np.int32)
-    owners = [*range(num_services)] * num_threads + [*range(num_extra)]  # of the threads, in turn
+    turns = range(max(threads))
+    owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
     deals = [ids[thread :: len(owners)] for thread in range(len(owners))]
     return [
         np.concatenate(
             [deal for deal, owner in zip(deals, owners, strict=True) if owner == service]
         )
-        for service in range(num_services)
+        for service in range(len(threads))
     ]
 
 
@@ -46,29 +58,60 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
 
     Errors:  ArtifactError
     """
-    num_services = system.num_cpu_actors
-    num_threads, num_extra = divmod(max(system.num_threads, num_services), num_services)
-    dealt = deal_neurons(config.ffn_size, num_services, num_threads, num_extra)
+    threads = service_threads(system)
+    dealt = deal_to_threads(config.ffn_size, threads)
     planned = planned_shards(system, config)
+    digest = ModelIdentity.of(system.model_path).digest if system.hosts else ""
     cache = CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype)
     dtype = system.weight_dtype
     gpu = ServiceSpec(
-        "gpu", 0, system.num_threads, system.model_path, cache=cache, weight_dtype=dtype
+        "gpu",
+        0,
+        system.num_threads,
+        system.model_path,
+        cache=cache,
+        weight_dtype=dtype,
+        model_digest=digest,
+        share=host_share(system, threads, None),
     )
     cpus = [
         ServiceSpec(
             f"cpu{i}",
             i + 1,
-            num_threads + (i < num_extra),
+            threads[i],
             system.model_path,
             weight_dtype=dtype,
             neuron_ids=[ids] * config.num_layers
             if planned is None
-            else [_dealt(layer_ids, num_threads + (i < num_extra)) for layer_ids in planned[i]],
+            else [_dealt(layer_ids, threads[i]) for layer_ids in planned[i]],
+            model_digest=digest,
+            share=host_share(system, threads, i),
         )
         for i, ids in enumerate(dealt)
     ]
     return [gpu, *cpus]
+
+
+def service_threads(system: SystemConfig) -> tuple[int, ...]:
+    """Threads of each CPU service: in proportion to its cores, where those are this host's nodes'.
+
+    Services are dealt to hosts in turn, and all hosts are taken to be like this one.
+    """
+    num_hosts = max(1, len(system.hosts))
+    num_services = system.num_cpu_actors // num_hosts
+    root = Path(system.numa_root)
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
+    if not_pinned_because(system.pin, nodes, read_cpu_quota(root)):
+        nodes = ()
+    threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
+    return tuple(count for count in threads for _ in range(num_hosts))
+
+
+def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
+    """What CPU service `service` is to its host; None: the GPU service."""
+    num_hosts = max(1, len(system.hosts))
+    index = None if service is None else service // num_hosts
+    return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)
 
 
 def num_kv_pages(system: SystemConfig) -> int:

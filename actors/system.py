@@ -15,7 +15,7 @@ from actors.messages import GenerateRequest, Generation, LoadProgress, SystemCon
 from actors.shards import arena_layout
 from actors.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
 from model.config import ModelConfig
-from model.errors import HotcoldError, ServiceError
+from model.errors import HotcoldError, ServiceError, UsageError
 
 _STOP_LOOKS = 300
 
@@ -44,6 +44,8 @@ class System:
         Errors:  HotcoldError of whatever could not be loaded; nothing is left running then
         """
         owns_ray = not ray.is_initialized()
+        if owns_ray and system.hosts:
+            raise UsageError("--hosts are nodes of a Ray cluster; start this with `ray job submit`")
         if owns_ray:
             config = ModelConfig.from_directory(system.model_path)
             try:

@@ -26,6 +26,8 @@ _COMPARED = {
     "kv_positions": "--kv-tokens",
     "kv_dtype": "--kv-dtype",
     "exchange": "--exchange",
+    "pin": "--pin",
+    "hosts": "--hosts",
 }
 
 

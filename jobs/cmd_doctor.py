@@ -52,9 +52,10 @@ def doctor(
     """Say what this machine has, what would be used, and what is wrong.
 
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
-    loaded.
+    loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
     """
-    from jobs.doctor_checks import check_machine, check_measured, check_model
+    from jobs.doctor_checks import check_machine, check_measured, check_model, check_services
+    from placement.locality import running_services
     from placement.survey import survey
 
     if fresh and not measure:
@@ -69,6 +70,7 @@ def doctor(
         findings.extend(check_measured(measured))
     if need is not None:
         findings.append(check_model(machine, need))
+    findings.extend(check_services(running_services()))
     _print_report(machine, measured, findings, need)
     if as_json:
         _print_json(machine, measured, findings, need)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from placement.huge_pages import probe_huge_pages
+from placement.locality import ServiceMemory
 from placement.machine import Machine
 from placement.memory import MemoryNeed
+from placement.pinning import may_bind_memory
 from placement.survey import MachineSurvey
 from placement.sysfs import Cpu, missing_features
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
+# Of a service's memory, what may lie anywhere: Python and libraries, which are loaded before the
+# process knows its place, and pages that two threads share.
+_FAR_BYTES, _FAR_SHARE = 512 << 20, 0.02
 _SLOW_NODE = 0.6  # of the fastest node's rate per core
 _ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
 _COMPACT_MEMORY = "echo 1 > /proc/sys/vm/compact_memory"
@@ -128,7 +133,28 @@ def _nodes(machine: MachineSurvey) -> Finding:
     if empty:
         text = f"nodes {', '.join(empty)} have cores but no memory: their reads cross nodes"
         return Finding("problem", "NUMA", text)
-    return Finding("ok", "NUMA", f"{len(used)} nodes, as many CPU services, not pinned to them")
+    text = f"{len(used)} nodes, as many CPU services, each on its node's cores and memory"
+    if not may_bind_memory():
+        text = (
+            f"{len(used)} nodes; the kernel refuses memory policies (a container?): memory lies "
+            "where pinned threads first write it"
+        )
+        return Finding("note", "NUMA", text)
+    return Finding("ok", "NUMA", text)
+
+
+def check_services(services: Sequence[ServiceMemory]) -> Iterator[Finding]:
+    """Yield, for each running service, where its memory lies and whether its threads are there."""
+    for service in services:
+        parts = [f"{size >> 20} MiB on node {node}" for node, size in service.node_bytes.items()]
+        text = f"{', '.join(parts) or 'no memory yet'}; runs on " + (
+            f"node{'s' * (len(service.nodes) > 1)} {', '.join(map(str, service.nodes))}"
+        )
+        subject = f"service {service.pid}"
+        if service.far_bytes > max(_FAR_BYTES, _FAR_SHARE * service.num_bytes):
+            yield Finding("problem", subject, f"{text}: free memory there and start again")
+        else:
+            yield Finding("ok", subject, f"{text}: {service.local_share:.1%} local")
 
 
 def _huge_pages(machine: MachineSurvey) -> Finding:

@@ -13,6 +13,7 @@ from actors.preflight import SystemOptions
 from jobs.weight_dtype import dtype_option
 from model.errors import shown
 from model.sampling import SamplingParams
+from placement.pinning import PIN_CHOICES
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -50,6 +51,18 @@ class TokenIds(click.ParamType[list[int]]):
             self.fail(f"{shown(value)} is no list of token ids; write it like 1,2,3", param, ctx)
 
 
+class Addresses(click.ParamType[tuple[str, ...]]):
+    """Addresses of hosts with commas between them."""
+
+    name = "addresses"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        """The addresses; whether they are nodes of the cluster is found out when it starts."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
 _SYSTEM = [
     click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all; up and "
                  "down only where the gate fired (the same tokens); what a predictor chooses."),
@@ -72,6 +85,11 @@ _SYSTEM = [
     click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
     click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
+    click.option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,
+                 help="Keep services on the cores and memory of their NUMA nodes; auto does where "
+                 "there are several nodes."),
+    click.option("--hosts", type=Addresses(), default="", help="Ray nodes that share the CPU "
+                 "services, like 10.0.0.1,10.0.0.2; the driver's own without it."),
 ]  # fmt: skip
 
 _SAMPLING = [

@@ -7,7 +7,7 @@ ever held in both formats.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -30,6 +30,8 @@ from numba_kernels import loading, quantize
 from numba_kernels.formats import is_quantized, row_items, row_width
 
 OnBytes = Callable[[int], None]
+# Takes new matrices (R, C) before anything is written to them; see `placement.first_touch`.
+Touch = Callable[[Sequence[np.ndarray]], None]
 BLOCK_BYTES = 16 << 20
 _TURNED_BYTES = 2 << 20  # of columns that become rows before they are quantized, in each thread
 
@@ -38,7 +40,7 @@ class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
     `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
-    `dtype` is Q8 or Q4 where matrices are to be quantized.
+    `dtype` is Q8 or Q4 where matrices are to be quantized. `touch` is given every new matrix.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
              UsageError where `dtype` cannot be had
     """
@@ -48,9 +50,11 @@ class TensorReader:
         checkpoint: Checkpoint,
         on_bytes: OnBytes | None = None,
         dtype: np.dtype | None = None,
+        touch: Touch | None = None,
     ):
         self.checkpoint = checkpoint
         self._dtype = dtype
+        self._touch = touch
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "load")
 
@@ -83,10 +87,20 @@ class TensorReader:
             )
         return wanted
 
-    def matrix(self, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill."""
+    def matrix(
+        self, shape: tuple[int, ...], name: str, offsets: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill.
+
+        It holds shape[0] matrices, or one of two dimensions; or, with `offsets`, stacked ones of
+        the rows offsets[i] to offsets[i + 1].
+        """
         dtype = self.loaded_dtype(name)
-        return self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
+        array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
+        if self._touch is not None and array.size:
+            stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
+            self._touch(list(array) if array.ndim == 3 else stacked)
+        return array
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a new array of `shape` items."""

@@ -9,7 +9,7 @@ import numpy as np
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import TensorNames, tensor_names
-from model.tensor_reader import OnBytes, TensorReader
+from model.tensor_reader import OnBytes, TensorReader, Touch
 from model.weight_formats import requested_dtype
 
 
@@ -37,13 +37,16 @@ def load_attention(
     *,
     dtype: str = "",
     on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
 ) -> AttentionWeights:
     """Load all layers' attention and norms; `dtype` "q8" or "q4" quantizes the projections.
+
+    `touch` takes each new matrix before it is filled.
 
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite, or that
              config.json leaves no place for; UsageError for a dtype that cannot be had
     """
-    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_attention(reader, config)
 
 

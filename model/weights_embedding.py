@@ -9,7 +9,7 @@ import numpy as np
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import tensor_names
-from model.tensor_reader import OnBytes, TensorReader
+from model.tensor_reader import OnBytes, TensorReader, Touch
 from model.weight_formats import requested_dtype
 from numba_kernels.loading import to_float32
 
@@ -84,15 +84,16 @@ def load_head(
     *,
     dtype: str = "",
     on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
 ) -> HeadWeights:
     """Load what turns the last hidden state into logits; a tied head is a copy of the token rows.
 
     `dtype` "q8" or "q4" quantizes the head; the token rows of a quantized checkpoint are not, and a
-    head tied to them is then quantized here.
+    head tied to them is then quantized here. `touch` takes each new matrix before it is filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for a
              dtype that cannot be had
     """
-    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_head(reader, config)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_names import tensor_names
-from model.tensor_reader import OnBytes, TensorReader
+from model.tensor_reader import OnBytes, TensorReader, Touch
 from model.weight_formats import requested_dtype
 
 
@@ -40,16 +40,18 @@ def load_ffn(
     include_down_bias: bool,
     dtype: str = "",
     on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
 ) -> FfnWeights:
     """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
 
     Only one of the services that share out a layer adds `down_bias`, so only it asks for it.
-    `dtype` "q8" or "q4" quantizes gate, up and down.
+    `dtype` "q8" or "q4" quantizes gate, up and down. `touch` takes each new matrix before it is
+    filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
              UsageError for a dtype that cannot be had;
              ValueError for ids that are no row of int32 for each layer, or out of range
     """
-    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype)) as reader:
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
         return read_ffn(reader, config, neuron_ids, include_down_bias)
 
 
@@ -105,7 +107,7 @@ def _empty_ffn(
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
         first = names.layer.format(0) + (name or names.gate) + ".weight"
-        return reader.matrix((num_rows, hidden), first)
+        return reader.matrix((num_rows, hidden), first, offsets if num_rows else None)
 
     num_biases = total if config.ffn_bias else 0
     has_down_bias = include_down_bias and config.ffn_bias

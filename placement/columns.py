@@ -6,6 +6,7 @@ import numpy as np
 
 from placement.cost import Column
 from placement.machine import GpuDevice, Machine
+from placement.numa import node_groups, num_sharing
 from placement.problem import shares
 
 # Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, the rest is for buffers
@@ -25,9 +26,10 @@ def make_columns(
     """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
     GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
-    CPU actor i has its part of node i % nodes: memory and bandwidth, divided among the node's
-    actors; cpu_memory_bytes and host_reserve_bytes are of all actors together, in shares of what
-    they have free: min(share, free) - reserve. A None limit is what is free.
+    A CPU actor has the nodes of `placement.numa.node_groups`: their memory and bandwidth together,
+    or its part of them where nodes have several actors; cpu_memory_bytes and host_reserve_bytes are
+    of all actors together, in shares of what they have free: min(share, free) - reserve. A None
+    limit is what is free.
     """
     gpus = [
         _gpu_column(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
@@ -53,10 +55,13 @@ def _gpu_column(name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_byte
 def _cpu_columns(
     machine: Machine, num_actors: int, limit_bytes: int | None, reserve_bytes: int
 ) -> list[Column]:
-    num_nodes = len(machine.nodes)
-    nodes = [machine.nodes[actor % num_nodes] for actor in range(num_actors)]
-    sharing = [len(range(actor % num_nodes, num_actors, num_nodes)) for actor in range(num_actors)]
-    free = [node.free_bytes // among for node, among in zip(nodes, sharing, strict=True)]
+    groups = node_groups(len(machine.nodes), num_actors)
+    actors_nodes = [[machine.nodes[index] for index in group] for group in groups]
+    sharing = num_sharing(len(machine.nodes), num_actors)
+    free = [
+        sum(node.free_bytes for node in nodes) // among
+        for nodes, among in zip(actors_nodes, sharing, strict=True)
+    ]
     limits = free if limit_bytes is None else shares(limit_bytes, np.array(free))
     reserves = shares(reserve_bytes, np.array(free))
     return [
@@ -65,8 +70,8 @@ def _cpu_columns(
             is_gpu=False,
             budget_bytes=max(0, min(limits[actor], free[actor]) - reserves[actor]),
             free_bytes=free[actor],
-            rows_gb_per_s=node.rows_gb_per_s / sharing[actor],
-            gather_gb_per_s=node.gather_gb_per_s / sharing[actor],
+            rows_gb_per_s=sum(node.rows_gb_per_s for node in nodes) / sharing[actor],
+            gather_gb_per_s=sum(node.gather_gb_per_s for node in nodes) / sharing[actor],
         )
-        for actor, node in enumerate(nodes)
+        for actor, nodes in enumerate(actors_nodes)
     ]

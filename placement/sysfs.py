@@ -24,12 +24,17 @@ _NEEDED_FEATURES = ("avx2", "fma", "f16c")
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One NUMA node: its logical cores, its memory in bytes."""
+    """One NUMA node: its logical cores, its memory in bytes, how far other nodes' memories are.
+
+    Offline cores are in no node.
+    """
 
     node_id: int
     cores: tuple[int, ...]
     total_bytes: int
     free_bytes: int
+    distances: tuple[int, ...] = ()  # to each online node in order, 10 is its own; () if unsaid
+    file_bytes: int = 0  # of files, which the kernel gives up for whoever needs memory
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ def _read_node(folder: Path) -> NumaNode:
         cores=parse_core_list(_read(folder / "cpulist")),
         total_bytes=memory.get("MemTotal", 0),
         free_bytes=memory.get("MemFree", 0),
+        distances=tuple(map(int, _read(folder / "distance").split())),
+        file_bytes=memory.get("Active(file)", 0) + memory.get("Inactive(file)", 0),
     )
 
 

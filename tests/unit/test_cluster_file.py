@@ -1,30 +1,87 @@
-"""cluster.yaml is what Ray's cluster launcher takes."""
+"""The files for Ray's cluster launcher and for KubeRay are what these take."""
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ray.autoscaler._private.util import fillout_defaults, validate_config
+from ray.autoscaler._private.util import prepare_config, validate_config
 
-FILE = Path(__file__).resolve().parents[2] / "cluster.yaml"
+from actors.cluster import NUMA_NODE
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_FILES = ["cluster.yaml", "clusters/aws.yaml"]
 
 
-def _config() -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(FILE.read_text())
+def read(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
     return config
 
 
-def test_ray_accepts_it() -> None:
-    validate_config(fillout_defaults(_config()))
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_ray_accepts_it(name: str) -> None:
+    validate_config(prepare_config(read(name)))
 
 
-def test_ray_refuses_what_it_does_not_know() -> None:
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_ray_refuses_what_it_does_not_know(name: str) -> None:
     with pytest.raises(Exception, match="unknown_key"):
-        validate_config(_config() | {"unknown_key": 1})
+        validate_config(prepare_config(read(name) | {"unknown_key": 1}))
 
 
-def test_nothing_listens_beyond_the_machine() -> None:
-    start = " ".join(_config()["head_start_ray_commands"])
-    assert "--dashboard-host=127.0.0.1" in start
-    assert "RAY_AUTH_MODE=token" in start
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_nothing_listens_beyond_the_machine_without_a_token(name: str) -> None:
+    config = read(name)
+    head, worker = (" ".join(config[f"{kind}_start_ray_commands"]) for kind in ("head", "worker"))
+    assert "--dashboard-host=127.0.0.1" in head
+    for start in (head, worker):
+        assert start.count("ray start") == start.count("RAY_AUTH_MODE=token") == 1
+        assert "RAY_worker_niceness=0" in start
+    assert "~/.ray/auth_token" in config["file_mounts"]
+
+
+def test_your_own_machines_may_be_several() -> None:
+    config = read("cluster.yaml")
+    config["provider"]["worker_ips"] = ["10.0.0.2"]
+    config["max_workers"] = 1
+    validate_config(prepare_config(config))
+
+
+def test_node_types_offer_numa_nodes() -> None:
+    config = read("clusters/aws.yaml")
+    types = config["available_node_types"]
+    assert set(types) == {"head", "gpu", "cpu"}
+    assert all(kind["resources"][NUMA_NODE] >= 1 for kind in types.values())
+    assert types["gpu"]["resources"]["GPU"] == 1
+    assert "GPU" not in types["cpu"]["resources"]
+    prepared = prepare_config(config)
+    assert prepared["head_node_type"] in prepared["available_node_types"]
+
+
+def groups() -> list[dict[str, Any]]:
+    spec = read("clusters/kuberay.yaml")["spec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def test_the_kuberay_manifest_is_whole() -> None:
+    manifest = read("clusters/kuberay.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayCluster")
+    assert [group.get("groupName", "head") for group in groups()] == ["head", "gpu", "cpu"]
+    for group in groups():
+        if "groupName" in group:
+            assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        # Ray is started by a shell, so the value is quoted twice.
+        resources = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert resources[NUMA_NODE] >= 1
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        # Whole cores, and as many at most as at least: else the pod gets no cores of its own.
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert container["resources"]["limits"]["cpu"].isdecimal()
+        variables = {variable["name"] for variable in container["env"]}
+        assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_worker_niceness"} <= variables

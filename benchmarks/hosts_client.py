@@ -1,0 +1,114 @@
+"""A process inside a cluster that runs systems and requests as lines of JSON on its input tell.
+
+    {"nodes": 2}                                waits until the cluster has so many nodes
+    {"system": {...}}                           stops the running system, starts one of SystemConfig
+    {"prompt_ids": [...], "num_tokens": 64}     completes it greedily
+
+Each line is answered by one of JSON on the output, by {"error": ...} if it fails.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import ray
+
+from actors.cluster import connect
+from actors.messages import GenerateRequest, SystemConfig
+from actors.system import System
+from model.errors import HotcoldError
+from model.sampling import SamplingParams
+
+_NODES_S = 150.0
+
+
+class Client:
+    """A `hosts_client` that another process started, seen from there."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """`process` has pipes for its input and output."""
+        self._process = process
+
+    def tell(self, **command: Any) -> dict[str, Any]:
+        """One command's answer. Errors: RuntimeError with the error that it answered"""
+        input_, output = self._process.stdin, self._process.stdout
+        if input_ is None or output is None:
+            raise ValueError("the client's process has no pipes")
+        input_.write(json.dumps(command) + "\n")
+        input_.flush()
+        line = output.readline()
+        if not line:
+            raise RuntimeError(f"the client ended with status {self._process.wait(30)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def end(self) -> None:
+        """Let it stop its system and end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(60)
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    running: System | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if "system" in command:
+                if running is not None:
+                    running.stop()
+                    running = None
+                values = command["system"]
+                running = System.start(
+                    SystemConfig(**values | {"hosts": tuple(values.get("hosts", ()))})
+                )
+                answer = {"processes": running.call("processes")}
+            elif "nodes" in command:
+                answer = {"nodes": _await_nodes(command["nodes"])}
+            else:
+                answer = _complete(running, **command)
+        except HotcoldError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+    if running is not None:
+        running.stop()
+
+
+def _complete(running: System | None, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+    if running is None:
+        return {"error": "no system runs"}
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return running.complete(GenerateRequest(sampling, prompt_ids=prompt_ids)).as_json()
+
+
+def _await_nodes(count: int) -> list[str]:
+    """Connect, once something listens at RAY_ADDRESS, and wait for the nodes; their addresses."""
+    host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+    deadline = time.monotonic() + _NODES_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    connect()
+    while (alive := _alive()) and len(alive) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if len(alive) < count:
+        raise HotcoldError(f"the cluster has {len(alive)} nodes after {_NODES_S:.0f} s")
+    return alive
+
+
+def _alive() -> list[str]:
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A Ray cluster of two nodes at the ends of a shaped link, each with an address of its own."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.hosts_client import Client
+from benchmarks.shaped_link import ShapedLink
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+_PORT = 6379
+_STORE_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """A running cluster; node 0 is the head."""
+
+    link: ShapedLink
+    environment: dict[str, str]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of both nodes."""
+        return self.link.addresses
+
+    def client(self) -> Client:
+        """A new `hosts_client` on the head's end of the link."""
+        command = self.link.command(0, [sys.executable, "-m", "benchmarks.hosts_client"])
+        process = subprocess.Popen(
+            command, cwd=CHECKOUT, env=self.environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return Client(process)
+
+
+@contextlib.contextmanager
+def two_nodes(num_cpus: int, prefix: str = "hotcold") -> Iterator[TwoNodes]:
+    """Start both nodes, with `num_cpus` Ray CPUs each; at the end no process of them is left.
+
+    It does not wait: `hosts_client` does.
+    Errors:  OSError or CalledProcessError without the rights
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    with ShapedLink(prefix) as link:
+        head, other = link.addresses
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        environment = kept | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CHECKOUT), kept.get("PYTHONPATH")])),
+            "RAY_ADDRESS": f"{head}:{_PORT}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        common = [f"--num-cpus={num_cpus}", f"--object-store-memory={_STORE_BYTES}", "--block"]
+        here = ["--head", f"--port={_PORT}", f"--node-ip-address={head}", f"--temp-dir={folder}/r"]
+        here.append("--include-dashboard=false")
+        there = [f"--address={head}:{_PORT}", f"--node-ip-address={other}"]
+        try:
+            for end, options in enumerate((here, there)):
+                _start(link, end, [*options, *common], environment, folder)
+            yield TwoNodes(link, environment)
+        finally:
+            link.end_processes()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(
+    link: ShapedLink, end: int, options: list[str], environment: dict[str, str], folder: Path
+) -> None:
+    command = link.command(end, [sys.executable, "-m", "ray.scripts.scripts", "start", *options])
+    own = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
+    with (folder / f"log{end}").open("wb") as log:
+        subprocess.Popen(command, env=own, stdout=log, stderr=log)

@@ -1,0 +1,72 @@
+"""A system whose NUMA nodes are two of this machine's cores: its threads there, the same tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.launch import start_local_ray
+from actors.messages import GenerateRequest
+from actors.preflight import NUMA_ROOT, SystemOptions, prepare_system
+from actors.system import System
+from model.sampling import SamplingParams
+from placement.locality import running_services
+from placement.sysfs import parse_core_list
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.numa_trees import write_tree
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+pytestmark = [
+    pytest.mark.skipif(len(CORES) < 2, reason="two cores play two nodes"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    """One Ray for the module."""
+    start_local_ray(num_cpus=4, arena_bytes=0)
+    yield
+    ray.shutdown()
+
+
+def cores_of_threads(pid: int) -> dict[tuple[int, ...], int]:
+    """How many threads of a process may run on which cores."""
+    found: dict[tuple[int, ...], int] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        cores = next(line for line in lines if line.startswith("Cpus_allowed_list"))
+        key = parse_core_list(cores.partition(":")[2])
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def test_services_stay_on_their_nodes(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 is not there in truth: its memory cannot be bound, and all works without that."""
+    first, second = CORES
+    root = write_tree(tmp_path, {0: str(first), 1: str(second)})
+    monkeypatch.setenv(NUMA_ROOT, str(root))
+    checkpoint = tiny("llama-relu")
+    config, _ = prepare_system(checkpoint.path, SystemOptions(num_threads=2, context_length=128))
+    assert config.num_cpu_actors == 2
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    with System.start(config) as system:
+        assert system.complete(request).ids == checkpoint.greedy_ids
+        processes = system.call("processes")
+        threads = {name: cores_of_threads(pid) for name, pid in processes.items()}
+        services = {service.pid: service for service in running_services()}
+    assert set(threads["cpu0"]) == {(first,)}
+    assert set(threads["cpu1"]) == {(second,)}
+    # Its serving threads and its products' threads; the others follow the process.
+    assert threads["gpu"][(first,)] >= 1 and threads["gpu"][(second,)] >= 1
+    assert set(threads["gpu"]) == {(first,), (second,), (first, second)}
+    assert (first,) not in threads["driver"] and (second,) not in threads["driver"]
+    assert {processes[name] for name in ("gpu", "cpu0", "cpu1")} <= set(services)
+    assert services[processes["cpu1"]].num_bytes > 0

@@ -1,0 +1,80 @@
+"""CPU services on a second host, with an address of its own and a link of 1 ms to the first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.host_files import require_same_model
+from actors.hosts import node_ids, service_nodes
+from actors.messages import SystemConfig
+from actors.shards import service_specs
+from model.config import ModelConfig
+from model.errors import CheckpointError, UsageError
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(400)
+def test_the_same_tokens_as_on_one_host(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+) -> None:
+    """Two services a host; services are where they should be, the tokens are transformers'."""
+    if reason := run_program("shaped_link").stderr.strip():
+        pytest.skip(reason)
+    checkpoint, report = tiny("llama-relu"), tmp_path / "report.json"
+    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
+    arguments += ["--system", "two hosts, relay", "--json", report]
+    prompt = ",".join(map(str, checkpoint.ids[:10]))
+    done = run_program("two_hosts", checkpoint.path, "--prompt-ids", prompt, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(report.read_text())
+    assert row["ids"] == checkpoint.greedy_ids
+    assert row["hosts"] == {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
+    # Each layer waits for the far host once, and the link delays packets by half of that each way.
+    assert row["ms_a_layer"] >= 1
+
+
+def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        {"NodeManagerAddress": f"10.0.0.{i}", "NodeID": f"id{i}", "Alive": i < 4} for i in range(5)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    system = SystemConfig("m", num_cpu_actors=4, hosts=("10.0.0.3", "10.0.0.1"))
+    assert service_nodes(system, "own") == ["id3", "id3", "id1", "id3", "id1"]
+    assert service_nodes(SystemConfig("m", num_cpu_actors=2), "own") == ["own"] * 3
+    for address in ("10.0.0.4", "10.0.0.9"):
+        with pytest.raises(UsageError, match=f"no Ray node is at {address}, there are") as caught:
+            node_ids(["10.0.0.3", address])
+        assert "\n" not in str(caught.value)
+
+
+def test_the_copy_of_the_model_is_checked(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny("llama-relu").path, path)
+    system = SystemConfig(str(path), num_cpu_actors=2, hosts=("a", "b"))
+    spec = service_specs(system, ModelConfig.from_directory(path))[2]
+    require_same_model(spec)
+    shutil.rmtree(path)
+    shutil.copytree(tiny("opt-postnorm").path, path)
+    with pytest.raises(CheckpointError, match=r"the cpu1 service, on .* is another model than"):
+        require_same_model(spec)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="copy the model's files to") as caught:
+        require_same_model(spec)
+    assert "\n" not in str(caught.value)
