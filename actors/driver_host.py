@@ -14,9 +14,12 @@ from actors.call_exchange import CallExchange
 from actors.cluster import await_actors
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
-from actors.failures import service_error
+from actors.failures import RequestError, service_error
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.profiling import counts_by_neuron
+from actors.recovering_exchange import RecoveringExchange
+from actors.recovery import RecoveryPolicy
+from actors.replacement import ServiceReplacer
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
@@ -48,6 +51,9 @@ class DriverHost:
         self._node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
         self._handles = [spawn(spec, self._node_id) for spec in self._specs]
         self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
+        self._policy = RecoveryPolicy()
+        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+        self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
         self._driver: Driver | None = None
         self._arena_ref: Any = None
@@ -73,6 +79,7 @@ class DriverHost:
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
+            self._exchange.start()
             self._stage = "ready"
         except BaseException as error:
             self._failure = error
@@ -91,26 +98,29 @@ class DriverHost:
                 except ray.exceptions.RayError as error:
                     raise service_error(f"{names[call]} service", error) from error
 
-    def _connect(self) -> Exchange:
+    def _connect(self) -> RecoveringExchange:
         layout = arena_layout(self._system, self._config)
         if self._system.exchange == "calls":
-            self._each("attach", layout, [])
+            refs: list[Any] = []
+            self._each("attach", layout, refs)
             wires = layout.wires(layout.new_arena())
             names = [spec.name for spec in self._specs]
             exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
         else:
             self._arena_ref = ray.put(layout.new_arena())
             self._arena = ray.get(self._arena_ref)
-            self._each("attach", layout, [self._arena_ref])
+            refs = [self._arena_ref]
+            self._each("attach", layout, refs)
             exchange = ArenaExchange(layout.wires(self._arena), self._watch)
+        self._replacer.connected(layout, refs, exchange.wires if refs else None)
         exchange.wires.requests[:, OPERATION] = PING
         exchange.ask(range(len(self._specs)))  # returns once the compiled loops run
-        self._exchange = exchange
-        return exchange
+        self._exchange = RecoveringExchange(exchange, self._replacer, self._policy)
+        return self._exchange
 
     def progress(self) -> LoadProgress:
         """How far loading is; may be called while `load` runs."""
-        counts, stage = [], self._stage
+        counts, stage = [], self._replacer.stage or self._stage
         if stage not in ("starting services", "loading weights"):
             return LoadProgress(self._total_bytes, self._total_bytes, stage)
         if stage == "loading weights":
@@ -133,16 +143,29 @@ class DriverHost:
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
         """Count who fires in a window; see `Driver.profile_window`."""
-        return self._ready().profile_window(ids, recorded)
+        if self._num_replaced_before is None:
+            self._num_replaced_before = self._replacer.num_replaced
+        inputs = self._ready().profile_window(ids, recorded)
+        self._require_counts()
+        return inputs
 
     def fired_counts(self) -> np.ndarray:
         """For how many profiled tokens each neuron has fired since the start: (L, N) int64."""
 
         def gather() -> np.ndarray:
+            self._require_counts()
             counts = ray.get([handle.fired_counts.remote() for handle in self._handles[1:]])
             return counts_by_neuron(self._config, self._specs[1:], counts)
 
         return self._ready().between_requests(gather)
+
+    def _require_counts(self) -> None:
+        """A service that was replaced has forgotten who fired. Errors: RequestError."""
+        if self._num_replaced_before not in (None, self._replacer.num_replaced):
+            raise RequestError(
+                "a service was restarted while neurons were counted, and its counts are lost; "
+                "profile again"
+            )
 
     def ping(self) -> int:
         """The process id; an answer says that the process lives."""
@@ -175,12 +198,13 @@ class DriverHost:
 
     def stop(self) -> None:
         """End all threads, then the services' processes."""
+        self._replacer.close()
         try:
             if self._driver is not None:
                 self._driver.close()
                 self._exchange.wires.requests[:, OPERATION] = STOP
                 with suppress(HotcoldError):
-                    self._exchange.ask(range(len(self._specs)))
+                    self._exchange.inner.ask(range(len(self._specs)))
                     self._each("join", 2.0, timeout_s=5.0)
         finally:
             self._kill()

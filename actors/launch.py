@@ -44,6 +44,7 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     """
     num_cpus = 0 if spec.index == 0 else spec.num_threads
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    options["max_restarts"] = -1  # the driver says when it is enough
     if node_id is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ServiceActor.options(**options).remote(spec)
