@@ -6,10 +6,11 @@ Half of the faults come over one long generation after another, half over a batc
 with prompts of 1 to 400 tokens, greedy and drawn. Each is a kill -9 or a SIGSTOP of a service drawn
 at random. Every answer is compared with that of an undisturbed run of the same system. The time to
 recover is from the fault to the first token after the silence that it caused, without time in which
-this process did not run either: of a machine that was suspended, or busy with others. Faults keep the pace
-that the system allows: fewer than ten in a minute.
+this process did not run either: of a machine that was suspended, or busy with others. Faults keep
+the pace that the system allows: fewer than ten in a minute.
 """
 
+import itertools
 import os
 import signal
 import threading
@@ -151,7 +152,7 @@ def _inject(system: System, load: Load, random: np.random.Generator) -> Fault:
         if load.wrong:
             return Fault(service, kind, moment, now)
         after = [at for at in moments if at > moment - 0.05]
-        gaps = [(later - at, later) for at, later in zip(after, after[1:], strict=False)]
+        gaps = [(later - at, later) for at, later in itertools.pairwise(after)]
         longest = max(gaps, default=(0.0, now))
         if longest[0] > 0.5 and after[-1] - longest[1] > _SETTLED_S:
             return Fault(service, kind, moment, longest[1])
