@@ -12,7 +12,7 @@ import numpy as np
 
 from actors.engine import Engine
 from actors.exchange import Exchange
-from actors.failures import RequestError
+from actors.failures import CacheLost, RequestError
 from actors.generation import Generator, Run, Stream
 from actors.kv_pool import KvPool
 from actors.line import Line
@@ -56,7 +56,8 @@ class Driver:
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
         self._streams: list[Stream] = []
-        self._line = Line(Scheduler(engine, self._pool))
+        self._scheduler = Scheduler(engine, self._pool)
+        self._line = Line(self._scheduler)
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -127,6 +128,32 @@ class Driver:
         return self.between_requests(
             lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
         )
+
+    def change_services(
+        self,
+        system: SystemConfig,
+        shards: Sequence[Sequence[np.ndarray]],
+        change: Callable[[], None],
+    ) -> None:
+        """Let `change` put other services behind the exchange, between two steps.
+
+        What runs goes on with them; `system` and `shards` are of the new ones.
+        Errors:  those of `change`; ArtifactError
+        """
+        predictor = _load_predictor(system, self.generator.config, shards)
+
+        def swap() -> None:
+            try:
+                change()
+            except CacheLost:
+                self._scheduler.replay_all()
+            self._scheduler.begin_chunk_again()
+            self._pool.move(self.engine.exchange.wires.page_tables[: self.engine.kernel_tokens])
+            self.engine.predictor = predictor
+            for engine in (self.engine, self._profiling):
+                engine.count_services()
+
+        self._line.between_steps(swap)
 
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""

@@ -9,17 +9,26 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from actors.call_exchange import CallExchange
 from actors.cluster import await_actors
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
-from actors.failures import RequestError, service_error
+from actors.failures import RequestError, cause_of, service_error
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.profiling import counts_by_neuron
 from actors.recovering_exchange import RecoveringExchange
 from actors.recovery import RecoveryPolicy
 from actors.replacement import ServiceReplacer
+from actors.scaling import (
+    Connection,
+    connect_more,
+    end,
+    hold_cpus,
+    move_gpu,
+    scaled_system,
+)
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
@@ -41,6 +50,7 @@ class DriverHost:
     ) -> None:
         """`spawn` starts a service's actor, on a given node; services load all side by side."""
         self._system = system
+        self._spawn = spawn
         config = ModelConfig.from_directory(system.model_path)
         self._config = stored_config(
             Checkpoint(Path(system.model_path)), config, system.weight_dtype
@@ -57,8 +67,10 @@ class DriverHost:
         self._stage = "starting services"
         self._driver: Driver | None = None
         self._arena_ref: Any = None
+        self._arena: Any = None
         self._loading = threading.Lock()
         self._failure: BaseException | None = None
+        self._held_cpus: Any = None
 
     def load(self) -> None:
         """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
@@ -181,6 +193,49 @@ class DriverHost:
         names = [spec.name for spec in self._specs]
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
 
+    def scale(self, num_cpu_actors: int) -> SystemConfig:
+        """Serve with another number of CPU services; returns when they do. Requests go on.
+
+        Errors:  HotcoldError where they cannot be had: the old ones go on
+        """
+        driver = self._ready()
+        with self._loading:
+            system = scaled_system(self._system, num_cpu_actors)
+            if num_cpu_actors == self._system.num_cpu_actors:
+                return self._system
+            new = connect_more(
+                system, self._config, self._handles[0], self._spawn, self._node_id, self._policy
+            )
+            old_handles = self._handles[1:]
+            try:
+                driver.change_services(system, new.shards, lambda: self._change(new))
+            except BaseException:
+                if self._handles is not new.handles:
+                    end(new.handles[1:])
+                raise
+            end(old_handles)
+            if self._held_cpus is None:
+                self._held_cpus = hold_cpus(system.num_threads, self._node_id)
+            return system
+
+    def _change(self, new: Connection) -> None:
+        """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
+        new.replacer.take_over(0, self._replacer)
+        failure = ""
+        try:
+            move_gpu(self._exchange.inner, new)
+        except HotcoldError as error:  # then a fresh GPU service comes to the new arena
+            failure = cause_of(error)
+        self._exchange.change(new.exchange, new.replacer)
+        self._system, self._specs, self._handles = new.system, new.specs, new.handles
+        self._watch, self._replacer = new.watch, new.replacer
+        self._arena_ref = new.arena_refs[0] if new.arena_refs else None
+        self._arena = None  # its views keep an arena mapped
+        if self._num_replaced_before is not None:
+            self._num_replaced_before = -1  # counts went with the old services
+        if failure:
+            self._exchange.renew(0, failure)
+
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
         cpus = range(1, len(self._specs))
@@ -213,6 +268,8 @@ class DriverHost:
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
         self._arena_ref = None
+        if self._held_cpus is not None:
+            remove_placement_group(self._held_cpus)
 
     def _ready(self) -> Driver:
         if self._driver is None:

@@ -58,9 +58,13 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
-        self._cpus = list(range(1, exchange.wires.requests.shape[0]))
+        self.count_services()
         self.times = StepTimes()
         self.num_steps = 0
+
+    def count_services(self) -> None:
+        """Ask all CPU services that the exchange has now."""
+        self._cpus = list(range(1, self.exchange.wires.requests.shape[0]))
 
     def step(
         self,

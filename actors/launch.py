@@ -42,7 +42,7 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
 
     On the node `node_id` and no other, or on any where it is None.
     """
-    num_cpus = 0 if spec.index == 0 else spec.num_threads
+    num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
     options["max_restarts"] = -1  # the driver says when it is enough
     if node_id is not None:

@@ -20,8 +20,10 @@ _Result = TypeVar("_Result")
 
 
 class _Job:
-    def __init__(self, function: Callable[[], object]) -> None:
+    def __init__(self, function: Callable[[], object], waits: bool = True) -> None:
+        """`waits`: until nothing runs; else only for the step in progress."""
         self._function = function
+        self.waits = waits
         self.future: Future[object] = Future()
 
     def run(self, replace: Callable[[int, str], bool]) -> None:
@@ -76,6 +78,13 @@ class Line:
         result: _Result = job.future.result()  # type: ignore[assignment]
         return result
 
+    def between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread, whatever runs. Errors: its own."""
+        job = _Job(function, waits=False)
+        self.submit(job)
+        result: _Result = job.future.result()  # type: ignore[assignment]
+        return result
+
     def require_whole(self) -> None:
         """Raise the ServiceError that ended the system, if one did."""
         if self._broken is not None:
@@ -117,6 +126,9 @@ class Line:
             item = self._incoming.get()
             if item is None:
                 return False
+            if isinstance(item, _Job) and not item.waits:
+                item.run(self._scheduler.replace)
+                continue
             self._waiting.append(item)
             idle = False
         return True

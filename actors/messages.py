@@ -51,6 +51,7 @@ class ServiceSpec:
     cache: CacheSpec | None = None
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
+    reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class RecoveringExchange:
         """From now on failed services are replaced."""
         self._is_ready = True
 
+    def change(self, inner: Exchange, replacer: Replacer) -> None:
+        """Ask other services from now on."""
+        self.inner, self._replacer = inner, replacer
+
     def ask(self, services: Sequence[int]) -> int:
         """See `Exchange.ask`.
 
@@ -62,8 +66,16 @@ class RecoveringExchange:
         """Replace a service that answers what is not finite; False where that was done lately."""
         if not (self._is_ready and self._policy.doubts(service)):
             return False
-        self._replace(service, cause)
+        self.renew(service, cause)
         return True
+
+    def renew(self, service: int, cause: str) -> None:
+        """Put a fresh process in a service's place. Errors: CacheLost for the GPU service."""
+        requests = self.wires.requests.copy()  # a fresh service is tried out
+        self._replacer.replace(service, cause)
+        self.wires.requests[:] = requests
+        if service == _GPU:
+            raise CacheLost(f"the KV cache was lost: {cause}; start again")
 
     def _ask_again(self, services: Sequence[int], error: ServiceLost | AnswerFailed) -> int:
         started = time.monotonic_ns()
@@ -74,16 +86,9 @@ class RecoveringExchange:
                 if error.service in replaced or not is_want_of_memory(str(error)):
                     raise error
                 replaced.add(error.service)
-            self._replace(error.service, cause_of(error))
+            self.renew(error.service, cause_of(error))
             try:
                 self.inner.ask(services)
                 return time.monotonic_ns() - started
             except (ServiceLost, AnswerFailed) as again:
                 error = again
-
-    def _replace(self, service: int, cause: str) -> None:
-        requests = self.wires.requests.copy()  # a fresh service is tried out
-        self._replacer.replace(service, cause)
-        self.wires.requests[:] = requests
-        if service == _GPU:
-            raise CacheLost(f"the KV cache was lost: {cause}; start again")

@@ -48,13 +48,17 @@ class ServiceReplacer:
         self.num_replaced = 0
 
     def connected(self, layout: ArenaLayout, arena_refs: list[Any], wires: Wires | None) -> None:
-        """All services are loaded and attached; `wires` are those that they share, if any.
+        """Services are loaded and will be attached; `wires` are those that they share, if any.
 
         Errors:  ServiceError
         """
         self._layout, self._arena_refs, self._wires = layout, arena_refs, wires
         for service in range(len(self._specs)):
             self._expect(service, self._find(service))
+
+    def take_over(self, service: int, other: "ServiceReplacer") -> None:
+        """The service is in the process that `other` knows."""
+        self._expect(service, other._processes[service])
 
     def close(self) -> None:
         """End a replacement that is under way: it raises ServiceError."""

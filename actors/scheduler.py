@@ -84,6 +84,10 @@ class Scheduler:
         except CacheLost:
             self.replay_all()
 
+    def begin_chunk_again(self) -> None:
+        """Forget the layers of a long prompt's chunk that have been run."""
+        self._chunk = None
+
     def replay_all(self) -> None:
         """Begin again all that runs; tokens that were chosen stay."""
         self._chunk = None

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Eight:
 
     def complete(self, meanwhile: Callable[[], None]) -> list[list[int]]:
         """All side by side; `meanwhile` is called when the first tokens have come."""
-        running = [Asking(lambda r=request: self.system.complete(r)) for request in self.requests]
+        running = [Asking(partial(self.system.complete, request)) for request in self.requests]
         meanwhile()
         results = [asked.end() for asked in running]
         assert all(isinstance(result, Generation) for result in results), results
@@ -178,11 +179,11 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
             prompt_ids=[5],
         )
     )
-    endless = Asking(lambda: list(stream)[-1].result.ids)
+    endless = Asking(lambda: list(stream)[-1].result)
     threading.Event().wait(0.1)
     fault()
-    ids = endless.end()
-    assert isinstance(ids, list) and len(ids) == CONTEXT - 100
+    result = endless.end()
+    assert isinstance(result, Generation) and len(result.ids) == CONTEXT - 100
     assert eight.complete(lambda: None) == eight.expected
     after = eight.pids()
     assert after["gpu"] != before["gpu"] and after["cpu0"] != before["cpu0"]
@@ -194,7 +195,7 @@ def test_actor_calls_recover_too(tiny: Tiny) -> None:
         eight = Eight(system, 30)
         for name in ("gpu", "cpu1"):
             before = eight.pids()
-            found = eight.complete(lambda n=name: fault_after(eight, n, signal.SIGKILL, 0.1))
+            found = eight.complete(partial(fault_after, eight, name, signal.SIGKILL, 0.1))
             assert found == eight.expected
             assert eight.complete(lambda: None) == eight.expected
             assert eight.pids()[name] != before[name]
