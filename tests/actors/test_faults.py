@@ -102,7 +102,7 @@ def config_of(checkpoint: TinyCheckpoint, exchange: str = "arena") -> SystemConf
 def eight(local_ray: None, tiny: Tiny) -> Iterator[Eight]:
     """Shared by tests: a system is to be as good as new after every fault."""
     with System.start(config_of(tiny("llama-gqa"))) as system:
-        yield Eight(system, 500)
+        yield Eight(system, 300)
 
 
 def fault_after(eight: Eight, name: str, number: signal.Signals, wait_s: float) -> None:

@@ -78,7 +78,7 @@ def asked(system: System, request: GenerateRequest) -> Asking:
 
 def test_services_come_and_go_while_requests_run(tiny: Tiny) -> None:
     with System.start(config_of(tiny("llama-gqa"), "arena"), name=NAME) as system:
-        requests = [greedy(size, 900) for size in (3, 40, 600)]
+        requests = [greedy(size, 600) for size in (3, 40, 600)]
         expected = [system.complete(request).ids for request in requests]
         before = set(system.call("processes").values())
         running = [asked(system, request) for request in requests]
