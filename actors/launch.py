@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster import NAMESPACE
+from actors.cluster import NAMESPACE, keep_stdout_clean
 from actors.driver_host import DriverHost
 from actors.messages import ServiceSpec, SystemConfig
 from actors.service_host import ServiceHost
@@ -35,6 +35,7 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
         log_to_driver=False,
         namespace=NAMESPACE,
     )
+    keep_stdout_clean()
 
 
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:

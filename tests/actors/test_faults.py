@@ -119,7 +119,9 @@ def fault_after(eight: Eight, name: str, number: signal.Signals, wait_s: float) 
         ("gpu", signal.SIGSTOP),
     ],
 )
-def test_a_lost_service_changes_no_token(eight: Eight, name: str, number: signal.Signals) -> None:
+def test_a_lost_service_changes_no_token(
+    eight: Eight, name: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Somewhere in a batch of eight: in a prompt, or later."""
     before = eight.pids()
     wait_s = float(np.random.default_rng().uniform(0.0, 0.5))
@@ -132,6 +134,7 @@ def test_a_lost_service_changes_no_token(eight: Eight, name: str, number: signal
         assert eight.pids() != before
     assert not psutil.pid_exists(before[name])
     assert eight.system.call("progress").stage == "ready"
+    assert capfd.readouterr().out == ""  # where a user's answers stand
 
 
 @pytest.mark.parametrize("service", [0, 1])
