@@ -13,9 +13,10 @@ import numpy as np
 import ray
 
 from actors.exchange import Watch
-from actors.failures import RequestError, service_error
+from actors.failures import AnswerFailed, RequestError, ServiceLost, service_error
 from actors.kv_pool import num_pages_of
 from actors.watch import LOOK_S
+from model.errors import HotcoldError
 from numba_kernels.mailbox import (
     ATTENTION,
     COUNT_FFN,
@@ -122,24 +123,38 @@ class CallExchange:
         """Call all, wait for all. See `Exchange.ask`."""
         started = time.monotonic_ns()
         refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
-        pending, failure = list(refs), None
+        pending: list[Any] = list(refs)
+        failure: HotcoldError | None = None  # told when nobody works on the request any more
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
             for ref in done:
                 try:
                     self._collect(ref, refs[ref])
-                except RequestError as error:  # told when no service works on the request any more
+                except RequestError as error:
+                    failure = failure or error
+                except ServiceLost as error:
                     failure = error
-            if pending:
-                waited_s = (time.monotonic_ns() - started) * 1e-9
-                self._watch.check([refs[ref] for ref in pending], waited_s)
+            try:
+                if pending:
+                    waited_s = (time.monotonic_ns() - started) * 1e-9
+                    self._watch.check([refs[ref] for ref in pending], waited_s)
+            except ServiceLost as error:
+                failure = error
+                pending = [ref for ref in pending if refs[ref] != error.service]
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started
+
+    def replace(self, service: int, cause: str) -> bool:
+        """No remedy of its own: see `actors.recovering_exchange`."""
+        return False
 
     def _collect(self, ref: Any, service: int) -> None:
         try:
             answer: Answer = ray.get(ref)
         except ray.exceptions.RayError as error:
-            raise service_error(f"{self._names[service]} service", error) from error
+            told = service_error(f"{self._names[service]} service", error)
+            if isinstance(told, AnswerFailed):
+                raise told from error
+            raise ServiceLost(service, str(told)) from error
         answer.write(self.wires, service)

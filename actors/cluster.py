@@ -32,12 +32,25 @@ def connect(address: str | None = None) -> None:
         if address != "auto":
             _require_listener(address)
         ray.init(address=address, namespace=NAMESPACE, logging_level="error", log_to_driver=False)
+        keep_stdout_clean()
     except UsageError:
         raise
     except Exception as error:  # Ray raises many kinds, none of them its own
         first = str(error).strip().split("\n")[0]
         where = "on this machine" if address == "auto" else f"at {address}"
         raise ServiceError(f"no Ray cluster answers {where}: {first}") from error
+
+
+def keep_stdout_clean() -> None:
+    """Let Ray say nothing on standard output about processes that died: answers stand there.
+
+    What happened is told by our own errors and progress, and stands in Ray's logs. Ray has no
+    option for it.
+    """
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def _require_listener(address: str) -> None:

@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 
 from actors.engine import GPU, Engine
-from actors.exchange import ArenaExchange, Exchange
-from actors.failures import RequestError
+from actors.exchange import Exchange
+from actors.failures import CacheLost, RequestError
 from actors.generation import Generator, Run, Stream
 from actors.kv_pool import KvPool
 from actors.line import Line
@@ -21,7 +21,6 @@ from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
 from actors.shards import num_kv_pages
-from actors.steps import KERNEL_TOKENS
 from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -47,12 +46,10 @@ class Driver:
         path = Path(system.model_path)
         config = ModelConfig.from_directory(path)
         embedding = load_embedding(Checkpoint(path), config)
-        predictor = self._predictor = _load_predictor(system, config, shards)
-        if predictor is not None and isinstance(exchange, ArenaExchange):
-            most_tokens = min(KERNEL_TOKENS, exchange.wires.hidden.shape[0])
-            predictor.share_out(exchange.wires, GPU, system.num_threads, most_tokens)
+        predictor = _load_predictor(system, config, shards)
         engine = Engine(config, embedding, exchange, system.mode, predictor)
         self.engine = engine
+        self._share_out_predictor(system.num_threads)
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
         self._profiling = ProfilingEngine(config, embedding, exchange, opening_id)
@@ -60,7 +57,8 @@ class Driver:
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
         self._streams: list[Stream] = []
-        self._line = Line(Scheduler(engine, self._pool))
+        self._scheduler = Scheduler(engine, self._pool)
+        self._line = Line(self._scheduler)
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -132,11 +130,46 @@ class Driver:
             lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
         )
 
+    def change_services(
+        self,
+        system: SystemConfig,
+        shards: Sequence[Sequence[np.ndarray]],
+        change: Callable[[], None],
+    ) -> None:
+        """Let `change` put other services behind the exchange, between two steps.
+
+        What runs goes on with them; `system` and `shards` are of the new ones.
+        Errors:  those of `change`; ArtifactError
+        """
+        predictor = _load_predictor(system, self.generator.config, shards)
+
+        def swap() -> None:
+            try:
+                change()
+            except CacheLost:
+                self._scheduler.replay_all()
+            self._scheduler.begin_chunk_again()
+            self._pool.move(self.engine.exchange.wires.page_tables[: self.engine.kernel_tokens])
+            if self.engine.predictor is not None:
+                self.engine.predictor.close()
+            self.engine.predictor = predictor
+            self._share_out_predictor(system.num_threads)
+            for engine in (self.engine, self._profiling):
+                engine.count_services()
+
+        self._line.between_steps(swap)
+
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._line.close(self._cancel_all)
-        if self._predictor is not None:
-            self._predictor.close()
+        if self.engine.predictor is not None:
+            self.engine.predictor.close()
+
+    def _share_out_predictor(self, num_threads: int) -> None:
+        """Let several cores predict, where they can hear the doorbell that brings the input."""
+        exchange, predictor = self.engine.exchange, self.engine.predictor
+        if predictor is not None and exchange.next_number:
+            predictor.share_out(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
 
     def _cancel_all(self) -> None:
         for stream in list(self._streams):

@@ -9,16 +9,27 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from actors.call_exchange import CallExchange
 from actors.cluster import await_actors
 from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
-from actors.failures import service_error
+from actors.failures import RequestError, cause_of, service_error
 from actors.hosts import Hosts, SpawnRelay, service_nodes
 from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
 from actors.profiling import counts_by_neuron
-from actors.relay import HostsExchange
+from actors.recovering_exchange import RecoveringExchange
+from actors.recovery import RecoveryPolicy
+from actors.replacement import ServiceReplacer
+from actors.scaling import (
+    Connection,
+    connect_more,
+    end,
+    hold_cpus,
+    move_gpu,
+    scaled_system,
+)
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
 from actors.watch import ActorWatch
@@ -46,6 +57,7 @@ class DriverHost:
         `spawn_relay` starts one of those that other hosts have.
         """
         self._system = system
+        self._spawn = spawn
         config = ModelConfig.from_directory(system.model_path)
         self._config = stored_config(
             Checkpoint(Path(system.model_path)), config, system.weight_dtype
@@ -59,11 +71,16 @@ class DriverHost:
         self._spawn_relay = spawn_relay
         self._hosts: Hosts | None = None  # where there are others than this one
         self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
+        self._policy = RecoveryPolicy()
+        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+        self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
         self._driver: Driver | None = None
         self._arena_ref: Any = None
+        self._arena: Any = None
         self._loading = threading.Lock()
         self._failure: BaseException | None = None
+        self._held_cpus: Any = None
 
     def load(self) -> None:
         """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
@@ -85,8 +102,10 @@ class DriverHost:
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
-            if isinstance(self._exchange, HostsExchange):
-                self._exchange.ready()
+            if self._hosts is None:
+                self._exchange.start()
+            else:
+                self._hosts.ready()
             self._stage = "ready"
         except BaseException as error:
             self._failure = error
@@ -105,10 +124,11 @@ class DriverHost:
                 except ray.exceptions.RayError as error:
                     raise service_error(f"{names[call]} service", error) from error
 
-    def _connect(self) -> Exchange:
+    def _connect(self) -> RecoveringExchange:
         layout = arena_layout(self._system, self._config)
+        refs: list[Any] = []
         if self._system.exchange == "calls":
-            self._each("attach", layout, [])
+            self._each("attach", layout, refs)
             wires = layout.wires(layout.new_arena())
             names = [spec.name for spec in self._specs]
             exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
@@ -120,16 +140,19 @@ class DriverHost:
         else:
             self._arena_ref = ray.put(layout.new_arena())
             self._arena = ray.get(self._arena_ref)
-            self._each("attach", layout, [self._arena_ref])
+            refs = [self._arena_ref]
+            self._each("attach", layout, refs)
             exchange = ArenaExchange(layout.wires(self._arena), self._watch)
+        if self._hosts is None:
+            self._replacer.connected(layout, refs, exchange.wires if refs else None)
         exchange.wires.requests[:, OPERATION] = PING
         exchange.ask(range(len(self._specs)))  # returns once the compiled loops run
-        self._exchange = exchange
-        return exchange
+        self._exchange = RecoveringExchange(exchange, self._replacer, self._policy)
+        return self._exchange
 
     def progress(self) -> LoadProgress:
         """How far loading is; may be called while `load` runs."""
-        counts, stage = [], self._stage
+        counts, stage = [], self._replacer.stage or self._stage
         if stage not in ("starting services", "loading weights"):
             return LoadProgress(self._total_bytes, self._total_bytes, stage)
         if stage == "loading weights":
@@ -152,16 +175,29 @@ class DriverHost:
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
         """Count who fires in a window; see `Driver.profile_window`."""
-        return self._ready().profile_window(ids, recorded)
+        if self._num_replaced_before is None:
+            self._num_replaced_before = self._replacer.num_replaced
+        inputs = self._ready().profile_window(ids, recorded)
+        self._require_counts()
+        return inputs
 
     def fired_counts(self) -> np.ndarray:
         """For how many profiled tokens each neuron has fired since the start: (L, N) int64."""
 
         def gather() -> np.ndarray:
+            self._require_counts()
             counts = ray.get([handle.fired_counts.remote() for handle in self._handles[1:]])
             return counts_by_neuron(self._config, self._specs[1:], counts)
 
         return self._ready().between_requests(gather)
+
+    def _require_counts(self) -> None:
+        """A service that was replaced has forgotten who fired. Errors: RequestError."""
+        if self._num_replaced_before not in (None, self._replacer.num_replaced):
+            raise RequestError(
+                "a service was restarted while neurons were counted, and its counts are lost; "
+                "profile again"
+            )
 
     def ping(self) -> int:
         """The process id; an answer says that the process lives."""
@@ -176,6 +212,49 @@ class DriverHost:
         pids = ray.get([handle.ping.remote() for handle in self._handles], timeout=5)
         names = [spec.name for spec in self._specs]
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
+
+    def scale(self, num_cpu_actors: int) -> SystemConfig:
+        """Serve with another number of CPU services; returns when they do. Requests go on.
+
+        Errors:  HotcoldError where they cannot be had: the old ones go on
+        """
+        driver = self._ready()
+        with self._loading:
+            system = scaled_system(self._system, num_cpu_actors)
+            if num_cpu_actors == self._system.num_cpu_actors:
+                return self._system
+            new = connect_more(
+                system, self._config, self._handles[0], self._spawn, self._node_id, self._policy
+            )
+            old_handles = self._handles[1:]
+            try:
+                driver.change_services(system, new.shards, lambda: self._change(new))
+            except BaseException:
+                if self._handles is not new.handles:
+                    end(new.handles[1:])
+                raise
+            end(old_handles)
+            if self._held_cpus is None:
+                self._held_cpus = hold_cpus(system.num_threads, self._node_id)
+            return system
+
+    def _change(self, new: Connection) -> None:
+        """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
+        new.replacer.take_over(0, self._replacer)
+        failure = ""
+        try:
+            move_gpu(self._exchange.inner, new)
+        except HotcoldError as error:  # then a fresh GPU service comes to the new arena
+            failure = cause_of(error)
+        self._exchange.change(new.exchange, new.replacer)
+        self._system, self._specs, self._handles = new.system, new.specs, new.handles
+        self._watch, self._replacer = new.watch, new.replacer
+        self._arena_ref = new.arena_refs[0] if new.arena_refs else None
+        self._arena = None  # its views keep an arena mapped
+        if self._num_replaced_before is not None:
+            self._num_replaced_before = -1  # counts went with the old services
+        if failure:
+            self._exchange.renew(0, failure)
 
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
@@ -194,12 +273,13 @@ class DriverHost:
 
     def stop(self) -> None:
         """End all threads, then the services' processes."""
+        self._replacer.close()
         try:
             if self._driver is not None:
                 self._driver.close()
                 self._exchange.wires.requests[:, OPERATION] = STOP
                 with suppress(HotcoldError):
-                    self._exchange.ask(range(len(self._specs)))
+                    self._exchange.inner.ask(range(len(self._specs)))
                     self._each("join", 2.0, timeout_s=5.0)
         finally:
             self._kill()
@@ -210,6 +290,8 @@ class DriverHost:
         if self._hosts is not None:
             self._hosts.kill()
         self._arena_ref = None
+        if self._held_cpus is not None:
+            remove_placement_group(self._held_cpus)
 
     def _ready(self) -> Driver:
         if self._driver is None:

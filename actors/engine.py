@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from actors.blame import bad_embedding, bad_layer, bad_logits
 from actors.exchange import Exchange
 from actors.step_times import StepTimes
 from actors.steps import KERNEL_TOKENS
 from model.config import ModelConfig
 from model.weights import EmbeddingWeights
+from numba_kernels.finite import finite_pair, finite_rows
 from numba_kernels.mailbox import (
     ALL_NEURONS,
     ATTENTION,
@@ -56,9 +58,13 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
-        self._cpus = list(range(1, exchange.wires.requests.shape[0]))
+        self.count_services()
         self.times = StepTimes()
         self.num_steps = 0
+
+    def count_services(self) -> None:
+        """Ask all CPU services that the exchange has now."""
+        self._cpus = list(range(1, self.exchange.wires.requests.shape[0]))
 
     def step(
         self,
@@ -73,7 +79,9 @@ class Engine:
         cache or earlier in this step. More tokens than a kernel takes must be one sequence's.
         Shapes:  token_ids, positions, slots (T,), T <= max_tokens; result (num_logits, V) float32,
                  a view that the next step overwrites
-        Errors:  ServiceError if a service died or hangs, RequestError if one failed
+        The same step may be run again, whatever it ended with.
+        Errors:  ServiceError if a service died or hangs, RequestError if one failed,
+                 NotFiniteError if numbers are not finite
         """
         num_tokens = len(token_ids)
         with self.times.step(num_tokens):
@@ -93,6 +101,8 @@ class Engine:
         wires.hidden[:num_tokens] = self.embedding.lookup(
             np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
         )
+        if not finite_rows(wires.hidden, num_tokens):
+            raise bad_embedding(wires, num_tokens)
 
     def run_layer(self, layer: int, num_tokens: int) -> None:
         """Bring the hidden states of the tokens that were placed through one layer.
@@ -109,6 +119,9 @@ class Engine:
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
         self._ffn(layer, num_tokens)
         merge_partials(wires.mixed, wires.partials, 1, num_tokens, wires.hidden)
+        # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
+        if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
+            raise bad_layer(wires, layer, num_tokens)
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as of `step`."""
@@ -119,6 +132,8 @@ class Engine:
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
         self.times.add("head", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
+        if not finite_rows(wires.logits, num_logits):
+            raise bad_logits(wires, num_tokens, num_logits)
         return wires.logits[:num_logits]
 
     def _ffn(self, layer: int, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.failures import RequestError
+from actors.failures import AnswerFailed, ServiceLost
 from numba_kernels.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
 
 _LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start anew
@@ -19,7 +19,10 @@ _LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then t
 class Exchange(Protocol):
     """Asks services and waits for their answers."""
 
-    wires: Wires
+    @property
+    def wires(self) -> Wires:
+        """What is asked and answered stands here."""
+        ...
 
     @property
     def next_number(self) -> int:
@@ -29,8 +32,16 @@ class Exchange(Protocol):
     def ask(self, services: Sequence[int]) -> int:
         """Ask all `services` what stands in their request words; returns nanoseconds waited.
 
-        Errors:  ServiceError naming a service that died or hangs, RequestError naming one that
+        When it ends, none of them works on the request any more, but for those that are lost.
+        Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
                  failed at this request and goes on
+        """
+        ...
+
+    def replace(self, service: int, cause: str) -> bool:
+        """Put a fresh process in a service's place; False where that is no remedy.
+
+        Errors:  CacheLost after the GPU service was replaced, ServiceError where that failed
         """
         ...
 
@@ -39,7 +50,7 @@ class Watch(Protocol):
     """Looks after services while the driver waits for them."""
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceError if one of `services` is dead or stuck."""
+        """Raise ServiceLost if one of `services` is dead or stuck."""
         ...
 
     def explain(self, service: int) -> str:
@@ -68,16 +79,25 @@ class ArenaExchange:
         self._number = number % _LAST_NUMBER + 1
         asked = np.asarray(services, np.int64)
         wires.replies[asked, STATUS] = OK
-        answered = ask_all(wires.words, asked, number, LOOK_NS)
+        answered, lost = ask_all(wires.words, asked, number, LOOK_NS), None
         while answered < asked.size:
-            self._watch.check(services[answered:], (time.monotonic_ns() - started) * 1e-9)
+            try:
+                self._watch.check(asked[answered:].tolist(), (time.monotonic_ns() - started) * 1e-9)
+            except ServiceLost as error:
+                lost, asked = error, asked[asked != error.service]
             answered = await_all(wires.words, asked, answered, number, LOOK_NS)
+        if lost is not None:
+            raise lost
         raise_failures(wires, self._watch, services)
         return time.monotonic_ns() - started
 
+    def replace(self, service: int, cause: str) -> bool:
+        """No remedy of its own: see `actors.recovering_exchange`."""
+        return False
+
 
 def raise_failures(wires: Wires, watch: Watch, services: Sequence[int]) -> None:
-    """Raise RequestError if one of `services` answered FAILED."""
+    """Raise AnswerFailed if one of `services` answered FAILED."""
     for service in services:
         if wires.replies[service, STATUS] == FAILED:
-            raise RequestError(watch.explain(service))
+            raise AnswerFailed(service, watch.explain(service))

@@ -4,9 +4,68 @@ import ray
 
 from model.errors import HotcoldError, ServiceError
 
+_WANT_OF_MEMORY = ("MemoryError", "OutOfMemory", "out of memory", "t allocate memory")
+
 
 class RequestError(HotcoldError):
     """One request failed; the system goes on with the next. A ServiceError is one that does not."""
+
+
+class AnswerFailed(RequestError):
+    """A service answered FAILED to this request, and lives on."""
+
+    def __init__(self, service: int, text: str) -> None:
+        """`service` is its index in the wires."""
+        super().__init__(service, text)  # all arguments, or it could not be pickled
+        self.service = service
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class NotFiniteError(RequestError):
+    """Numbers of some sequences are NaN or infinite."""
+
+    def __init__(self, where: str, slots: frozenset[int], service: int | None = None) -> None:
+        """`slots`: the sequences; `service` made it of finite numbers, None where no one did."""
+        super().__init__(where, slots, service)
+        self.where = where
+        self.slots = slots
+        self.service = service
+
+    def __str__(self) -> str:
+        return (
+            f"the model's numbers are not finite {self.where}: the weights may be damaged, or a "
+            "float16 KV cache too narrow for them (--kv-dtype float32)"
+        )
+
+
+class ServiceLost(ServiceError):
+    """A service died, is stuck, or is another process than the one that was loaded."""
+
+    def __init__(self, service: int, text: str) -> None:
+        """`service` is its index in the wires."""
+        super().__init__(service, text)
+        self.service = service
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class CacheLost(ServiceError):
+    """The GPU service was replaced: it serves, but the KV cache is empty."""
+
+
+def cause_of(error: BaseException) -> str:
+    """What happened, without the advice to start again: that is what is being done."""
+    return str(error).removesuffix("; start again")
+
+
+def is_want_of_memory(text: str) -> bool:
+    """Whether an error's text tells that memory could not be had: Python's, NumPy's or torch's."""
+    return any(mark in text for mark in _WANT_OF_MEMORY)
 
 
 def service_error(name: str, error: BaseException) -> HotcoldError:

@@ -3,12 +3,14 @@
 import queue
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from actors.engine import Engine
+from actors.failures import NotFiniteError
 from actors.messages import GenerateRequest, Generation, TokenEvent
 from actors.prompts import Prompts
 from actors.step_times import StepTimes
@@ -45,9 +47,11 @@ class Generator:
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
-        logits = self.engine.step([0], [0], [0])[0]
+        with suppress(NotFiniteError):  # that is for the requests to hear
+            self.engine.step([0], [0], [0])
+        logits = np.zeros(self.config.vocab_size, np.float32)
         for top_k in (0, 1, 2):
-            sample(np.nan_to_num(logits), temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
+            sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
 
 
 class Run:
@@ -102,6 +106,14 @@ class Run:
         """It is admitted, as the sequence `slot`."""
         self.slot = slot
         self._moments.append(time.monotonic())
+
+    def replay(self) -> None:
+        """The KV cache is lost: its tokens go through the model again, cut as they were.
+
+        None is chosen anew, so neither the tokens nor the random numbers change.
+        """
+        self.num_done = 0
+        self.chunk_sizes = chunk_sizes(self._num_prompt_tokens, self._generator.engine.max_tokens)
 
     def accept(self, logits: np.ndarray) -> bool:
         """Choose the next token and show what can be shown; True where it was the last one.

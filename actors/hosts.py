@@ -87,7 +87,12 @@ class Hosts:
         _answers(calls)
         self._arena = ray.get(arena_ref)  # held, so that the pages stay mapped
         local = ArenaExchange(layout.wires(self._arena), watch)
-        return HostsExchange(local, self.relays)
+        self._exchange = HostsExchange(local, self.relays)
+        return self._exchange
+
+    def ready(self) -> None:
+        """All kernels are compiled: from now on silence is a fault."""
+        self._exchange.ready()
 
     def kill(self) -> None:
         """End the relays' processes."""

@@ -44,6 +44,11 @@ class KvPool:
         self._page_tables[slot, :num_pages] = pages
         return slot
 
+    def move(self, page_tables: np.ndarray) -> None:
+        """Write into other page tables from now on, after what is lent."""
+        page_tables[:] = self._page_tables
+        self._page_tables = page_tables
+
     def give_back(self, slot: int) -> None:
         """Free a slot and its pages."""
         self._free_pages.extend(reversed(self._lent.pop(slot)))

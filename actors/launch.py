@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster import NAMESPACE, numa_slots
+from actors.cluster import NAMESPACE, keep_stdout_clean, numa_slots
 from actors.driver_host import DriverHost
 from actors.hosts import node_ids
 from actors.messages import ServiceSpec, SystemConfig
@@ -38,6 +38,7 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
         log_to_driver=False,
         namespace=NAMESPACE,
     )
+    keep_stdout_clean()
 
 
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
@@ -46,8 +47,10 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     On the node `node_id` and no other, or on any where it is None. Where that node offers NUMA
     nodes as the resource numa_node, a CPU service takes its own.
     """
-    num_cpus = 0 if spec.index == 0 else spec.num_threads
+    num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    # The driver says when it is enough; with several hosts it replaces none.
+    options["max_restarts"] = 0 if spec.model_digest else -1
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)

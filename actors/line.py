@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from actors.failures import first_line
+from actors.failures import CacheLost, NotFiniteError, first_line
 from actors.generation import Run
 from actors.scheduler import Scheduler
 from model.errors import ServiceError
@@ -20,15 +20,30 @@ _Result = TypeVar("_Result")
 
 
 class _Job:
-    def __init__(self, function: Callable[[], object]) -> None:
+    def __init__(self, function: Callable[[], object], waits: bool = True) -> None:
+        """`waits`: until nothing runs; else only for the step in progress."""
         self._function = function
+        self.waits = waits
         self.future: Future[object] = Future()
 
-    def run(self) -> None:
+    def run(self, replace: Callable[[int, str], bool]) -> None:
+        """Call the function, again from its beginning where a service was replaced meanwhile."""
+        while not self._has_ended(replace):
+            pass
+
+    def _has_ended(self, replace: Callable[[int, str], bool]) -> bool:
         try:
-            self.future.set_result(self._function())
+            try:
+                self.future.set_result(self._function())
+            except NotFiniteError as error:
+                if error.service is None or not replace(error.service, str(error)):
+                    raise
+                return False
+        except CacheLost:
+            return False
         except BaseException as error:
             self.future.set_exception(error)
+        return True
 
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
@@ -54,8 +69,18 @@ class Line:
             self._incoming.put(item)
 
     def between_requests(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` in the engine's thread where nothing runs. Errors: its own."""
+        """Call `function` in the engine's thread where nothing runs. Errors: its own.
+
+        It is called anew where the KV cache is lost, or a service replaced for a NaN.
+        """
         job = _Job(function)
+        self.submit(job)
+        result: _Result = job.future.result()  # type: ignore[assignment]
+        return result
+
+    def between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread, whatever runs. Errors: its own."""
+        job = _Job(function, waits=False)
         self.submit(job)
         result: _Result = job.future.result()  # type: ignore[assignment]
         return result
@@ -101,6 +126,9 @@ class Line:
             item = self._incoming.get()
             if item is None:
                 return False
+            if isinstance(item, _Job) and not item.waits:
+                item.run(self._scheduler.replace)
+                continue
             self._waiting.append(item)
             idle = False
         return True
@@ -122,6 +150,6 @@ class Line:
         if isinstance(item, Run):
             return self._scheduler.admit(item)
         if self._scheduler.is_idle:
-            item.run()
+            item.run(self._scheduler.replace)
             return True
         return False

@@ -57,6 +57,7 @@ class ServiceSpec:
     weight_dtype: str = ""  # as of SystemConfig
     model_digest: str = ""  # of the model's files, where a service may be on another host
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
+    reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 
 @dataclass(frozen=True)

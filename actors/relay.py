@@ -79,6 +79,15 @@ class HostsExchange:
         self._watch = ActorWatch(names, [relay.handle for relay in relays])
         self._remote = {service for relay in relays for service in relay.services}
 
+    @property
+    def next_number(self) -> int:
+        """See `Exchange.next_number`; of the own host's doorbells."""
+        return self._local.next_number
+
+    def replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.replace`: nothing is replaced where there are several hosts."""
+        return False
+
     def ask(self, services: Sequence[int]) -> int:
         """Ask all hosts at once. See `Exchange.ask`."""
         started = time.monotonic_ns()

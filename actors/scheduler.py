@@ -14,7 +14,7 @@ import numpy as np
 from actors.batch import Batch
 from actors.chunk import Chunk
 from actors.engine import Engine
-from actors.failures import RequestError, first_line
+from actors.failures import CacheLost, NotFiniteError, RequestError, first_line
 from actors.generation import Run
 from actors.kv_pool import KvPool
 from actors.step_times import StepTimes
@@ -79,6 +79,26 @@ class Scheduler:
 
     def advance(self) -> None:
         """Run one step, or one layer of a long prompt. Errors: ServiceError, which ends all."""
+        try:
+            self._advance()
+        except CacheLost:
+            self.replay_all()
+
+    def begin_chunk_again(self) -> None:
+        """Forget the layers of a long prompt's chunk that have been run."""
+        self._chunk = None
+
+    def replay_all(self) -> None:
+        """Begin again all that runs; tokens that were chosen stay."""
+        self._chunk = None
+        for run in self._runs:
+            run.replay()
+
+    def replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.replace`."""
+        return self._engine.exchange.replace(service, cause)
+
+    def _advance(self) -> None:
         self.end_cancelled()
         others = [run for run in self._runs if not run.chunk_sizes]
         if self._chunk is None:
@@ -135,13 +155,28 @@ class Scheduler:
             yield
         except ServiceError:
             raise
+        except NotFiniteError as error:
+            self._mend(error, runs)
         except Exception as error:
             told = error
             if not isinstance(error, HotcoldError):
                 told = RequestError(f"the request failed: {first_line(error)}")
-            for run in runs:
-                run.fail(told)
-                self._leave(run)
+            self._fail(runs, told)
+
+    def _mend(self, error: NotFiniteError, runs: list[Run]) -> None:
+        """Replace who made a NaN; where that is no remedy, end those who have it.
+
+        The step, or the chunk, is then run again.
+        """
+        if self._chunk is not None and self._chunk.run in runs:
+            self._chunk = None
+        if error.service is None or not self.replace(error.service, str(error)):
+            self._fail([run for run in runs if run.slot in error.slots], error)
+
+    def _fail(self, runs: list[Run], error: BaseException) -> None:
+        for run in runs:
+            run.fail(error)
+            self._leave(run)
 
     def _leave(self, run: Run) -> None:
         self._runs.remove(run)

@@ -64,6 +64,7 @@ class Service(ABC):
     def attach(self, layout: ArenaLayout, arena: np.ndarray) -> None:
         """Map the arena and start the threads; the arena may hold a request already."""
         self._arena = arena
+        self._calls = None
         self.wires: Wires = layout.wires(arena)
         self.prepare(layout)
         words = self.wires.words

@@ -100,6 +100,10 @@ class ServiceHost:
             self._service.check([self.spec.index], 0.0)
         return os.getpid()
 
+    def where(self) -> tuple[str, int]:
+        """The node, and the process id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def explain_failure(self) -> str:
         """Why the last request failed, in one line."""
         service = self._require_service()

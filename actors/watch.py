@@ -5,15 +5,17 @@ from typing import Any
 
 import ray
 
-from actors.failures import service_error
-from model.errors import ServiceError
+from actors.failures import ServiceLost, service_error
+from actors.service_process import ServiceProcess
+from model.errors import HotcoldError, ServiceError
 
 LOOK_S = 0.1  # between two looks
 # Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,
 # even at work, but not while it compiles kernels or encodes a long prompt, which may keep the
 # interpreter for seconds. Looks are counted, not seconds: time in which all processes are stopped
 # is no silence.
-_PATIENCE_LOOKS = 15
+_STOPPED_LOOKS = 15  # where the operating system says that the process is stopped
+_PATIENCE_LOOKS = 50
 STARTING_LOOKS = 1200
 DRIVER_LOOKS = 50  # it encodes the prompts
 _LONGEST_REQUEST_S = 600.0
@@ -54,23 +56,46 @@ class ActorWatch:
         """`names[s]` and `handles[s]` belong to service s."""
         self._names = [f"{name} service" for name in names]
         self._handles = handles
-        self._pulses = [
-            Pulse(name, handle.ping.remote)
-            for name, handle in zip(self._names, handles, strict=True)
-        ]
+        self._pulses = [self._new_pulse(service) for service in range(len(handles))]
+        self._processes: dict[int, ServiceProcess] = {}
         self.starting = True  # until the driver says that all kernels are compiled
 
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        """From now on the service is lost where it does not run in `process`."""
+        self._processes[service] = process
+        self._pulses[service] = self._new_pulse(service)
+
     def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceError if one of `services` is dead or leaves a ping unanswered."""
+        """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered."""
         for service in services:
-            self._pulses[service].look(STARTING_LOOKS if self.starting else _PATIENCE_LOOKS)
+            try:
+                self._look(service)
+            except HotcoldError as error:
+                raise ServiceLost(service, str(error)) from error
         if waited_s > _LONGEST_REQUEST_S:
             name = self._names[services[0]]
-            raise ServiceError(f"the {name} has not answered for {waited_s:.0f} s; start again")
+            what = f"the {name} has not answered for {waited_s:.0f} s; start again"
+            raise ServiceLost(services[0], what)
 
     def explain(self, service: int) -> str:
-        """What the service says of its last failure. Errors: ServiceError if it died since."""
+        """What the service says of its last failure. Errors: ServiceLost if it died since."""
         try:
             return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
         except ray.exceptions.RayError as error:
-            raise service_error(self._names[service], error) from error
+            told = service_error(self._names[service], error)
+            raise ServiceLost(service, str(told)) from error
+
+    def _look(self, service: int) -> None:
+        process, name = self._processes.get(service), self._names[service]
+        patience = STARTING_LOOKS if self.starting else _PATIENCE_LOOKS
+        if process is not None:
+            if process.is_gone():
+                raise ServiceError(f"the {name} died; start again")
+            if process.is_stopped():
+                patience = _STOPPED_LOOKS
+        pid = self._pulses[service].look(patience)
+        if process is not None and pid not in (None, process.pid):
+            raise ServiceError(f"the {name} died; start again")
+
+    def _new_pulse(self, service: int) -> Pulse:
+        return Pulse(self._names[service], self._handles[service].ping.remote)

@@ -24,6 +24,9 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "generate": LazyCommand("jobs.cmd_generate:generate", "Continue a prompt."),
     "chat": LazyCommand("jobs.cmd_chat:chat", "Talk with a model in the terminal."),
+    "scale": LazyCommand(
+        "jobs.cmd_scale:scale", "Give a running system more or fewer CPU services."
+    ),
     "plan": LazyCommand("jobs.cmd_plan:plan", "Decide which device holds which neurons."),
     "doctor": LazyCommand(
         "jobs.cmd_doctor:doctor", "Say what this machine has, what fits, what is wrong."

@@ -65,6 +65,10 @@ class CopyingExchange:
             pickle.loads(answer).write(self.wires, index)
         return 0
 
+    def replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.replace`."""
+        return False
+
 
 @dataclass
 class InProcessSystem:

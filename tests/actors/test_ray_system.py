@@ -281,33 +281,6 @@ def long_run(llama: TinyCheckpoint, exchange: str) -> Iterator[tuple[System, dic
     assert all_gone(pids)
 
 
-# A service of each kind is killed and one is stopped; both exchanges see both.
-@pytest.mark.parametrize(
-    ("name", "number", "exchange"),
-    [
-        ("gpu", signal.SIGKILL, "arena"),
-        ("cpu1", signal.SIGKILL, "calls"),
-        ("cpu0", signal.SIGSTOP, "arena"),
-        ("gpu", signal.SIGSTOP, "calls"),
-    ],
-)
-def test_a_lost_service_is_named(
-    llama: TinyCheckpoint, name: str, number: signal.Signals, exchange: str
-) -> None:
-    with long_run(llama, exchange) as (system, pids, ended):
-        started = time.monotonic()
-        os.kill(pids[name], number)
-        error = ended()
-        took_s = time.monotonic() - started
-        assert isinstance(error, ServiceError), error
-        what = "died" if number == signal.SIGKILL else "does not answer"
-        assert f"the {name} service {what}" in str(error)
-        assert "\n" not in str(error)
-        assert took_s < 5, took_s
-        with pytest.raises(ServiceError, match=name):  # later requests hear it at once
-            system.complete(greedy(llama))
-
-
 def test_a_stuck_driver_is_named(llama: TinyCheckpoint) -> None:
     with long_run(llama, "arena") as (system, pids, ended):
         os.kill(pids["driver"], signal.SIGSTOP)

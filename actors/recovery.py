@@ -1,0 +1,53 @@
+"""What to do about services that fail: how often one is replaced, and when it is enough."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from model.errors import ServiceError
+
+MOST_FAILURES = 10
+WINDOW_S = 60.0
+
+
+class RecoveryPolicy:
+    """Counts failures of all services together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
+        self._num_in_a_row = 0
+        self._distrusted_s: dict[int, float] = {}
+
+    def count(self, name: str, cause: str) -> None:
+        """A service failed and is to be replaced.
+
+        Errors:  ServiceError at the tenth failure within a minute, or the tenth replacement in a
+                 row that failed itself, however long each took
+        """
+        now = self._clock()
+        self._failures.append(now)
+        self._num_in_a_row += 1
+        in_a_minute = len(self._failures) == MOST_FAILURES and now - self._failures[0] <= WINDOW_S
+        if in_a_minute or self._num_in_a_row >= MOST_FAILURES:
+            when = "in a minute" if in_a_minute else "in a row"
+            raise ServiceError(
+                f"{MOST_FAILURES} failures {when}, the last one of the {name} service: {cause}; "
+                "start again"
+            )
+
+    def recovered(self) -> None:
+        """A failed service was replaced by one that answers."""
+        self._num_in_a_row = 0
+
+    def doubts(self, service: int) -> bool:
+        """Whether numbers of `service` that are not finite are to be blamed on its process.
+
+        A process is blamed once a minute. When a fresh one answers the same, the weights or the
+        prompt are the cause, and replacing it again would only keep the others waiting.
+        """
+        now = self._clock()
+        last = self._distrusted_s.get(service)
+        self._distrusted_s[service] = now
+        return last is None or now - last > WINDOW_S

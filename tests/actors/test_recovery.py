@@ -1,0 +1,227 @@
+"""Recovery in one process: services that fail at random asks, and the tokens that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.driver import Driver
+from actors.exchange import Exchange
+from actors.failures import AnswerFailed, CacheLost, NotFiniteError, ServiceLost
+from actors.messages import Generation, SystemConfig
+from actors.recovering_exchange import RecoveringExchange
+from actors.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
+from model.errors import ServiceError
+from numba_kernels.mailbox import Wires
+from tests.actors.batching import CONTEXT, ask, complete, random_predictor, random_request
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+
+Tiny = Callable[..., TinyCheckpoint]
+
+
+class Faulty:
+    """An exchange that loses a service at some asks, or lets one answer what is not finite."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self.inner = inner
+        self.random = np.random.default_rng(5)
+        self.lost_share = self.nan_share = 0.0
+        self.num_faults = 0
+
+    @property
+    def wires(self) -> Wires:
+        return self.inner.wires
+
+    def ask(self, services: Sequence[int]) -> int:
+        waited = self.inner.ask(services)
+        lost, bad = self.random.random() < self.lost_share, self.random.random() < self.nan_share
+        if lost or bad:
+            service = int(self.random.choice(services))
+            self.num_faults += 1
+            self._spoil(service)
+            if lost:
+                raise ServiceLost(service, f"service {service} died; start again")
+        return waited
+
+    def _spoil(self, service: int) -> None:
+        """What a service that dies leaves half written, or one that is broken writes."""
+        if service:
+            self.wires.partials[service] = np.nan
+        else:
+            self.wires.mixed[:], self.wires.ffn_input[:] = np.nan, np.inf
+            self.wires.logits[:] = np.nan
+
+    def replace(self, service: int, cause: str) -> bool:
+        return False
+
+
+class Emptying:
+    """Stands in for a fresh process: the GPU service's KV cache is empty then."""
+
+    def __init__(self, system: InProcessSystem) -> None:
+        self._system = system
+        self.causes: list[str] = []
+
+    def replace(self, service: int, cause: str) -> None:
+        self.causes.append(cause)
+        if service == 0:
+            arrays = self._system.services[0].arrays  # type: ignore[attr-defined]
+            arrays.keys[:], arrays.values[:] = np.nan, np.nan
+
+
+class Forgiving(RecoveryPolicy):
+    """Blames the process each time."""
+
+    def doubts(self, service: int) -> bool:
+        return True
+
+
+@contextmanager
+def recovering(
+    checkpoint: TinyCheckpoint, mode: str, policy: RecoveryPolicy
+) -> Iterator[tuple[Driver, Faulty, Emptying]]:
+    with InProcessSystem(
+        checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT
+    ) as system:
+        faulty, emptying = Faulty(system.exchange), Emptying(system)
+        exchange = RecoveringExchange(faulty, emptying, policy)
+        plain = "exact" if mode == "sign" else mode
+        config = SystemConfig(
+            str(checkpoint.path), plain, context_length=CONTEXT, kv_positions=8 * CONTEXT
+        )
+        driver = Driver(config, exchange)
+        if mode == "sign":
+            driver.engine.predictor = random_predictor(system, mode)
+        exchange.start()
+        try:
+            yield driver, faulty, emptying
+        finally:
+            driver.close()
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "sign"])
+def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str) -> None:
+    """Greedy and drawn, long prompts and short: services die and answer NaN at random asks."""
+    requests = [random_request(seed) for seed in range(10)]
+    with recovering(tiny("llama-gqa"), mode, Forgiving()) as (driver, faulty, emptying):
+        undisturbed = [complete(driver, request).ids for request in requests]
+        assert not emptying.causes
+        faulty.lost_share, faulty.nan_share = 0.005, 0.005
+        running = [ask(driver, request) for request in requests]
+        results = [asked.end() for asked in running]
+        for result, ids in zip(results, undisturbed, strict=True):
+            assert isinstance(result, Generation), result
+            assert result.ids == ids
+        assert faulty.num_faults > 3
+        assert any("not finite" in cause for cause in emptying.causes)
+        assert any("died" in cause and "start again" not in cause for cause in emptying.causes)
+
+
+def test_a_window_is_scored_again(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-gqa")
+    with recovering(checkpoint, "exact", Forgiving()) as (driver, faulty, emptying):
+        window = checkpoint.ids.tolist()
+        expected = driver.score_window(window, 5, False)
+        faulty.lost_share = faulty.nan_share = 0.02
+        for _ in range(5):
+            found = driver.score_window(window, 5, False)
+            np.testing.assert_array_equal(found.nll, expected.nll)
+        assert emptying.causes
+
+
+def test_a_nan_that_comes_again_ends_the_request(tiny: Tiny) -> None:
+    """A service is replaced once; then the weights or the prompt are the cause."""
+    with recovering(tiny("llama-gqa"), "exact", RecoveryPolicy()) as (driver, faulty, emptying):
+        faulty.nan_share = 1.0
+        error = ask(driver, random_request(1)).end()
+        assert isinstance(error, NotFiniteError), error
+        assert "\n" not in str(error) and "--kv-dtype" in str(error)
+        assert 1 <= len(emptying.causes) <= 3
+        faulty.nan_share = 0.0
+        assert complete(driver, random_request(1)).ids
+
+
+class Fails:
+    """An exchange that fails as told, then answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.wires: Any = type("Wires", (), {"requests": np.zeros((3, 8), np.int64)})()
+
+    def ask(self, services: Sequence[int]) -> int:
+        if self.errors:
+            raise self.errors.pop(0)
+        return 1
+
+    def replace(self, service: int, cause: str) -> bool:
+        return False
+
+
+class Counting:
+    """Replaces nothing; remembers."""
+
+    def __init__(self) -> None:
+        self.replaced: list[int] = []
+
+    def replace(self, service: int, cause: str) -> None:
+        self.replaced.append(service)
+
+
+def test_what_is_replaced_and_what_is_told() -> None:
+    no_memory = AnswerFailed(1, "the cpu0 service failed: MemoryError: no room")
+    replacer = Counting()
+    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer)
+    with pytest.raises(ServiceLost):  # while it starts
+        exchange.ask([1, 2])
+    exchange = RecoveringExchange(Fails(ServiceLost(2, "died"), no_memory), replacer)
+    exchange.start()
+    assert exchange.ask([1, 2]) > 0
+    assert replacer.replaced == [2, 1]
+    for errors in ([no_memory, no_memory], [AnswerFailed(1, "ValueError: no such operation")]):
+        exchange = RecoveringExchange(Fails(*errors), replacer)
+        exchange.start()
+        with pytest.raises(AnswerFailed):
+            exchange.ask([1])
+    assert replacer.replaced == [2, 1, 1]
+    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer)
+    exchange.start()
+    with pytest.raises(CacheLost):
+        exchange.ask([0])
+
+
+def test_ten_failures_in_a_minute_are_enough() -> None:
+    now = [0.0]
+    policy = RecoveryPolicy(lambda: now[0])
+    for _ in range(3 * MOST_FAILURES):  # slowly: without end
+        now[0] += WINDOW_S / (MOST_FAILURES - 2)
+        policy.count("gpu", "it died")
+        policy.recovered()
+    now[0] += 2 * WINDOW_S
+    for _ in range(MOST_FAILURES - 1):
+        policy.count("cpu0", "it died")
+        policy.recovered()
+    with pytest.raises(ServiceError, match=r"10 failures in a minute.* cpu1 service: it hangs"):
+        policy.count("cpu1", "it hangs")
+
+
+def test_ten_failed_replacements_are_enough_however_slow() -> None:
+    now = [0.0]
+    policy = RecoveryPolicy(lambda: now[0])
+    with pytest.raises(ServiceError, match="in a row, the last one of the gpu service: no file"):
+        for _ in range(MOST_FAILURES):
+            now[0] += 100
+            policy.count("gpu", "no file")
+
+
+def test_a_service_is_doubted_once_a_minute() -> None:
+    now = [0.0]
+    policy = RecoveryPolicy(lambda: now[0])
+    assert policy.doubts(1) and not policy.doubts(1)
+    assert policy.doubts(0)
+    now[0] += WINDOW_S + 1
+    assert policy.doubts(1)
