@@ -3,6 +3,7 @@
 A single thread runs the engine (`actors.line`), so a slow reader never holds the model.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
 from actors.shards import num_kv_pages
+from actors.telemetry import NeuronWatch, Telemetry, speed_of
 from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -43,6 +45,7 @@ class Driver:
         Only the predicted modes ask for them.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
+        self._system = system
         path = Path(system.model_path)
         config = ModelConfig.from_directory(path)
         embedding = load_embedding(Checkpoint(path), config)
@@ -56,7 +59,10 @@ class Driver:
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
         self._streams: list[Stream] = []
-        self._line = Line(Scheduler(engine, self._pool))
+        self._scheduler = Scheduler(engine, self._pool)
+        self._line = Line(self._scheduler)
+        self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
+        self._started_s = time.monotonic()
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -126,6 +132,24 @@ class Driver:
             raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
         return self.between_requests(
             lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
+        )
+
+    def telemetry(self) -> Telemetry:
+        """What the system does now; services count neurons until nobody has asked for a while."""
+        self.neuron_watch.watch()
+        now_s, config = time.monotonic(), self.generator.config
+        num_pages = num_kv_pages(self._system)
+        return Telemetry(
+            mode=self._system.mode,
+            uptime_s=now_s - self._started_s,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._line.num_waiting,
+            kv_pages_used=num_pages - self._pool.num_free_pages,
+            kv_pages=num_pages,
+            speed=speed_of(
+                self._scheduler.recent.copy(), config.num_layers * config.ffn_size, now_s
+            ),
+            neurons=self.neuron_watch.read(),
         )
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemCo
 from actors.profiling import counts_by_neuron
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
+from actors.telemetry import Telemetry
+from actors.vitals import VitalSigns
 from actors.watch import ActorWatch
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -52,6 +55,8 @@ class DriverHost:
         self._driver: Driver | None = None
         self._arena_ref: Any = None
         self._loading = threading.Lock()
+        self._looking = threading.Lock()
+        self._vitals: VitalSigns | None = None
         self._failure: BaseException | None = None
 
     def load(self) -> None:
@@ -157,6 +162,24 @@ class DriverHost:
         pids = ray.get([handle.ping.remote() for handle in self._handles], timeout=5)
         names = [spec.name for spec in self._specs]
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
+
+    def telemetry(self) -> Telemetry:
+        """What the system does now, cheap enough to be asked twice a second."""
+        import psutil
+
+        driver, memory = self._ready(), psutil.virtual_memory()
+        with self._looking:
+            if self._vitals is None:
+                names = [spec.name for spec in self._specs]
+                on_counts = driver.neuron_watch.write
+                self._vitals = VitalSigns(names, lambda: self._handles, on_counts)
+            actors = self._vitals.look()
+        return replace(
+            driver.telemetry(),
+            actors=actors,
+            host_memory_bytes=memory.total,
+            host_memory_used_bytes=memory.total - memory.available,
+        )
 
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
