@@ -138,16 +138,20 @@ class Driver:
         """What the system does now; services count neurons until nobody has asked for a while."""
         self.neuron_watch.watch()
         now_s, config = time.monotonic(), self.generator.config
+        num_running = self._scheduler.num_running
         num_pages = num_kv_pages(self._system)
         return Telemetry(
             mode=self._system.mode,
             uptime_s=now_s - self._started_s,
-            num_running=self._scheduler.num_running,
+            num_running=num_running,
             num_waiting=self._line.num_waiting,
             kv_pages_used=num_pages - self._pool.num_free_pages,
             kv_pages=num_pages,
             speed=speed_of(
-                self._scheduler.recent.copy(), config.num_layers * config.ffn_size, now_s
+                self._scheduler.recent.copy(),
+                config.num_layers * config.ffn_size,
+                now_s,
+                is_running=num_running > 0,
             ),
             neurons=self.neuron_watch.read(),
         )

@@ -173,8 +173,13 @@ class NeuronWatch:
         self._wires.counted_steps[service] = steps
 
 
-def speed_of(recent: Iterable[StepRecord], num_neurons: int, now_s: float) -> Speed:
-    """The speed of the steps that ended in the last seconds; `num_neurons` are the model's."""
+def speed_of(
+    recent: Iterable[StepRecord], num_neurons: int, now_s: float, is_running: bool
+) -> Speed:
+    """The speed of the steps that ended in the last seconds; `num_neurons` are the model's.
+
+    Not `is_running`: time counts only until the last of them.
+    """
     steps = [record for record in recent if now_s - record.ended_s < _RECENT_S]
     times = StepTimes()
     for record in steps:
@@ -183,10 +188,11 @@ def speed_of(recent: Iterable[StepRecord], num_neurons: int, now_s: float) -> Sp
         return Speed(0.0, {}, 0.0, 0.0)
     # From the start of the first of them, so that a request just begun is not shown as slow.
     began_s = steps[0].ended_s - steps[0].times.total * 1e-9
+    end_s = now_s if is_running else steps[-1].ended_s
     num_tokens = sum(record.num_new_tokens for record in steps)
     total = num_neurons * times.num_steps
     return Speed(
-        tokens_per_s=num_tokens / max(now_s - began_s, 1e-9),
+        tokens_per_s=num_tokens / max(end_s - began_s, 1e-9),
         per_step_ms=times.per_step_ms(),
         neurons_computed=times.num_neurons / total,
         gates_computed=times.num_gates / total,

@@ -51,10 +51,10 @@ class ChatTab:
             self._question = gr.Textbox(
                 show_label=False, label="Question", container=False, max_lines=8, scale=8,
                 placeholder="Ask something" if self._is_chat else "A text to go on with",
-                autofocus=True, min_width=160, elem_id="question",
+                autofocus=True, min_width=120, elem_id="question",
             )  # fmt: skip
-            self._send = gr.Button("Send", variant="primary", scale=1, min_width=70, elem_id="send")
-            self._stop = gr.Button("Stop", scale=1, min_width=70, elem_id="stop", interactive=False)
+            self._send = gr.Button("Send", variant="primary", scale=1, min_width=60, elem_id="send")
+            self._stop = gr.Button("Stop", scale=1, min_width=60, elem_id="stop", interactive=False)
         self._status = gr.Markdown(elem_id="status")
         self._settings = settings()
 
@@ -94,6 +94,7 @@ class ChatTab:
             self._chatbot.undo(self._undo, None, **quick),
             self._new.click(self._start_new, None, **quick),
             self._delete.click(self._remove, None, **quick),
+            self._chatbot.clear(self._clear, None, **quick),
         ]
         for event in changes:
             event.then(self._save, None, self._saved, show_progress="hidden")
@@ -203,6 +204,11 @@ class ChatTab:
     def _remove(self, request: gr.Request) -> tuple[Any, ...]:
         desk = self._desk(request)
         desk.remove_open(self._system)
+        return self._view(desk)
+
+    def _clear(self, request: gr.Request) -> tuple[Any, ...]:
+        desk = self._desk(request)
+        desk.clear_open(self._system)
         return self._view(desk)
 
     async def _choose(self, chosen: str, request: gr.Request) -> AsyncIterator[tuple[Any, ...]]:

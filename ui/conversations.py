@@ -127,6 +127,13 @@ class Desk:
             self.conversations = [Conversation()]
         self.open_id = self.conversations[0].id
 
+    def clear_open(self, system: System) -> None:
+        """Take back all that was said in the conversation that is open."""
+        self.open.stop(system)
+        fresh = Conversation()
+        self.conversations[self.conversations.index(self.open)] = fresh
+        self.open_id = fresh.id
+
     def stop_all(self, system: System) -> None:
         """End all answers: the visitor has left."""
         for conversation in self.conversations:

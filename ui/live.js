@@ -208,6 +208,7 @@ async function poll() {
   const isRunning = !found.error && found.running + found.waiting > 0;
   quiet = isRunning ? 0 : quiet + 1;
   if (quiet < QUIET_POLLS && !document.hidden && timer === 0) timer = setTimeout(poll, POLL_MS);
+  element.dataset.polling = timer === 0 ? "no" : "yes";
 }
 
 function watch() {

@@ -42,8 +42,8 @@ def build_page(system: System, model_name: str) -> gr.Blocks:
                 chat.chat_column(lambda: settings_form(path, described.context_length, is_chat))
             with gr.Column(scale=4, min_width=320):
                 live_panel(system)
-        with gr.Tab("Placement"):
-            placement_tab(described, config)
+        with gr.Tab("Placement") as tab:
+            placement_tab(described, config, tab)
         chat.connect(page)
     return page
 
