@@ -1,6 +1,6 @@
 """What a running system shows of itself: which neurons work, how fast, who is alive.
 
-Nothing here is computed in the engine's thread, and services count neurons only while somebody asks.
+Nothing here is computed in the engine's thread; services count neurons only while somebody asks.
 """
 
 import threading
@@ -31,10 +31,10 @@ _RECENT_S = 2.0  # over which speeds are averaged
 class NeuronMap:
     """Neurons of each layer in buckets of neighbours in the checkpoint.
 
-    A step is a token of a lone request; of several requests, one token of each. A neuron is computed
-    (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and counted by
-    nobody. Prompts that go through matrix products are not counted.
-    Shapes:  num_neurons, num_hot, last_* (L, B); mean_* (L, B), neurons a step since the watch began
+    A step is a token of a lone request; of several requests, one token of each. A neuron is
+    computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
+    counted by nobody. Prompts that go through matrix products are not counted.
+    Shapes:  all (L, B); mean_*: neurons a step since the watch began
     Dtypes:  int64, mean_* float64
     """
 
@@ -62,7 +62,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class ActorHealth:
-    """One actor. state: "alive", "silent" (leaves a question unanswered), "restarting" or "dead"."""
+    """One actor; its state is "alive", "silent" (does not answer), "restarting" or "dead"."""
 
     name: str
     state: str

@@ -17,7 +17,7 @@ _SILENT_S = 3.0  # unanswered for so long, an actor is shown as silent
 
 @dataclass(frozen=True, eq=False)
 class ServiceVitals:
-    """What a service says of itself. counts, steps: None where the driver sees them in the arena."""
+    """What a service says of itself; counts, steps only where the driver cannot see them."""
 
     pid: int
     memory_bytes: int
@@ -50,9 +50,7 @@ class _Patient:
         if last is None:
             return ActorHealth(self.name, state, 0, 0, "", now_s - self.answered_s)
         answered_s = now_s - self.answered_s
-        return ActorHealth(
-            self.name, state, last.pid, last.memory_bytes, last.device, answered_s
-        )
+        return ActorHealth(self.name, state, last.pid, last.memory_bytes, last.device, answered_s)
 
 
 class VitalSigns:
@@ -64,7 +62,7 @@ class VitalSigns:
         handles: Callable[[], Sequence[Any]],
         on_counts: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> None:
-        """`handles()` are the actors of `names`; `on_counts` receives what service s has counted."""
+        """`handles()` are the actors of `names`; `on_counts` receives what a service counted."""
         self._handles = handles
         self._on_counts = on_counts
         self._patients = [_Patient(name) for name in names]
@@ -76,9 +74,7 @@ class VitalSigns:
             zip(self._patients, self._handles(), strict=True)
         ):
             self._collect(index, patient, now_s)
-            if patient.ref is None and (
-                patient.last is None or now_s - patient.asked_s >= _ASK_S
-            ):
+            if patient.ref is None and (patient.last is None or now_s - patient.asked_s >= _ASK_S):
                 patient.ref, patient.asked_s = handle.vitals.remote(), now_s
         driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu", 0.0)
         return (driver, *(patient.health(now_s) for patient in self._patients))

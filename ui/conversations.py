@@ -153,9 +153,13 @@ class Desk:
 
 def _restored(item: Any) -> Conversation | None:
     try:
-        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in item["messages"]]
+        messages = [
+            {"role": str(m["role"]), "content": str(m["content"])} for m in item["messages"]
+        ]
         roles = [message["role"] for message in messages]
-        if not messages or any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)):
+        if not messages or any(
+            role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)
+        ):
             return None
         return Conversation(messages, str(item["id"]))
     except (KeyError, TypeError):

@@ -21,7 +21,10 @@ _RUNNING = "what runs now"
 
 def placement_tab(system: SystemConfig, config: ModelConfig, tab: gr.Tab) -> None:
     """A picture, drawn when `tab` is opened; plans beside the model can be looked at too."""
-    choices = [(_RUNNING, ""), *((file.stem, str(file)) for file in plans_beside(system.model_path))]
+    choices = [
+        (_RUNNING, ""),
+        *((file.stem, str(file)) for file in plans_beside(system.model_path)),
+    ]
     allowed = {file for _, file in choices}
     chosen = gr.Dropdown(
         choices, value="", label="Placement", visible=len(choices) > 1, elem_id="plan"
@@ -60,7 +63,8 @@ def _sentence(placement: Placement) -> str:
     if placement.num_profiled_tokens:
         tokens = f"{placement.num_profiled_tokens:,}"
         return f"{text} Activations were counted over {tokens} tokens."
-    return f"{text} There is no activation profile beside the model; <code>hotcold profile</code> makes one."
+    remedy = "<code>hotcold profile</code> makes one"
+    return f"{text} There is no activation profile beside the model; {remedy}."
 
 
 def _colours(devices: list[DeviceShare]) -> list[str]:
@@ -99,9 +103,9 @@ def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}'
         f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">share of neurons, each '
-        'device\'s most frequent first</text>'
-        f'<text transform="translate(12 {_HEIGHT / 2 - 15}) rotate(-90)" text-anchor="middle">share '
-        "of activations</text></svg>"
+        "device's most frequent first</text>"
+        f'<text transform="translate(12 {_HEIGHT / 2 - 15}) rotate(-90)" text-anchor="middle">'
+        "share of activations</text></svg>"
     )
 
 
