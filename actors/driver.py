@@ -22,7 +22,7 @@ from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
 from actors.shards import num_kv_pages
-from actors.telemetry import NeuronWatch, Telemetry, speed_of
+from actors.telemetry import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -134,9 +134,9 @@ class Driver:
             lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
         )
 
-    def telemetry(self) -> Telemetry:
-        """What the system does now; services count neurons until nobody has asked for a while."""
-        self.neuron_watch.watch()
+    def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
+        """What the system does now; services go on counting neurons for `watch_s`."""
+        self.neuron_watch.watch(watch_s)
         now_s, config = time.monotonic(), self.generator.config
         num_running = self._scheduler.num_running
         num_pages = num_kv_pages(self._system)

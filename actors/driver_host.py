@@ -20,7 +20,7 @@ from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemCo
 from actors.profiling import counts_by_neuron
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
-from actors.telemetry import Telemetry
+from actors.telemetry import WATCH_S, Telemetry
 from actors.vitals import VitalSigns
 from actors.watch import ActorWatch
 from model.checkpoint import Checkpoint
@@ -163,8 +163,8 @@ class DriverHost:
         names = [spec.name for spec in self._specs]
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
 
-    def telemetry(self) -> Telemetry:
-        """What the system does now, cheap enough to be asked twice a second."""
+    def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
+        """What the system does now; see `Driver.telemetry`. Cheap: ask twice a second."""
         import psutil
 
         driver, memory = self._ready(), psutil.virtual_memory()
@@ -175,7 +175,7 @@ class DriverHost:
                 self._vitals = VitalSigns(names, lambda: self._handles, on_counts)
             actors = self._vitals.look()
         return replace(
-            driver.telemetry(),
+            driver.telemetry(watch_s),
             actors=actors,
             host_memory_bytes=memory.total,
             host_memory_used_bytes=memory.total - memory.available,

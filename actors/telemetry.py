@@ -112,7 +112,7 @@ class NeuronWatch:
         cold = sum((bucket_sizes(config, shard) for shard in shards), np.zeros((), np.int64))
         self._num_hot = self._num_neurons - cold if shards else np.zeros_like(self._num_neurons)
         self._wires = wires
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._watched_until = 0.0
         self._ender: threading.Thread | None = None
         self._first_counts = wires.neuron_counts.copy()
@@ -124,10 +124,14 @@ class NeuronWatch:
         return self._ender is not None
 
     def watch(self, seconds: float = WATCH_S) -> None:
-        """Let the services count from now on, until nobody has called this for so long."""
+        """Let the services count from now on, until nobody has called this for so long.
+
+        With 0 they count no more, whoever else watches.
+        """
         with self._changing:
             self._watched_until = time.monotonic() + seconds
-            if self._ender is None:
+            self._changing.notify()
+            if self._ender is None and seconds > 0:
                 self._first_counts = self._wires.neuron_counts.copy()
                 self._first_steps = self._wires.counted_steps.copy()
                 self._wires.requests[1:, WATCHED] = 1
@@ -135,14 +139,11 @@ class NeuronWatch:
                 self._ender.start()
 
     def _end_later(self) -> None:
-        while True:
-            with self._changing:
-                left_s = self._watched_until - time.monotonic()
-                if left_s <= 0:
-                    self._wires.requests[1:, WATCHED] = 0
-                    self._ender = None
-                    return
-            time.sleep(left_s)
+        with self._changing:
+            while (left_s := self._watched_until - time.monotonic()) > 0:
+                self._changing.wait(left_s)
+            self._wires.requests[1:, WATCHED] = 0
+            self._ender = None
 
     def read(self) -> NeuronMap:
         """The counts so far; layers may be of two neighbouring steps while one runs."""

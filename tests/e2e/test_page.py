@@ -182,7 +182,11 @@ def test_retry_repeats_and_undo_takes_back(open_page, system) -> None:
     first, asked = wait_for_answer(page), len(system.requests)
     page.get_by_role("button", name="Retry").click()
     until(lambda: len(system.requests) == asked + 1)
-    assert wait_for_answer(page) == first
+    page.wait_for_function(
+        "text => [...document.querySelectorAll('#chat .message.bot')].at(-1)?.innerText == text"
+        " && document.querySelector('#status').innerText.includes('tokens at')",
+        arg=first,
+    )
     assert system.requests[-1].messages == [{"role": "user", "content": QUESTION}]
     assert page.locator("#chat .message.user").count() == 1
     page.get_by_role("button", name="Undo").click()
