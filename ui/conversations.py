@@ -146,7 +146,8 @@ class Desk:
 
     def restore(self, saved: Any) -> None:
         """Take over what a browser kept; whatever is malformed is left out."""
-        found = [conversation for item in saved or [] if (conversation := _restored(item))]
+        items = saved if isinstance(saved, list) else []
+        found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
         self.conversations += [item for item in found if item.id not in known][:_MOST_KEPT]
 
