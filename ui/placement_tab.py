@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from model.errors import HotcoldError
 from ui.placement import DeviceShare, Placement, placement_of, plans_beside
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 360, 52, 42, 12
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 360, 52, 22, 42, 12
 # Distinct to the colour-blind, on white and on black: GPUs are warm, CPUs cool.
 _GPU_COLOURS = ("#d55e00", "#e69f00", "#cc79a7")
 _CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
@@ -73,7 +73,7 @@ def _colours(devices: list[DeviceShare]) -> list[str]:
 
 
 def _place(points: np.ndarray) -> list[str]:
-    x = _LEFT + points[:, 0] * (_WIDTH - _LEFT - 12)
+    x = _LEFT + points[:, 0] * (_WIDTH - _LEFT - _RIGHT)
     y = _TOP + (1 - points[:, 1]) * (_HEIGHT - _BOTTOM - _TOP)
     return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
 
@@ -84,7 +84,7 @@ def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
         across, up = (_place(np.array([point]))[0] for point in ([0.0, share], [share, 0.0]))
         (x0, y), (x, y0) = across.split(","), up.split(",")
         parts.append(
-            f'<line x1="{x0}" y1="{y}" x2="{_WIDTH - 12}" y2="{y}" class="grid"/>'
+            f'<line x1="{x0}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" class="grid"/>'
             f'<text x="{float(x0) - 6}" y="{float(y) + 4}" text-anchor="end">{share:.0%}</text>'
             f'<text x="{x}" y="{float(y0) + 16}" text-anchor="middle">{share:.0%}</text>'
         )
@@ -98,7 +98,7 @@ def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
             f'<polygon points="{area}" fill="{colour}" opacity="0.25"/>'
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="3"/>'
         )
-    middle = _LEFT + (_WIDTH - _LEFT) / 2
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
     label = "Share of activations against share of neurons, device by device"
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}'

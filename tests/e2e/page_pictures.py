@@ -23,6 +23,7 @@ import psutil
 
 from actors.messages import SystemConfig
 from actors.system import System
+from placement.columns import GPU_RESERVE_BYTES
 from placement.machine import write_machine
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
@@ -31,7 +32,7 @@ from tests.placement_cases import make_machine
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 _QUESTIONS = ("What does textwrap.dedent do?", "What does os.path.join do?")
-_GPU_BYTES = 12 << 20
+_GPU_BYTES = GPU_RESERVE_BYTES + (10 << 20)
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def planned_demo() -> Iterator[Path]:
         plan = model / "hotcold" / "plan-with-a-gpu.safetensors"
         done = run(
             "plan", model, "--machine", machine, "--mode", "sign", "--out", plan,
-            "--context", "512", "--cpu-actors", "2",
+            "--context", "512", "--cpu-actors", "2", timeout_s=300,
         )  # fmt: skip
         if done.status:
             raise RuntimeError(done.err)
@@ -93,40 +94,45 @@ def take_pictures(folder: Path) -> None:
         page.locator("#plan input").click()
         page.get_by_role("option", name="plan-with-a-gpu").click()
         page.wait_for_function("document.querySelector('#placement').innerText.includes('A plan')")
+        page.wait_for_function("!document.querySelector('[role=listbox], [role=option]')")
         page.screenshot(path=folder / "placement.png")
 
 
 def idle_cost(seconds: float) -> dict[str, float]:
-    """CPU seconds a second of this process (the page's server) and of all others that it started.
+    """Shares of a core that the server and the system's actors take.
 
-    The page is open and visible, and nothing runs.
+    With nobody there, and with a page open that can be seen while nothing runs.
     """
-    with planned_demo() as model, opened_page(model, 1280, 800) as page:
-        page.wait_for_function(
-            "document.querySelector('#live [data-polling]')?.dataset.polling == 'no'"
-        )
-        own, everything = psutil.Process(os.getpid()), _family()
-        before = _cpu_s([own]), _cpu_s(everything)
-        time.sleep(seconds)
-        after = _cpu_s([own]), _cpu_s(everything)
+    config = SystemConfig(str(DEMO), num_cpu_actors=2, num_threads=2, context_length=1024)
+    with (
+        System.start(config) as system,
+        served_page(system, "hotcold demo") as address,
+        chromium() as browser,
+    ):
+        actors = list(system.call("processes").values())
+        alone = _shares_of_a_core(actors, seconds)
+        page = browser.new_page()
+        page.goto(address)
+        page.wait_for_selector('#live [data-polling="no"]', state="attached")
+        opened = _shares_of_a_core(actors, seconds)
     return {
-        "server_share_of_a_core": (after[0] - before[0]) / seconds,
-        "all_share_of_a_core": (after[1] - before[1]) / seconds,
+        "server_alone": alone[0],
+        "server_with_page": opened[0],
+        "actors_alone": alone[1],
+        "actors_with_page": opened[1],
     }
 
 
-def _family() -> list[psutil.Process]:
-    own = psutil.Process(os.getpid())
-    return [own, *own.children(recursive=True)]
+def _shares_of_a_core(actors: list[int], seconds: float) -> tuple[float, float]:
+    before = _cpu_s([os.getpid()]), _cpu_s(actors)
+    time.sleep(seconds)
+    after = _cpu_s([os.getpid()]), _cpu_s(actors)
+    return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
 
 
-def _cpu_s(processes: list[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        if process.is_running():
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+def _cpu_s(pids: list[int]) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(found.user + found.system for found in times))
 
 
 def main() -> None:
