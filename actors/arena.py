@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.doorbell import WORDS_A_CELL
-from numba_kernels.mailbox import CELLS_A_SERVICE, NUM_REPLY_WORDS, NUM_REQUEST_WORDS, Wires
+from numba_kernels.mailbox import (
+    CELLS_A_SERVICE,
+    NUM_BUCKETS,
+    NUM_COUNTS,
+    NUM_REPLY_WORDS,
+    NUM_REQUEST_WORDS,
+    Wires,
+)
 
 _ALIGNMENT = 4096
 
@@ -20,7 +27,8 @@ _ALIGNMENT = 4096
 @dataclass(frozen=True)
 class ArenaLayout:
     """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows;
-    sequences at once, and pages of the KV cache that one may have."""
+    sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
+    """
 
     num_services: int
     max_tokens: int
@@ -30,6 +38,7 @@ class ArenaLayout:
     max_logits: int
     num_slots: int
     pages_a_slot: int
+    num_layers: int = 1
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
@@ -47,6 +56,8 @@ class ArenaLayout:
             ("active_tokens", np.uint32, (s, self.max_neurons)),
             ("partials", np.float32, (s, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
+            ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),
+            ("counted_steps", np.uint32, (s, self.num_layers)),
         ]
 
     @property

@@ -9,6 +9,7 @@ from actors.arena import ArenaLayout
 from actors.matrix_products import MatrixProducts
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
+from actors.telemetry import bucket_of
 from actors.torch_ffn import prompt_ffn
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -20,6 +21,7 @@ from numba_kernels.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
+    NUM_BUCKETS,
     NUM_COMPUTED,
     NUM_TOKENS,
     OPERATION,
@@ -39,18 +41,26 @@ class CpuService(Service):
         num_threads: int,
         arrays: FfnArrays,
         activation_fn: str,
+        buckets: np.ndarray | None = None,
     ) -> None:
-        """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint."""
+        """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint.
+
+        `buckets` (uint8, one for each row) says in which bucket a neuron is counted; all in the
+        first without it.
+        """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
         self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
         self.activation_fn = activation_fn
+        self.buckets = np.zeros(int(arrays.offsets[-1]), np.uint8) if buckets is None else buckets
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         self._products = MatrixProducts(self.num_threads, self.thread_cores)
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))
+        by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
+        sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
         self._scratch = FfnScratch(
             sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
             fired_ids=np.zeros((self.num_threads, most), np.int32),
@@ -58,6 +68,8 @@ class CpuService(Service):
             gates=np.zeros((self.num_threads, tokens * (most + SPARE)), np.float32),
             counts=np.zeros(self.num_threads, np.int64),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),
+            buckets=self.buckets,
+            bucket_sizes=sizes.astype(np.uint32),
         )
 
     def release(self) -> None:
@@ -137,4 +149,5 @@ def load_cpu_service(
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
     )
-    return CpuService(f"cpu{index - 1}", index, num_threads, arrays, config.activation_fn)
+    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    return CpuService(f"cpu{index - 1}", index, num_threads, arrays, config.activation_fn, buckets)

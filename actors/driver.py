@@ -3,6 +3,7 @@
 A single thread runs the engine (`actors.line`), so a slow reader never holds the model.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
 from actors.shards import num_kv_pages
+from actors.telemetry import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.artifact import ModelIdentity
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -43,6 +45,7 @@ class Driver:
         Only the predicted modes ask for them.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
+        self._system = system
         path = Path(system.model_path)
         config = ModelConfig.from_directory(path)
         embedding = load_embedding(Checkpoint(path), config)
@@ -59,6 +62,8 @@ class Driver:
         self._streams: list[Stream] = []
         self._scheduler = Scheduler(engine, self._pool)
         self._line = Line(self._scheduler)
+        self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
+        self._started_s = time.monotonic()
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -156,8 +161,33 @@ class Driver:
             self._share_out_predictor(system.num_threads)
             for engine in (self.engine, self._profiling):
                 engine.count_services()
+            self.neuron_watch = NeuronWatch(
+                self.generator.config, self.engine.exchange.wires, shards
+            )
 
         self._line.between_steps(swap)
+
+    def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
+        """What the system does now; services go on counting neurons for `watch_s`."""
+        self.neuron_watch.watch(watch_s)
+        now_s, config = time.monotonic(), self.generator.config
+        num_running = self._scheduler.num_running
+        num_pages = num_kv_pages(self._system)
+        return Telemetry(
+            mode=self._system.mode,
+            uptime_s=now_s - self._started_s,
+            num_running=num_running,
+            num_waiting=self._line.num_waiting,
+            kv_pages_used=num_pages - self._pool.num_free_pages,
+            kv_pages=num_pages,
+            speed=speed_of(
+                self._scheduler.recent.copy(),
+                config.num_layers * config.ffn_size,
+                now_s,
+                is_running=num_running > 0,
+            ),
+            neurons=self.neuron_watch.read(),
+        )
 
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from actors.scaling import (
 )
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
+from actors.telemetry import WATCH_S, Telemetry
+from actors.vitals import VitalSigns
 from actors.watch import ActorWatch
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -79,6 +82,8 @@ class DriverHost:
         self._arena_ref: Any = None
         self._arena: Any = None
         self._loading = threading.Lock()
+        self._looking = threading.Lock()
+        self._vitals: VitalSigns | None = None
         self._failure: BaseException | None = None
         self._held_cpus: Any = None
 
@@ -251,10 +256,30 @@ class DriverHost:
         self._watch, self._replacer = new.watch, new.replacer
         self._arena_ref = new.arena_refs[0] if new.arena_refs else None
         self._arena = None  # its views keep an arena mapped
+        with self._looking:
+            self._vitals = None
         if self._num_replaced_before is not None:
             self._num_replaced_before = -1  # counts went with the old services
         if failure:
             self._exchange.renew(0, failure)
+
+    def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
+        """What the system does now; see `Driver.telemetry`. Cheap: ask twice a second."""
+        import psutil
+
+        driver, memory = self._ready(), psutil.virtual_memory()
+        with self._looking:
+            if self._vitals is None:
+                names = [spec.name for spec in self._specs]
+                on_counts = driver.neuron_watch.write
+                self._vitals = VitalSigns(names, lambda: self._handles, on_counts)
+            actors = self._vitals.look()
+        return replace(
+            driver.telemetry(watch_s),
+            actors=actors,
+            host_memory_bytes=memory.total,
+            host_memory_used_bytes=memory.total - memory.available,
+        )
 
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""

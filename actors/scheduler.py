@@ -6,6 +6,7 @@ long prompt goes through matrix products, one chunk's layer at a time, and steps
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,8 +18,10 @@ from actors.engine import Engine
 from actors.failures import CacheLost, NotFiniteError, RequestError, first_line
 from actors.generation import Run
 from actors.kv_pool import KvPool
-from actors.step_times import StepTimes
+from actors.step_times import StepRecord, StepTimes
 from model.errors import HotcoldError, ServiceError
+
+_MOST_RECENT = 2048  # steps that are remembered, for who asks how fast it goes
 
 
 class Turns:
@@ -62,11 +65,17 @@ class Scheduler:
         self._runs: list[Run] = []  # in the order of admission
         self._chunk: Chunk | None = None
         self._turns = Turns(clock)
+        self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs."""
         return not self._runs
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run."""
+        return len(self._runs)
 
     def admit(self, run: Run) -> bool:
         """Let a request run, if there is a slot and pages for it."""
@@ -142,6 +151,8 @@ class Scheduler:
                 if run.has_answered:
                     run.times.include(self._engine.times)
                 self._accept(run, logits)
+            self.recent.append(StepRecord(time.monotonic(), len(ends), self._engine.times))
+            self._engine.times = StepTimes()  # layers of prompts may follow
 
     def _accept(self, run: Run, logits: np.ndarray) -> None:
         with self._failing([run]):

@@ -14,6 +14,7 @@ from actors.call_exchange import Answer, Question
 from actors.host_files import require_same_model, weight_bytes
 from actors.messages import ServiceSpec
 from actors.service import Service
+from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
 from model.errors import ServiceError
 from placement.first_touch import FirstTouch
@@ -120,6 +121,15 @@ class ServiceHost:
     def fired_counts(self) -> np.ndarray:
         """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
         return np.array(vars(self._require_service())["fired_counts"])  # a CPU service's
+
+    def vitals(self) -> ServiceVitals:
+        """Process id, memory, device; what was counted too, where the driver cannot see that."""
+        service = self._service
+        counts = steps = None
+        if service is not None and self._arena_ref is None and hasattr(service, "wires"):
+            counts = service.wires.neuron_counts[self.spec.index].copy()
+            steps = service.wires.counted_steps[self.spec.index].copy()
+        return ServiceVitals(os.getpid(), resident_bytes(), "cpu", counts, steps)
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""

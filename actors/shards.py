@@ -130,4 +130,5 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         max_logits=max(system.max_batch, _LEAST_LOGITS),
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
+        num_layers=config.num_layers,
     )

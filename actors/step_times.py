@@ -68,3 +68,12 @@ class StepTimes:
             "python": python * scale,
             "total": self.total * scale,
         }
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished step: when it ended (monotonic seconds), and how many new tokens it gave."""
+
+    ended_s: float
+    num_new_tokens: int
+    times: StepTimes

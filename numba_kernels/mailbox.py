@@ -17,7 +17,7 @@ REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
 
 # request words
-OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT = range(6)
+OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED = range(7)
 NUM_REQUEST_WORDS = 8
 ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 
@@ -28,6 +28,12 @@ STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN, and who
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
 NUM_REPLY_WORDS = 8
 OK, FAILED = 0, 1
+
+# Where WATCHED is set, FFN requests count who was computed, in buckets of neighbours in the
+# checkpoint: up and down, or the gate; in the last step, or in all watched steps.
+NUM_BUCKETS = 64
+LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
+NUM_COUNTS = 4
 
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
@@ -44,6 +50,7 @@ class Wires(NamedTuple):
     active_ids (S, N) int32: rows of each service's shard; active_tokens (S, N) uint32: bit t is
     set where that row is wanted for token t (read for more than one token only)
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
+    neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     """
 
     words: np.ndarray
@@ -59,6 +66,8 @@ class Wires(NamedTuple):
     active_tokens: np.ndarray
     partials: np.ndarray
     logits: np.ndarray
+    neuron_counts: np.ndarray
+    counted_steps: np.ndarray
 
 
 @njit(nogil=True, cache=True)

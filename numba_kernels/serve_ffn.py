@@ -9,9 +9,13 @@ from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.ffn import NO_IDS, NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.formats import CHUNK
 from numba_kernels.mailbox import (
+    ALL_FIRED,
+    ALL_GATES,
     BARRIER_COUNT,
     BARRIER_GENERATION,
     FFN,
+    LAST_FIRED,
+    LAST_GATES,
     LAYER,
     NUM_COMPUTED,
     NUM_IDS,
@@ -19,6 +23,7 @@ from numba_kernels.mailbox import (
     OPERATION,
     PING,
     SKIP_SILENT,
+    WATCHED,
     arrive,
     cell,
     next_request,
@@ -46,7 +51,11 @@ class FfnArrays(NamedTuple):
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
     gates (threads, T * (N + SPARE)), counts (threads,) int64, and the inputs quantized, for
-    quantized weights; T is the most tokens of one request, N of one layer."""
+    quantized weights; T is the most tokens of one request, N of one layer.
+
+    buckets (all N,) uint8: which bucket each row of `FfnArrays` is counted in; bucket_sizes
+    (L, buckets) uint32
+    """
 
     sums: np.ndarray
     fired_ids: np.ndarray
@@ -54,6 +63,8 @@ class FfnScratch(NamedTuple):
     gates: np.ndarray
     counts: np.ndarray
     inputs: QuantizedVectors
+    buckets: np.ndarray
+    bucket_sizes: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -126,6 +137,30 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     _reduce(thread, num_threads, down, partial, scratch.sums, arrays.down_bias[layer])
     if thread == 0:
         wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
+        if request[WATCHED]:
+            _count(service, layer, num_ids, ids, scratch.buckets[first:last], wires, scratch)
+
+
+@njit(nogil=True, cache=True)
+def _count(service, layer, num_ids, ids, buckets, wires, scratch):
+    """Count in the arena which neurons of the layer this request has computed.
+
+    One thread does it for all, so that no count needs an atomic addition.
+    """
+    counts = wires.neuron_counts[service, layer]
+    for bucket in range(counts.shape[0]):
+        every = scratch.bucket_sizes[layer, bucket]
+        counts[bucket, LAST_GATES] = every if num_ids < 0 else np.uint32(0)
+        counts[bucket, LAST_FIRED] = np.uint32(0)
+    for n in ids:
+        counts[buckets[n], LAST_GATES] += np.uint32(1)
+    for thread in range(scratch.counts.shape[0]):
+        for n in scratch.fired_ids[thread, : scratch.counts[thread]]:
+            counts[buckets[n], LAST_FIRED] += np.uint32(1)
+    for bucket in range(counts.shape[0]):
+        counts[bucket, ALL_FIRED] += counts[bucket, LAST_FIRED]
+        counts[bucket, ALL_GATES] += counts[bucket, LAST_GATES]
+    wires.counted_steps[service, layer] += np.uint32(1)
 
 
 @njit(nogil=True, cache=True)

@@ -99,6 +99,7 @@ class InProcessSystem:
             self.max_tokens,
             self.num_slots,
             num_pages_of(self.num_positions),
+            config.num_layers,
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)

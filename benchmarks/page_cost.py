@@ -1,0 +1,106 @@
+"""What it costs to be watched: the demo model's decoding with and without somebody at the page.
+
+    python -m benchmarks.page_cost --rounds 40
+
+A round answers one request unwatched and one while telemetry is asked for, as often as the page
+asks; which comes first changes from round to round. The ratio of each round counts, for the speed
+of a shared machine changes within seconds. CPU seconds are of driver and services.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median, quantiles
+from typing import Any
+
+import click
+
+from actors.messages import GenerateRequest
+from actors.preflight import SystemOptions, prepare_system
+from actors.system import System
+from benchmarks.runs import where_and_when
+from model.locate import locate_model
+from model.sampling import SamplingParams
+from ui.live import telemetry_json
+
+_POLL_S = 0.5  # as live.js
+_PROMPT = list(range(5, 25))
+
+
+@contextmanager
+def _watching(system: System) -> Iterator[None]:
+    """Ask for telemetry as the page does, and end the watch at the end."""
+    ended = threading.Event()
+
+    def poll() -> None:
+        while not ended.is_set():
+            json.dumps(telemetry_json(system.call("telemetry")))
+            ended.wait(_POLL_S)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        system.call("telemetry", 0.0)
+
+
+def _answer(system: System, num_tokens: int) -> tuple[float, float]:
+    """Tokens a second, and CPU seconds of driver and services a token."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    before = _cpu_seconds(system)
+    found = system.complete(GenerateRequest(sampling, prompt_ids=_PROMPT))
+    return found.decode_tokens_per_s, (_cpu_seconds(system) - before) / num_tokens
+
+
+def _cpu_seconds(system: System) -> float:
+    import psutil
+
+    times = [psutil.Process(pid).cpu_times() for pid in system.call("processes").values()]
+    return float(sum(time.user + time.system for time in times))
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    first, middle, last = quantiles(ratios, n=4)
+    return {"quarter": first, "median": middle, "three_quarters": last}
+
+
+@click.command()
+@click.option("--rounds", "num_rounds", type=int, default=40, show_default=True)
+@click.option("--tokens", "num_tokens", type=int, default=400, show_default=True)
+@click.option("--mode", default="exact", show_default=True)
+def main(num_rounds: int, num_tokens: int, mode: str) -> None:
+    """Print one JSON object."""
+    path = locate_model(None)
+    options = SystemOptions(mode=mode, context_length=num_tokens + len(_PROMPT) + 1)
+    config, _ = prepare_system(path, options)
+    plain: list[tuple[float, float]] = []
+    watched: list[tuple[float, float]] = []
+    with System.start(config) as system:
+        _answer(system, num_tokens)
+        for number in range(num_rounds):
+            for is_watched in (False, True) if number % 2 else (True, False):
+                if is_watched:
+                    with _watching(system):
+                        watched.append(_answer(system, num_tokens))
+                else:
+                    plain.append(_answer(system, num_tokens))
+    pairs = list(zip(plain, watched, strict=True))
+    report: dict[str, Any] = {
+        **where_and_when(path, config.num_threads),
+        "mode": mode,
+        "rounds": num_rounds,
+        "tokens_per_s": median(speed for speed, _ in plain),
+        "watched_tokens_per_s": median(speed for speed, _ in watched),
+        "speed_ratio": _spread([seen[0] / unseen[0] for unseen, seen in pairs]),
+        "cpu_ms_per_token": 1e3 * median(cpu for _, cpu in plain),
+        "cpu_ratio": _spread([seen[1] / unseen[1] for unseen, seen in pairs]),
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

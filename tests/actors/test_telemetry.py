@@ -1,0 +1,198 @@
+"""What a watched system says of itself, beside counts made in another way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from actors.driver import Driver
+from actors.messages import GenerateRequest, SystemConfig
+from actors.step_times import StepRecord, StepTimes
+from actors.telemetry import NeuronWatch, bucket_of, speed_of
+from model import reference
+from model.sampling import SamplingParams
+from numba_kernels.mailbox import FFN, LAYER, NUM_BUCKETS, NUM_IDS, NUM_TOKENS, OPERATION, WATCHED
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+
+Tiny = Callable[..., TinyCheckpoint]
+
+
+def buckets_of(ids: np.ndarray, ffn_size: int) -> np.ndarray:
+    """How many of `ids` are in each of equally long runs of neighbours."""
+    found = [0] * NUM_BUCKETS
+    for neuron in ids:
+        found[int(neuron) * NUM_BUCKETS // ffn_size] += 1
+    return np.array(found)
+
+
+def watch_of(system: InProcessSystem) -> NeuronWatch:
+    shards = [[ids] * system.config.num_layers for ids in system.shards()]
+    return NeuronWatch(system.config, system.exchange.wires, shards)
+
+
+def until_unwatched(watch: NeuronWatch) -> None:
+    deadline = time.monotonic() + 30
+    while watch.is_watching:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def firing(
+    monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint, ids: np.ndarray
+) -> list[np.ndarray]:
+    """By layer, which gates (T, N) fire for each of `ids` in the float64 reference."""
+    found: list[np.ndarray] = []
+    compute = reference._ffn
+
+    def recording(config, weights, layer, x):
+        part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+        products = reference._linear(x, weights.gate[part], weights.gate_bias[part])
+        found.append((products > 0).numpy())
+        return compute(config, weights, layer, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_ffn", recording)
+        reference.reference_logits(tiny.path, ids)
+    return found
+
+
+@pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "falcon-relu"])
+def test_neurons_that_fire_are_counted(variant, tiny: Tiny, monkeypatch) -> None:
+    ids = tiny(variant).ids[:6]
+    fires = firing(monkeypatch, tiny(variant), ids)
+    with InProcessSystem(tiny(variant).path, num_services=2, num_threads=2) as system:
+        watch, engine, size = watch_of(system), system.engine("exact"), system.config.ffn_size
+        watch.watch(60)
+        for position, token_id in enumerate(ids.tolist()):
+            engine.step([token_id], [position], [0])
+        found = watch.read()
+    assert found.num_steps == len(ids)
+    for layer, fired in enumerate(fires):
+        by_token = [buckets_of(np.flatnonzero(row), size) for row in fired]
+        np.testing.assert_array_equal(found.last_computed[layer], by_token[-1])
+        np.testing.assert_allclose(found.mean_computed[layer], np.mean(by_token, axis=0))
+        np.testing.assert_array_equal(found.last_gates[layer], buckets_of(np.arange(size), size))
+        assert found.num_neurons[layer].sum() == size
+    assert not found.num_hot.any()
+
+
+def test_dense_computes_all(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-silu").path, num_services=2) as system:
+        watch = watch_of(system)
+        watch.watch(60)
+        system.engine("dense").step([3], [0], [0])
+        found = watch.read()
+    np.testing.assert_array_equal(found.last_computed, found.num_neurons)
+    np.testing.assert_array_equal(found.last_gates, found.num_neurons)
+
+
+def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        watch, wires, size = watch_of(system), system.exchange.wires, system.config.ffn_size
+        watch.watch(60)
+        order = system.shards()[0]
+        rows = np.array([0, 5, 6, 40, size - 1], np.int32)
+        wires.ffn_input[0] = np.random.default_rng(0).normal(size=wires.ffn_input.shape[1])
+        wires.active_ids[1, : rows.size] = rows
+        request = wires.requests[1]
+        request[OPERATION], request[LAYER], request[NUM_TOKENS] = FFN, 1, 1
+        request[NUM_IDS] = rows.size
+        system.exchange.ask([1])
+        found = watch.read()
+        request[NUM_IDS] = 0
+        system.exchange.ask([1])
+        nobody = watch.read()
+    np.testing.assert_array_equal(found.last_gates[1], buckets_of(order[rows], size))
+    assert (found.last_computed <= found.last_gates).all()
+    assert not nobody.last_gates[1].any()
+    np.testing.assert_allclose(nobody.mean_gates[1], found.last_gates[1] / 2)
+
+
+def test_counting_ends_when_nobody_asks(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        watch, engine, wires = watch_of(system), system.engine("exact"), system.exchange.wires
+        engine.step([3], [0], [0])
+        assert not wires.counted_steps.any()
+        watch.watch(0.01)
+        until_unwatched(watch)
+        assert not wires.requests[:, WATCHED].any()
+        engine.step([3], [1], [0])
+        assert not wires.counted_steps.any()
+        watch.watch(60)  # a second watch begins with nothing
+        assert watch.read().num_steps == 0
+        engine.step([3], [2], [0])
+        assert watch.read().num_steps == 1
+        watch.watch(0)
+        until_unwatched(watch)
+
+
+def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        system.exchange.wires.neuron_counts[:] = 2**32 - 3
+        system.exchange.wires.counted_steps[:] = 2**32 - 1
+        watch = watch_of(system)
+        watch.watch(60)
+        system.engine("exact").step([3], [0], [0])
+        found = watch.read()
+    assert found.num_steps == 1
+    np.testing.assert_array_equal(found.mean_gates, found.num_neurons)
+
+
+@pytest.mark.parametrize("mode", ["exact", "dense"])
+def test_a_driver_tells_what_its_steps_computed(mode, tiny: Tiny) -> None:
+    config = SystemConfig(str(tiny("llama-relu").path), mode=mode, context_length=128, max_batch=2)
+    with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        driver = Driver(config, system.exchange, shards)
+        try:
+            assert driver.telemetry().speed.tokens_per_s == 0
+            sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+            list(driver.generate(GenerateRequest(sampling, prompt_ids=[5, 6, 7])))
+            told, steps = driver.telemetry(), list(driver._scheduler.recent)
+        finally:
+            driver.close()
+    neurons = told.neurons
+    assert neurons.num_steps == len(steps) == 20  # the first holds the whole prompt
+    computed = sum(step.times.num_neurons for step in steps)
+    assert neurons.mean_computed.sum() * len(steps) == pytest.approx(computed)
+    assert neurons.last_computed.sum() == steps[-1].times.num_neurons
+    share = computed / neurons.num_neurons.sum() / len(steps)
+    assert told.speed.neurons_computed == pytest.approx(share)
+    assert told.speed.tokens_per_s > 0
+    assert (told.num_running, told.num_waiting, told.kv_pages_used) == (0, 0, 0)
+    assert told.mode == mode
+
+
+def test_neurons_that_no_cpu_service_holds_are_hot(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        size, layers = system.config.ffn_size, system.config.num_layers
+        cold = [np.arange(30, size, dtype=np.int32)] * layers
+        found = NeuronWatch(system.config, system.exchange.wires, [cold]).read()
+    np.testing.assert_array_equal(found.num_hot[0], buckets_of(np.arange(30), size))
+
+
+def test_speed_is_of_the_last_seconds() -> None:
+    def step(ended_s: float, tokens: int) -> StepRecord:
+        times = StepTimes(total=100_000_000, num_steps=1, num_neurons=10, num_gates=40)
+        return StepRecord(ended_s, tokens, times)
+
+    steps = [step(90.0, 7), step(99.1, 1), step(99.2, 1), step(99.3, 2)]
+    ended = speed_of(steps, 100, 99.5, is_running=False)
+    assert ended.tokens_per_s == pytest.approx(4 / 0.3)
+    assert speed_of(steps, 100, 99.5, is_running=True).tokens_per_s == pytest.approx(4 / 0.5)
+    assert (ended.neurons_computed, ended.gates_computed) == (0.1, 0.4)
+    assert ended.per_step_ms["total"] == pytest.approx(100)
+    assert speed_of(steps, 100, 200.0, is_running=True).tokens_per_s == 0
+
+
+def test_buckets_are_runs_of_neighbours() -> None:
+    for size in (64, 88, 1920, 11008):
+        found = bucket_of(np.arange(size, dtype=np.int32), size)
+        assert (np.diff(found.astype(int)) >= 0).all()
+        counts = np.bincount(found, minlength=NUM_BUCKETS)
+        assert counts.size == NUM_BUCKETS
+        assert counts.max() - counts.min() <= 1

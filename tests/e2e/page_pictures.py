@@ -1,0 +1,150 @@
+"""Pictures of the page for README, and what an idle page costs, with the demo model.
+
+    python -m tests.e2e.page_pictures docs
+    python -m tests.e2e.page_pictures --idle-s 60
+
+The placement is planned for a made-up machine with a GPU that has room for a part of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actors.messages import SystemConfig
+from actors.system import System
+from placement.columns import GPU_RESERVE_BYTES
+from placement.machine import write_machine
+from tests.e2e.browser import chromium
+from tests.e2e.commands import run
+from tests.e2e.page_server import served_page
+from tests.placement_cases import make_machine
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+_QUESTIONS = ("What does textwrap.dedent do?", "What does os.path.join do?")
+_GPU_BYTES = GPU_RESERVE_BYTES + (10 << 20)
+
+
+@contextmanager
+def planned_demo() -> Iterator[Path]:
+    """A copy of the demo model with a plan beside it."""
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "demo"
+        shutil.copytree(DEMO, model)
+        machine = Path(name) / "machine.json"
+        write_machine(machine, make_machine(gpu_bytes=(_GPU_BYTES,)))
+        plan = model / "hotcold" / "plan-with-a-gpu.safetensors"
+        done = run(
+            "plan", model, "--machine", machine, "--mode", "sign", "--out", plan,
+            "--context", "512", "--cpu-actors", "2", timeout_s=300,
+        )  # fmt: skip
+        if done.status:
+            raise RuntimeError(done.err)
+        yield model
+
+
+@contextmanager
+def opened_page(model: Path, width: int, height: int) -> Iterator[Any]:
+    """The page in a browser, in mode sign."""
+    predictors = model / "hotcold" / "predictors-sign.safetensors"
+    config = SystemConfig(
+        str(model), mode="sign", num_cpu_actors=2, num_threads=2, context_length=1024,
+        predictors_path=str(predictors),
+    )  # fmt: skip
+    with (
+        System.start(config) as system,
+        served_page(system, "hotcold demo") as address,
+        chromium() as browser,
+    ):
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(address)
+        page.wait_for_selector("#conversations input:checked")
+        yield page
+
+
+def take_pictures(folder: Path) -> None:
+    """Write chat.png and placement.png."""
+    with planned_demo() as model, opened_page(model, 1280, 800) as page:
+        for number, question in enumerate(_QUESTIONS):
+            if number:
+                page.click("button#new")
+            page.fill("#question textarea", question)
+            page.press("#question textarea", "Enter")
+            page.wait_for_function(
+                "q => document.querySelector('#status').innerText.includes('tokens at') &&"
+                " document.querySelector('#chat .message.user')?.innerText.trim() == q",
+                arg=question,
+            )
+        page.wait_for_function(
+            "document.querySelector('#live [data-polling]')?.dataset.polling == 'no'"
+        )
+        page.screenshot(path=folder / "chat.png")
+        page.get_by_role("tab", name="Placement").click()
+        page.wait_for_selector("#placement svg")
+        page.locator("#plan input").click()
+        page.get_by_role("option", name="plan-with-a-gpu").click()
+        page.wait_for_function("document.querySelector('#placement').innerText.includes('A plan')")
+        page.wait_for_function("!document.querySelector('[role=listbox], [role=option]')")
+        page.screenshot(path=folder / "placement.png")
+
+
+def idle_cost(seconds: float) -> dict[str, float]:
+    """Shares of a core that the server and the system's actors take.
+
+    With nobody there, and with a page open that can be seen while nothing runs.
+    """
+    config = SystemConfig(str(DEMO), num_cpu_actors=2, num_threads=2, context_length=1024)
+    with (
+        System.start(config) as system,
+        served_page(system, "hotcold demo") as address,
+        chromium() as browser,
+    ):
+        actors = list(system.call("processes").values())
+        alone = _shares_of_a_core(actors, seconds)
+        page = browser.new_page()
+        page.goto(address)
+        page.wait_for_selector('#live [data-polling="no"]', state="attached")
+        opened = _shares_of_a_core(actors, seconds)
+    return {
+        "server_alone": alone[0],
+        "server_with_page": opened[0],
+        "actors_alone": alone[1],
+        "actors_with_page": opened[1],
+    }
+
+
+def _shares_of_a_core(actors: list[int], seconds: float) -> tuple[float, float]:
+    before = _cpu_s([os.getpid()]), _cpu_s(actors)
+    time.sleep(seconds)
+    after = _cpu_s([os.getpid()]), _cpu_s(actors)
+    return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
+
+
+def _cpu_s(pids: list[int]) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(found.user + found.system for found in times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--idle-s", type=float, default=0.0)
+    arguments = parser.parse_args()
+    if arguments.folder is not None:
+        take_pictures(arguments.folder)
+    if arguments.idle_s:
+        print(json.dumps(idle_cost(arguments.idle_s)))
+
+
+if __name__ == "__main__":
+    main()

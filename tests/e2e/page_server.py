@@ -1,0 +1,58 @@
+"""The chat page on a free port of this process, over a system that runs already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from actors.messages import GenerateRequest, TokenEvent
+from actors.system import System
+
+
+class LongWinded:
+    """A system whose answers go on to their greatest length while `is_on`."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.is_on = False
+        self.requests: list[GenerateRequest] = []
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """As `System.generate`."""
+        request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
+        self.requests.append(request)
+        yield from self.system.generate(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.system, name)
+
+
+@contextmanager
+def served_page(system: Any, model_name: str) -> Iterator[str]:
+    """The page's address, until the end."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    from ui.page import build_page, mount_page
+
+    app = FastAPI()
+    mount_page(app, build_page(system, model_name))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("the page's server did not start")
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(30)

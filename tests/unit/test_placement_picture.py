@@ -1,0 +1,49 @@
+"""Shares of neurons and activations, counted one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gradio")
+
+from actors.messages import SystemConfig
+from model.config import ModelConfig
+from ui.placement import device_shares, placement_of
+from ui.placement_tab import placement_html
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+
+
+def test_each_device_has_its_share() -> None:
+    owner = np.array([[0, 0, 1, 1, 2], [0, 1, 1, 2, 2]], np.int16)
+    counts = np.array([[30, 20, 5, 5, 0], [30, 5, 3, 1, 1]])
+    gpu, first, second = device_shares(["cuda:0", "cpu0", "cpu1"], owner, counts)
+    assert [gpu.num_neurons, first.num_neurons, second.num_neurons] == [3, 4, 3]
+    assert gpu.activations == pytest.approx(0.80)
+    assert first.activations == pytest.approx(0.18)
+    assert second.activations == pytest.approx(0.02)
+    np.testing.assert_allclose(gpu.curve, [[0, 0], [0.1, 0.3], [0.2, 0.6], [0.3, 0.8]])
+    np.testing.assert_allclose(first.curve[0], gpu.curve[-1])
+    np.testing.assert_allclose(second.curve[-1], [1, 1])
+
+
+def test_a_device_may_hold_nothing() -> None:
+    found = device_shares(["cuda:0", "cpu0"], np.ones((2, 3), np.int16), None)
+    assert [device.num_neurons for device in found] == [0, 6]
+    assert found[1].activations is None
+    np.testing.assert_allclose(found[1].curve[-1], [1, 1])
+
+
+def test_the_demo_is_dealt_in_turn_without_a_plan() -> None:
+    config = ModelConfig.from_directory(DEMO)
+    found = placement_of(SystemConfig(str(DEMO), num_cpu_actors=3, num_threads=3), config)
+    assert found.plan is None
+    assert [device.name for device in found.devices] == ["cpu0", "cpu1", "cpu2"]
+    assert sum(device.num_neurons for device in found.devices) == 4 * config.ffn_size
+    assert sum(device.activations or 0 for device in found.devices) == pytest.approx(1)
+    root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
+    assert len(root.findall(".//polyline")) == len(root.findall(".//tbody/tr")) == 3

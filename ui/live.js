@@ -1,0 +1,244 @@
+// Draws what the system does. Asks the server twice a second while the page can be seen and
+// something runs, and not at all otherwise.
+const POLL_MS = 500;
+const QUIET_POLLS = 4; // without a running request, then it stops asking
+const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile
+
+const KINDS = [
+  ["hot", "hot, on the GPU"],
+  ["computed", "cold, computed"],
+  ["gate", "cold, only its gate"],
+  ["skipped", "cold, skipped"],
+];
+const PARTS = ["attention", "ffn", "head", "predictor", "exchange", "python"];
+const find = (name) => element.querySelector(`[data-show="${name}"]`);
+const canvas = () => element.querySelector("canvas");
+const cell = { layer: 0, bucket: 0, chosen: false };
+let latest = null;
+let timer = 0;
+let quiet = 0;
+let polledAt = 0;
+
+function make(tag, text, className) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function view() {
+  return element.querySelector('input[name="map-view"]:checked').value;
+}
+
+// Neurons of one cell by kind, in the order of KINDS.
+function countsOf(map, layer, bucket) {
+  const { computed, gates } = map[view()];
+  const hot = map.hot ? map.hot[layer][bucket] : 0;
+  const done = computed[layer][bucket];
+  const gate = Math.max(gates[layer][bucket] - done, 0);
+  if (map.steps === 0) return [hot, 0, 0, 0];
+  return [hot, done, gate, Math.max(map.neurons[bucket] - hot - done - gate, 0)];
+}
+
+function drawMap(map) {
+  const target = canvas();
+  const layers = map.last.computed.length;
+  const buckets = map.neurons.length;
+  const height = Math.max(96, Math.min(layers * 24, 480));
+  const scale = window.devicePixelRatio || 1;
+  target.style.height = `${height}px`;
+  target.width = Math.round(target.clientWidth * scale);
+  target.height = Math.round(height * scale);
+  const colours = getComputedStyle(element.querySelector("section"));
+  const fills = KINDS.map(([kind]) => colours.getPropertyValue(`--${kind}`));
+  const context = target.getContext("2d");
+  const [w, h] = [target.width / buckets, target.height / layers];
+  const gap = h > 8 * scale ? scale : 0;
+  const totals = [0, 0, 0, 0];
+  context.fillStyle = fills[3];
+  context.fillRect(0, 0, target.width, target.height);
+  for (let layer = 0; layer < layers; layer++) {
+    for (let bucket = 0; bucket < buckets; bucket++) {
+      const counts = countsOf(map, layer, bucket);
+      let bottom = (layer + 1) * h - gap;
+      counts.forEach((count, kind) => {
+        totals[kind] += count;
+        const size = (count / map.neurons[bucket]) * (h - gap);
+        context.fillStyle = fills[kind];
+        if (kind < 3 && count > 0) context.fillRect(bucket * w, bottom - size, w + 0.5, size);
+        bottom -= size;
+      });
+    }
+  }
+  return totals;
+}
+
+function showLegend(totals) {
+  const legend = find("legend");
+  const round = view() === "last" ? 0 : 1;
+  legend.replaceChildren(
+    ...KINDS.map(([kind, words], index) => {
+      const item = make("li", "");
+      const mark = make("i", "");
+      mark.style.background = `var(--${kind})`;
+      const number = totals[index].toLocaleString("en", { maximumFractionDigits: round });
+      const count = make("span", number);
+      count.dataset.count = kind;
+      item.append(mark, `${words}: `, count);
+      return item;
+    }),
+  );
+}
+
+function showMap() {
+  if (!latest) return;
+  const map = latest.map;
+  const totals = drawMap(map);
+  showLegend(totals);
+  const all = totals.reduce((sum, count) => sum + count, 0) || 1;
+  const words = KINDS.map(([, name], i) => `${name} ${((100 * totals[i]) / all).toFixed(1)}%`);
+  canvas().setAttribute("aria-label", `Neuron map, ${view()} token: ${words.join(", ")}`);
+  if (cell.chosen) showCell();
+}
+
+function showCell() {
+  if (!latest) return;
+  const { map } = latest;
+  const size = (end) => map.neurons.slice(0, end).reduce((sum, count) => sum + count, 0);
+  const counts = countsOf(map, cell.layer, cell.bucket);
+  const parts = KINDS.map(([, words], i) => `${words} ${+counts[i].toFixed(1)}`);
+  const last = size(cell.bucket + 1) - 1;
+  const place = `layer ${cell.layer}, neurons ${size(cell.bucket)}–${last}`;
+  find("where").textContent = `${place}: ${parts.join(", ")}`;
+}
+
+function chooseCell(layer, bucket) {
+  if (!latest) return;
+  const { map } = latest;
+  cell.layer = Math.max(0, Math.min(map.last.computed.length - 1, layer));
+  cell.bucket = Math.max(0, Math.min(map.neurons.length - 1, bucket));
+  cell.chosen = true;
+  showCell();
+}
+
+function showTimes(times) {
+  const total = times.total || 0;
+  const parts = PARTS.filter((part) => times[part] > 0);
+  find("bar").replaceChildren(
+    ...parts.map((part) => {
+      const piece = make("div", "");
+      piece.style.background = `var(--${part})`;
+      piece.style.width = `${(100 * times[part]) / total}%`;
+      return piece;
+    }),
+  );
+  find("parts").replaceChildren(
+    ...parts.map((part) => {
+      const item = make("li", "");
+      const mark = make("i", "");
+      mark.style.background = `var(--${part})`;
+      item.append(mark, `${part} ${times[part].toFixed(2)} ms`);
+      return item;
+    }),
+  );
+}
+
+function gigabytes(bytes) {
+  return `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+}
+
+function showActors({ actors, host_memory_bytes, host_memory_used_bytes }) {
+  const marks = { alive: "●", silent: "◐", restarting: "↻", dead: "✕" };
+  find("actors").replaceChildren(
+    ...actors.map((actor) => {
+      const row = make("tr", "");
+      row.dataset.actor = actor.name;
+      const known = actor.pid > 0;
+      row.append(
+        make("td", actor.name),
+        make("td", `${marks[actor.state]} ${actor.state}`),
+        make("td", known ? actor.pid : "–"),
+        make("td", actor.device || "–"),
+        make("td", known ? gigabytes(actor.memory_bytes) : "–"),
+      );
+      return row;
+    }),
+  );
+  const [used, all] = [gigabytes(host_memory_used_bytes), gigabytes(host_memory_bytes)];
+  find("memory").textContent = `This machine: ${used} of ${all} in use.`;
+}
+
+function show(found) {
+  if (found.error) {
+    find("requests").textContent = found.error;
+    return;
+  }
+  const isRunning = found.running + found.waiting > 0;
+  // The last figures of a finished answer stay.
+  if (latest && !isRunning && found.tokens_per_s === 0) {
+    for (const name of ["tokens_per_s", "neurons_computed", "per_step_ms"]) {
+      found[name] = latest[name];
+    }
+  }
+  latest = found;
+  find("speed").textContent = found.tokens_per_s ? Math.round(found.tokens_per_s) : "–";
+  const share = (100 * found.neurons_computed).toFixed(1);
+  find("share").textContent = found.tokens_per_s ? `${share}%` : "–";
+  find("mode").textContent = found.mode;
+  const waiting = found.waiting ? `, ${found.waiting} waiting` : "";
+  const pages = `${found.kv_pages_used} of ${found.kv_pages} KV pages`;
+  find("requests").textContent = isRunning ? `${found.running} running${waiting}, ${pages}` : "idle";
+  showMap();
+  showTimes(found.per_step_ms);
+  showActors(found);
+  element.dataset.steps = found.map.steps;
+}
+
+async function poll() {
+  timer = 0;
+  polledAt = performance.now();
+  let found = null;
+  try {
+    found = await server.telemetry();
+  } catch {
+    found = { error: "the server does not answer" };
+  }
+  if (!element.isConnected) return;
+  show(found);
+  const isRunning = !found.error && found.running + found.waiting > 0;
+  quiet = isRunning ? 0 : quiet + 1;
+  if (quiet < QUIET_POLLS && !document.hidden && timer === 0) timer = setTimeout(poll, POLL_MS);
+  element.dataset.polling = timer === 0 ? "no" : "yes";
+}
+
+function watch() {
+  quiet = 0;
+  if (timer === 0 && !document.hidden) timer = setTimeout(poll, 0);
+}
+
+function glance() {
+  if (performance.now() - polledAt > GLANCE_MS) watch();
+}
+
+element.addEventListener("change", showMap);
+canvas().addEventListener("pointermove", (event) => {
+  if (!latest) return;
+  const box = canvas().getBoundingClientRect();
+  const across = (event.clientX - box.left) / box.width;
+  const down = (event.clientY - box.top) / box.height;
+  const { last, neurons } = latest.map;
+  chooseCell(Math.floor(down * last.computed.length), Math.floor(across * neurons.length));
+});
+canvas().addEventListener("keydown", (event) => {
+  const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  const move = moves[event.key];
+  if (!move) return;
+  event.preventDefault();
+  chooseCell(cell.layer + move[0], cell.bucket + move[1]);
+});
+window.addEventListener("resize", showMap);
+window.addEventListener("hotcold-run", watch);
+document.addEventListener("visibilitychange", watch);
+document.addEventListener("pointermove", glance, { passive: true });
+document.addEventListener("keydown", glance, { passive: true });
+watch();
