@@ -126,7 +126,7 @@ class Run:
     def accept(self, logits: np.ndarray) -> bool:
         """Choose the next token and show what can be shown; True where it was the last one.
 
-        Errors:  ValueError where the logits hold a NaN; RequestError where a grammar has no way on
+        Errors:  ValueError where the logits hold a NaN; UsageError where a grammar has no way on
         """
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
@@ -142,9 +142,9 @@ class Run:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
         ended = constraint is not None and constraint.accept(token_id)
+        self._logprobs.add(logits, token_id, self._decoder)
         if token_id in self._eos_ids:
             return self.end("stop")
-        self._logprobs.add(logits, token_id, self._decoder)
         text = self._stop.push(self._decoder.push(token_id)) if self._decoder else ""
         if self._stop.found or ended:
             return self.end("stop", text)

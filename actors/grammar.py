@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from actors.failures import RequestError
 from actors.messages import Grammar
 from model.errors import UsageError
 from model.tokenizer import Tokenizer
@@ -27,17 +26,17 @@ class Constraint:
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """A copy of `logits` (V,) that is -inf where the grammar has no such token next.
 
-        Errors:  RequestError where the grammar allows nothing, or became too complex
+        Errors:  UsageError where the grammar allows nothing, or became too complex
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._require_whole()
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
         if not allowed.any():
-            raise RequestError("no token of the model can continue the answer by the grammar")
+            raise UsageError("no token of the model can continue the answer by the grammar")
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; True where nothing can follow it. Errors: RequestError."""
+        """Go on by a token; True where nothing can follow it. Errors: UsageError."""
         self._matcher.consume_token(token_id)
         self._require_whole()
         return bool(self._matcher.is_stopped())
@@ -45,7 +44,7 @@ class Constraint:
     def _require_whole(self) -> None:
         if self._matcher.is_error():
             problem = _one_line(self._matcher.get_error())
-            raise RequestError(f"the answer cannot follow the grammar any further: {problem}")
+            raise UsageError(f"the answer cannot follow the grammar any further: {problem}")
 
 
 class Grammars:
