@@ -10,8 +10,8 @@ from actors.messages import Grammar
 from model.errors import UsageError
 from model.tokenizer import Tokenizer
 
-# A small model may write blanks for ever where a schema lets it.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{0,8}"}
+# One blank, or a new line with its indentation: small models write blanks for ever where they may.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
 
 
 class Constraint:

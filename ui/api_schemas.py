@@ -12,6 +12,7 @@ from ui.api_errors import ApiError
 _MOST_CHOICES = 128
 _MOST_TOP = 20
 _MOST_GRAMMAR_CHARS = 1 << 18
+_TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -182,7 +183,11 @@ def _bad_request(error: ValidationError) -> ApiError:
     """The deepest of the problems: where a union failed, its fields have one for each member."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     problem = max(problems, key=lambda one: len(one["loc"]))
-    names = [part for part in problem["loc"] if isinstance(part, int) or part.isidentifier()]
+    names = [
+        part
+        for part in problem["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
+    ]
     param = ".".join(map(str, names)) or None
     text = problem["msg"].removeprefix("Value error, ")
     message = f"{param}: {text}" if param else text

@@ -33,6 +33,7 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
     _add_completions(app, backend)
     _add_models(app, backend)
     _add_tools(app, backend)
+    _add_unknown(app)
     if page is not None:
         import gradio
 
@@ -103,6 +104,14 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
     async def one_model(wanted: str) -> dict[str, Any]:
         backend.require_model(wanted)
         return model
+
+
+def _add_unknown(app: FastAPI) -> None:
+    """What is under /v1 is never the page's."""
+
+    @app.api_route("/v1/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    async def unknown(request: Request) -> Response:
+        raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
 
 
 def _add_tools(app: FastAPI, backend: Backend) -> None:
