@@ -55,7 +55,7 @@ class AsyncClient:
                 raise self._failure
             await submitting
         except asyncio.CancelledError:
-            submitting.add_done_callback(lambda done: done.exception() or self.cancel(name))
+            submitting.add_done_callback(lambda done: self._forget(name, done))
             raise
         except BaseException:
             self._readers.pop(name, None)
@@ -63,10 +63,16 @@ class AsyncClient:
         return name
 
     def cancel(self, request_id: str) -> None:
-        """End a request within a token; nothing more of it is delivered. For any id, at any time."""
+        """End a request within a token, if it has not ended; nothing more of it is delivered."""
         if self._readers.pop(request_id, None) is not None:
             with suppress(HotcoldError, ray.exceptions.RayError):
                 self._system.cancel(request_id)
+
+    def _forget(self, request_id: str, submitted: asyncio.Future[None]) -> None:
+        """Nobody waits for a request that has just been queued, or refused."""
+        if submitted.exception() is None:
+            self.cancel(request_id)
+        self._readers.pop(request_id, None)
 
     async def load(self) -> DriverLoad:
         """What the driver is busy with. Errors: ServiceError."""

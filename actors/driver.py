@@ -106,9 +106,7 @@ class Driver:
 
     def load(self) -> DriverLoad:
         """What there is to do, at this moment."""
-        return DriverLoad(
-            self._scheduler.num_running, self._line.num_waiting, self._pool.usage
-        )
+        return DriverLoad(self._scheduler.num_running, self._line.num_waiting, self._pool.usage)
 
     def _submit(self, request: GenerateRequest, stream: Stream) -> None:
         ids = self.generator.prompts.ids(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from contextlib import ExitStack
@@ -30,17 +31,41 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @click.command()
 @click.argument("model", required=False)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
-              help="Port to listen at; 0: any free one.")
-@click.option("--api-key", "keys", multiple=True, envvar="HOTCOLD_API_KEY", help="What clients "
-              "must send; may be given several times. Other users of this machine can read a "
-              "command line, so better in HOTCOLD_API_KEY.")
-@click.option("--queue", "max_queue", type=click.IntRange(0, 100_000), default=64,
-              show_default=True, help="Requests that may wait; others are told to come later.")
-@click.option("--max-tokens-limit", type=click.IntRange(1), help="Most new tokens that a request "
-              "may ask for.")
-@click.option("--request-timeout", "timeout_s", type=click.FloatRange(0, min_open=True),
-              default=600.0, show_default=True, help="Seconds that an answer may take.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen at; 0: any free one.",
+)
+@click.option(
+    "--api-key",
+    "keys",
+    multiple=True,
+    envvar="HOTCOLD_API_KEY",
+    help="What clients "
+    "must send; may be given several times. Other users of this machine can read a "
+    "command line, so better in HOTCOLD_API_KEY.",
+)
+@click.option(
+    "--queue",
+    "max_queue",
+    type=click.IntRange(0, 100_000),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; others are told to come later.",
+)
+@click.option(
+    "--max-tokens-limit", type=click.IntRange(1), help="Most new tokens that a request may ask for."
+)
+@click.option(
+    "--request-timeout",
+    "timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds that an answer may take.",
+)
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")
 @system_options
 def serve(
@@ -63,9 +88,7 @@ def serve(
     _check_keys(host, keys, is_loopback(host))
     path = locate_model(model)
     system, _ = prepare_system(path, split_system_options(values))
-    settings = ServerSettings(
-        _name(model, path), max_queue, max_tokens_limit or 1 << 20, timeout_s
-    )
+    settings = ServerSettings(_name(model, path), max_queue, max_tokens_limit or 1 << 20, timeout_s)
     listener = listen(host, port)
     front, url = Front(settings.model_name), url_of(listener)
     with ExitStack() as stack:
@@ -136,8 +159,7 @@ def _page(running: System, model_name: str) -> Any:
     """The chat page, or None where what it needs is not installed."""
     if importlib.util.find_spec("ui.page") is None or importlib.util.find_spec("gradio") is None:
         return None
-    from ui.page import build_page
-
+    build_page = importlib.import_module("ui.page").build_page
     return build_page(running, model_name)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from actors.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
 from model.errors import ServiceError
@@ -79,7 +78,7 @@ async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEve
 def usage(
     requests: Sequence[GenerateRequest], answers: Sequence[Answer], copies: int, most: int = 1 << 31
 ) -> dict[str, int]:
-    """Token counts. A prompt of `copies` answers counts once, and `most` new tokens of an answer."""
+    """Token counts: a prompt of `copies` answers once, of an answer at most `most` tokens."""
     prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
     new = sum(min(len(answer.ids), most) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

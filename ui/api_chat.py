@@ -82,9 +82,9 @@ class ChatRoute:
         if not body.logprobs:
             return None
         tokens, result = list(event.logprobs), event.result
-        if tokens and result is not None and tokens[-1].token_id in self._backend.eos_ids:
-            if result.finish_reason == "stop":
-                del tokens[-1]
+        has_ended = result is not None and result.finish_reason == "stop"
+        if tokens and has_ended and tokens[-1].token_id in self._backend.eos_ids:
+            del tokens[-1]
         return chat_logprobs(self._texts, tokens)
 
     def _head(self, kind: str) -> dict[str, Any]:

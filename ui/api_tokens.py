@@ -74,10 +74,12 @@ class CompletionLogprobs:
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
         }  # fmt: skip
         for token in tokens:
-            has_one = token.logprob is not None
+            logprob = token.logprob
             found["tokens"].append(self._texts.text_of(token.token_id))
-            found["token_logprobs"].append(max(token.logprob, _LEAST_LOGPROB) if has_one else None)
-            found["top_logprobs"].append(self._top(token) if has_one else None)
+            found["token_logprobs"].append(
+                None if logprob is None else max(logprob, _LEAST_LOGPROB)
+            )
+            found["top_logprobs"].append(None if logprob is None else self._top(token))
             found["text_offset"].append(self._num_chars)
             self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token.token_id)))
         return found

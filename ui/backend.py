@@ -50,7 +50,7 @@ class Backend:
         served = self.settings.model_name
         if name is not None and name != served:
             raise ApiError(
-                404, f"the model {ascii(name[:100])} is not served; this is {served!r}",
+                404, f"the model {name[:100]!a} is not served; this is {served!r}",
                 param="model", code="model_not_found",
             )  # fmt: skip
 

@@ -66,7 +66,8 @@ class Gate:
         by_password = self._require_key(path, headers)
         origin = headers.get("origin")
         if origin is not None and (self._local or by_password):
-            if origin.lower().partition("://")[2] != headers.get("host", "").lower():
+            came_from = origin.lower().partition("://")[2]
+            if came_from != headers.get("host", "").lower():
                 raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:

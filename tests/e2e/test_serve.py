@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import jsonschema
@@ -24,7 +25,12 @@ from tests.e2e.server import WAIT_S, Server, await_that, serving
 
 QUESTION = "What does textwrap.dedent do?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
-LONG = {"prompt": "Return the", "max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {
+    "prompt": "Return the",
+    "max_tokens": 400,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
+def client(server: Server) -> Any:
+    """OpenAI's client; its types know the fields of OpenAI alone."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
 
 
@@ -45,7 +52,7 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def test_answers_as_generate_does(client: openai.OpenAI) -> None:
+def test_answers_as_generate_does(client: Any) -> None:
     out = run("generate", "--chat", "--prompt", QUESTION, "--temperature", "0", "--json")
     expected = json.loads(out.out.splitlines()[-1])
     answer = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
@@ -56,7 +63,7 @@ def test_answers_as_generate_does(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == expected["prompt_tokens"]
 
 
-def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_same_answer(client: Any) -> None:
     whole = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
     chunks = list(
         client.chat.completions.create(
@@ -75,7 +82,7 @@ def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in body)
 
 
-def test_stop_strings_cut_across_tokens(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_stop_strings_cut_across_tokens(client: Any, tokenizer: Tokenizer) -> None:
     whole = client.completions.create(model="demo", **LONG).choices[0].text
     at = len(whole) // 3
     stop = whole[at : at + 6]
@@ -90,7 +97,7 @@ def test_stop_strings_cut_across_tokens(client: openai.OpenAI, tokenizer: Tokeni
         assert choices[-1].finish_reason == "stop"
 
 
-def test_seed_and_n(client: openai.OpenAI) -> None:
+def test_seed_and_n(client: Any) -> None:
     def ask(seed: int, n: int) -> list[str]:
         answer = client.completions.create(
             model="demo", prompt="Return", max_tokens=30, temperature=1.5, seed=seed, n=n,
@@ -111,7 +118,7 @@ def _reference_log_softmax(ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_prompt_logprobs_are_the_references(
-    client: openai.OpenAI, tokenizer: Tokenizer, max_tokens: int
+    client: Any, tokenizer: Tokenizer, max_tokens: int
 ) -> None:
     text = (DEMO_DIRECTORY / "heldout.txt").read_text()[:600]
     ids = tokenizer.encode(text)
@@ -136,9 +143,7 @@ def test_prompt_logprobs_are_the_references(
     assert answer.usage.completion_tokens == max_tokens
 
 
-def test_logprobs_of_an_answer_are_the_references(
-    client: openai.OpenAI, tokenizer: Tokenizer
-) -> None:
+def test_logprobs_of_an_answer_are_the_references(client: Any, tokenizer: Tokenizer) -> None:
     """Of the model's own distribution, whatever is drawn from it."""
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0.7, seed=1, logprobs=True, top_logprobs=2,
@@ -150,14 +155,14 @@ def test_logprobs_of_an_answer_are_the_references(
     expected = _reference_log_softmax(prompt + ids)[len(prompt) - 1 :]
     content = choice.logprobs.content
     assert "".join(item.token for item in content) == choice.message.content
-    assert bytes(sum((item.bytes for item in content), [])).decode() == choice.message.content
+    assert b"".join(bytes(item.bytes) for item in content).decode() == choice.message.content
     for item, row, token_id in zip(content, expected, ids, strict=False):
         assert math.isclose(item.logprob, row[token_id], abs_tol=0.02)
         assert math.isclose(item.top_logprobs[0].logprob, row.max(), abs_tol=0.02)
     assert len(content) in (len(ids), len(ids) - 1)  # the end token is no content
 
 
-def test_json_schema_and_grammar(client: openai.OpenAI) -> None:
+def test_json_schema_and_grammar(client: Any) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -183,10 +188,10 @@ def test_json_schema_and_grammar(client: openai.OpenAI) -> None:
     assert answer.choices[0].text in ("perhaps so", "perhaps not")
 
 
-def test_several_prompts(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_several_prompts(client: Any, tokenizer: Tokenizer) -> None:
     texts = ["Return the", "A list of"]
     ids = [tokenizer.encode(text) for text in texts]
-    kept = {"model": "demo", "max_tokens": 8, "temperature": 0}
+    kept: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0}
     alone = [client.completions.create(prompt=text, **kept).choices[0].text for text in texts]
     for prompt in (texts, ids):
         answer = client.completions.create(prompt=prompt, **kept)
@@ -194,7 +199,7 @@ def test_several_prompts(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_models_and_tokens(server: Server, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "hotcold"
     ids = tokenizer.encode("naïve text")
@@ -206,7 +211,7 @@ def test_models_and_tokens(server: Server, client: openai.OpenAI, tokenizer: Tok
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
 
 
-def test_errors_in_openais_form(server: Server, client: openai.OpenAI) -> None:
+def test_errors_in_openais_form(server: Server, client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")
     assert missing.value.code == "model_not_found"
@@ -226,16 +231,16 @@ def test_errors_in_openais_form(server: Server, client: openai.OpenAI) -> None:
     assert strange.status_code == 403 and strange.json()["error"]["code"] == "host_refused"
 
 
-def test_a_client_that_goes_away_frees_its_slot(server: Server, client: openai.OpenAI) -> None:
+def test_a_client_that_goes_away_frees_its_slot(server: Server, client: Any) -> None:
     before = server.metric("vllm:request_success_total")
     streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(3)]
     for stream in streams:
         next(iter(stream))
         stream.response.close()
+
     def freed() -> bool:
-        return server.metric("vllm:num_requests_running") == 0 == server.metric(
-            "vllm:kv_cache_usage_perc"
-        )
+        names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+        return all(server.metric(name) == 0 for name in names)
 
     await_that(freed)
     await_that(lambda: server.metric("vllm:request_success_total") == before + 3)
@@ -243,7 +248,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Server, client: openai.O
     assert 'finished_reason="abort"' in text
 
 
-def test_beyond_the_queue_are_told_to_come_later(server: Server, client: openai.OpenAI) -> None:
+def test_beyond_the_queue_are_told_to_come_later(server: Server, client: Any) -> None:
     held = client.completions.create(model="demo", **LONG, n=12, stream=True)
     try:
         next(iter(held))
@@ -288,7 +293,7 @@ def test_drains_once_asked_and_needs_its_key() -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{server.url}/metrics", auth=("anyone", "secret")).status_code == 200
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
         texts = [client.completions.create(model="demo", **LONG).choices[0].text]
         streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
         firsts = [next(iter(stream)).choices[0].text for stream in streams]

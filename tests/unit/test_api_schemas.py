@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
 from ui.api_errors import ApiError, as_api_error
 from ui.api_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
-
-from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -88,7 +87,8 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
      b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"prompt": [1, "a"]}',
      b'{"prompt": [[1], "a"]}', b'{"prompt": [-1]}', b'{"prompt": [true]}', b'{"prompt": []}',
-     b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+     b'{"prompt": "a", "temperature": 1e999}',
+     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
      b'{"prompt": "a", "suffix": "b"}'],
 )  # fmt: skip
 def test_malformed_bodies_are_refused(body: bytes) -> None:
