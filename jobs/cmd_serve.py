@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ui.backend import ServerSettings
     from ui.serving import Front, ServerThread
 
+_LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -121,7 +122,8 @@ def _serve(
     server.refuse_new()
 
     def num_running() -> int:
-        load = server.call(backend.client.load())
+        """The API's and the page's."""
+        load = running.call("driver_load")
         return max(backend.num_active, load.num_running + load.num_waiting)
 
     if (count := num_running()) > 0:
@@ -130,6 +132,7 @@ def _serve(
             err=True,
         )
         signals.wait_while(lambda: num_running() > 0)
+    server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
 
 
 def _require_packages() -> None:

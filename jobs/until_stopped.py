@@ -28,6 +28,11 @@ class Signals:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 
+    @property
+    def count(self) -> int:
+        """How many have come."""
+        return self._count
+
     def wait(self) -> None:
         """Return at the first signal."""
         self._is_waiting = True

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ui.api_errors import unavailable
 from ui.gate import Gate
 
+_END_S = 10.0
+
 
 class Front:
     """Stands before the application, which does not exist before the system is loaded."""
@@ -92,10 +94,12 @@ class ServerThread:
         """Stop listening; what runs goes on."""
         self._server.should_exit = True
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End at once: what still runs is cut off."""
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(timeout_s)
+    def stop(self, patience_s: float = 0.0) -> None:
+        """End; what still runs after `patience_s` is cut off. May be called again."""
+        self._server.should_exit = True
+        self._thread.join(patience_s)
+        self._server.force_exit = True
+        self._thread.join(_END_S)
 
     def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)

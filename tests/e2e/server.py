@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -42,8 +43,9 @@ class Server:
         found = re.findall(rf"^{name}\{{[^\n]*\}} (\S+)$", self.get("/metrics").text, re.M)
         return sum(map(float, found))
 
-    def signal(self, number: int = signal.SIGINT) -> None:
-        self.process.send_signal(number)
+    def press_ctrl_c(self) -> None:
+        """A terminal tells all processes of the command."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end: the status, and what is on standard error; nothing is left running."""
@@ -59,7 +61,7 @@ def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterat
     with ray_folder() as folder:
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment(folder, changes),
+            env=environment(folder, changes), start_new_session=True,
         )  # fmt: skip
         try:
             assert process.stdout is not None and process.stderr is not None
@@ -69,7 +71,6 @@ def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterat
             yield Server(process, folder, found[1])
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
                 process.send_signal(signal.SIGTERM)
                 process.communicate(timeout=WAIT_S)
             assert processes_left(folder) == []

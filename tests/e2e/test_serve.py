@@ -297,7 +297,7 @@ def test_drains_once_asked_and_needs_its_key() -> None:
         texts = [client.completions.create(model="demo", **LONG).choices[0].text]
         streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
         firsts = [next(iter(stream)).choices[0].text for stream in streams]
-        server.signal()
+        server.press_ctrl_c()
         texts += [
             first + "".join(chunk.choices[0].text for chunk in stream)
             for first, stream in zip(firsts, streams, strict=True)
@@ -308,6 +308,26 @@ def test_drains_once_asked_and_needs_its_key() -> None:
         assert "finishing" in err or not err
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with serving("--kv-tokens", "2048") as server:
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        streams = [
+            client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        server.press_ctrl_c()
+        assert server.process.stderr is not None
+        assert server.process.stderr.readline().startswith("finishing 16 requests")
+        server.press_ctrl_c()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for stream in streams:
+                for _ in stream:
+                    pass
+        status, err = server.end()
+        assert status == 0 and "Traceback" not in err
 
 
 def test_listening_elsewhere_needs_a_key() -> None:
