@@ -68,7 +68,9 @@ class ServerThread:
             gate, http="h11", ws="auto", lifespan="off", log_level="warning", access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
         )  # fmt: skip
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        # Defects are logged where they become answers; uvicorn would tell of them again, and of
+        # every answer that the end cuts off.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(config)
         self._lifespan = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()

@@ -320,7 +320,7 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
             next(iter(stream))
         server.press_ctrl_c()
         assert server.process.stderr is not None
-        assert server.process.stderr.readline().startswith("finishing 16 requests")
+        assert server.process.stderr.readline().startswith("finishing ")
         server.press_ctrl_c()
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             for stream in streams:
