@@ -13,7 +13,7 @@ from actors.generation import Stream
 from actors.messages import TokenEvent
 
 # The least time between two handings out: what comes sooner rides along with the next one.
-PACE_S = 0.02
+PACE_S = 0.04
 
 Letter = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
 

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import click
+import psutil
 
 from actors.messages import GenerateRequest, Generation
 from actors.preflight import SystemOptions, prepare_system
@@ -38,7 +39,7 @@ def main(model: str | None, num_rounds: int, num_tokens: int, num_clients: int) 
     port = listener.getsockname()[1]
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=_PROMPT_IDS)
-    server = ServerThread(listener, front := Front("bench"), [], True, 1 << 20)
+    server = ServerThread(listener, Front("bench"), [], True, 1 << 20)
     with System.start(system) as running:
         backend = Backend(running, system, ServerSettings("bench"))
         results: list[Generation] = []
@@ -50,19 +51,29 @@ def main(model: str | None, num_rounds: int, num_tokens: int, num_clients: int) 
             "API": lambda: _over_api(port, sampling, num_clients, results),
         }
         speeds: dict[str, list[float]] = {name: [] for name in ways}
+        cpu_s = dict.fromkeys(ways, 0.0)
+        processes = [psutil.Process(), psutil.Process(running.call("processes")["driver"])]
         for number in range(num_rounds + 1):
             for name, run in ways.items():
+                before = _cpu_seconds(processes)
                 speed = sum(result.decode_tokens_per_s for result in run())
                 if number > 0:
                     speeds[name].append(speed)
+                    cpu_s[name] += _cpu_seconds(processes) - before
         server.stop()
     for name, values in speeds.items():
         ratios = [a / b for a, b in zip(values, speeds["unread"], strict=True)]
         print(
             f"{name:16} {statistics.median(values):8.1f} tokens/s, of unread "
-            f"{statistics.median(ratios):.3f} (quartiles {_quartiles(ratios)})"
+            f"{statistics.median(ratios):.3f} (quartiles {_quartiles(ratios)}); "
+            f"{1e6 * cpu_s[name] / (num_rounds * num_clients * num_tokens):.0f} µs of CPU a token "
+            "in driver, server and client"
         )
-    del front
+
+
+def _cpu_seconds(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def _unread(running: System, request: GenerateRequest, num_clients: int) -> list[Generation]:
