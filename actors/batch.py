@@ -17,13 +17,18 @@ class Batch:
     counts: list[int]
 
     @classmethod
-    def of(cls, runs: Sequence[Run], most_tokens: int) -> "Batch":
-        """One token of each run, and while there is room more of the first ones' prompts."""
-        counts, room = [], most_tokens - len(runs)
+    def of(cls, runs: Sequence[Run], most_tokens: int, most_logits: int) -> "Batch":
+        """One token of each run, and while there is room more of the first ones' prompts.
+
+        Of a prompt that is scored every token takes one of the `most_logits` rows of logits, of
+        another run one token at most.
+        """
+        counts, room, logit_room = [], most_tokens - len(runs), most_logits - len(runs)
         for run in runs:
-            more = min(run.num_left - 1, room)
+            more = min(run.num_left - 1, room, logit_room if run.is_scored else room)
             counts.append(1 + more)
             room -= more
+            logit_room -= more if run.is_scored else 0
         return cls(list(runs), counts)
 
     def step(self, engine: Engine) -> list[tuple[Run, np.ndarray]]:
@@ -34,16 +39,23 @@ class Batch:
         """
         silent: list[tuple[int, int, int]] = []
         wanted: list[tuple[int, int, int]] = []
-        ends: list[Run] = []
+        takers: list[tuple[Run, int]] = []
         for run, count in zip(self.runs, self.counts, strict=True):
-            places = range(run.num_done, run.num_done + count)
-            tokens = [(run.tokens[place], place, run.slot) for place in places]
-            if count == run.num_left:
-                ends.append(run)
-                wanted.append(tokens.pop())
-            silent += tokens
+            for place in range(run.num_done, run.num_done + count):
+                token = (run.tokens[place], place, run.slot)
+                if run.wants_logits(place):
+                    takers.append((run, place))
+                    wanted.append(token)
+                else:
+                    silent.append(token)
         token_ids, positions, slots = zip(*silent, *wanted, strict=True)
         logits = engine.step(token_ids, positions, slots, len(wanted))
         for run, count in zip(self.runs, self.counts, strict=True):
             run.num_done += count
-        return list(zip(ends, logits, strict=True))
+        ends = []
+        for (run, place), row in zip(takers, logits, strict=True):
+            if place == len(run.tokens) - 1:
+                ends.append((run, row))
+            else:
+                run.score(place, row)
+        return ends

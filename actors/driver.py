@@ -17,7 +17,14 @@ from actors.failures import CacheLost, RequestError
 from actors.generation import Generator, Run, Stream
 from actors.kv_pool import KvPool
 from actors.line import Line
-from actors.messages import PREDICTED_MODES, GenerateRequest, SystemConfig, TokenEvent
+from actors.messages import (
+    PREDICTED_MODES,
+    DriverLoad,
+    GenerateRequest,
+    SystemConfig,
+    TokenEvent,
+)
+from actors.outbox import Letter, Outbox
 from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
@@ -64,6 +71,7 @@ class Driver:
         self._line = Line(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
         self._started_s = time.monotonic()
+        self._outbox = Outbox()
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -73,9 +81,7 @@ class Driver:
         stream = Stream(request.request_id)
         self._streams.append(stream)
         try:
-            ids = self.generator.prompts.ids(request)
-            checked = replace(request, prompt=None, messages=None, prompt_ids=ids)
-            self._line.submit(Run(self.generator, checked, stream))
+            self._submit(request, stream)
             while True:
                 event = stream.events.get()
                 if isinstance(event, BaseException):
@@ -86,6 +92,32 @@ class Driver:
         finally:
             stream.cancelled.set()
             self._streams.remove(stream)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request whose events `take_letters` hands out.
+
+        Errors:  PromptError, UsageError, ServiceError
+        """
+        stream = self._outbox.stream(request.request_id, self._streams.remove)
+        self._streams.append(stream)
+        try:
+            self._submit(request, stream)
+        except BaseException:
+            self._streams.remove(stream)
+            raise
+
+    def take_letters(self, wait_s: float) -> list[Letter]:
+        """The events of submitted requests since the last call; see `Outbox.take`."""
+        return self._outbox.take(wait_s)
+
+    def load(self) -> DriverLoad:
+        """What there is to do, at this moment."""
+        return DriverLoad(self._scheduler.num_running, self._line.num_waiting, self._pool.usage)
+
+    def _submit(self, request: GenerateRequest, stream: Stream) -> None:
+        ids = self.generator.prompts.ids(request)
+        checked = replace(request, prompt=None, messages=None, prompt_ids=ids)
+        self._line.submit(Run(self.generator, checked, stream))
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits or runs within a token; its reason is then "cancelled"."""

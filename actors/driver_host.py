@@ -18,7 +18,15 @@ from actors.driver import Driver
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import RequestError, cause_of, service_error
 from actors.hosts import Hosts, SpawnRelay, service_nodes
-from actors.messages import GenerateRequest, LoadProgress, ServiceSpec, SystemConfig, TokenEvent
+from actors.messages import (
+    DriverLoad,
+    GenerateRequest,
+    LoadProgress,
+    ServiceSpec,
+    SystemConfig,
+    TokenEvent,
+)
+from actors.outbox import Letter
 from actors.profiling import counts_by_neuron
 from actors.recovering_exchange import RecoveringExchange
 from actors.recovery import RecoveryPolicy
@@ -169,6 +177,18 @@ class DriverHost:
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Stream a request's tokens. Errors: PromptError, RequestError, ServiceError."""
         yield from self._ready().generate(request)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; see `Driver.submit`."""
+        self._ready().submit(request)
+
+    def take_letters(self, wait_s: float) -> list[Letter]:
+        """The events of submitted requests; see `Driver.take_letters`."""
+        return self._ready().take_letters(wait_s)
+
+    def driver_load(self) -> DriverLoad:
+        """What the driver is busy with."""
+        return self._ready().load()
 
     def cancel(self, request_id: str) -> None:
         """End a running request within a token."""

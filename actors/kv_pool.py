@@ -28,6 +28,12 @@ class KvPool:
         """Pages that no slot has."""
         return len(self._free_pages)
 
+    @property
+    def usage(self) -> float:
+        """The share of all pages that is lent."""
+        num_lent = sum(map(len, list(self._lent.values())))
+        return num_lent / max(num_lent + len(self._free_pages), 1)
+
     def take(self, num_positions: int) -> int | None:
         """The lowest free slot, with pages for `num_positions`; None where either is lacking.
 

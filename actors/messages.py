@@ -61,6 +61,26 @@ class ServiceSpec:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect."""
+
+    kind: str  # "json_schema" or "lark"
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model found a token, and which it found likeliest; in nats.
+
+    Of the model's own distribution: before temperature, filters and grammar.
+    """
+
+    token_id: int
+    logprob: float | None  # None for the first token of a prompt, which nothing precedes
+    top: tuple[tuple[int, float], ...] = ()  # ids with their logprobs, the likeliest first
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them."""
 
@@ -69,6 +89,11 @@ class GenerateRequest:
     messages: list[dict[str, str]] | None = None
     prompt_ids: list[int] | None = None
     request_id: str = ""
+    grammar: Grammar | None = None
+    # So many likeliest tokens beside each new token's logprob, or each prompt token's; None: no
+    # logprobs. A prompt of which logprobs are wanted goes through kernels, as new tokens do.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +145,28 @@ class TokenEvent:
 
     text: str
     result: Generation | None = None
+    num_tokens: int = 0  # chosen since the last event
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
+
+    def __add__(self, later: "TokenEvent") -> "TokenEvent":
+        """Both as one event."""
+        return TokenEvent(
+            self.text + later.text,
+            later.result,
+            self.num_tokens + later.num_tokens,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class DriverLoad:
+    """What a driver is busy with."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # the share of the KV cache's pages that is lent
 
 
 @dataclass(frozen=True)

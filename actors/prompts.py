@@ -5,7 +5,7 @@ from pathlib import Path
 
 from actors.messages import GenerateRequest
 from model.config import ModelConfig
-from model.errors import PromptError
+from model.errors import PromptError, PromptTooLongError
 from model.tokenizer import Tokenizer
 
 _MAX_CHARS_A_TOKEN = 1000
@@ -43,7 +43,7 @@ class Prompts:
             if not 0 <= token_id <= last:
                 raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
         if len(ids) >= self.context_length:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
                 f"the answer; shorten it or give a larger --context (this model allows "
                 f"{self.config.max_positions})"
@@ -60,7 +60,7 @@ class Prompts:
         else:
             text = request.prompt or ""
         if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode
-            raise PromptError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, far more than the context of "
                 f"{self.context_length} tokens holds; shorten it"
             )

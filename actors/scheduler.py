@@ -146,7 +146,9 @@ class Scheduler:
             self._chunk.pause()
         self._engine.times = StepTimes()
         with self._failing(runs):
-            ends = Batch.of(runs, self._engine.kernel_tokens).step(self._engine)
+            engine = self._engine
+            most_logits = engine.exchange.wires.logits.shape[0]
+            ends = Batch.of(runs, engine.kernel_tokens, most_logits).step(engine)
             for run, logits in ends:
                 if run.has_answered:
                     run.times.include(self._engine.times)

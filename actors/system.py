@@ -133,6 +133,15 @@ class System:
         """Call a method of the driver by name, for measurements and tests."""
         return self._get(self._control(method, *args))
 
+    def begin(self, method: str, *args: Any, control: bool = False) -> Any:
+        """Start a call of a driver's method by name; returns its object ref, which can be awaited.
+
+        `control`: no number of calls that take long holds it up.
+        """
+        if control:
+            return self._control(method, *args)
+        return getattr(self._driver, method).remote(*args)
+
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
         if self._owned:

@@ -24,6 +24,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "generate": LazyCommand("jobs.cmd_generate:generate", "Continue a prompt."),
     "chat": LazyCommand("jobs.cmd_chat:chat", "Talk with a model in the terminal."),
+    "serve": LazyCommand("jobs.cmd_serve:serve", "The chat page and an OpenAI-compatible API."),
     "scale": LazyCommand(
         "jobs.cmd_scale:scale", "Give a running system more or fewer CPU services."
     ),

@@ -1,6 +1,6 @@
 """Starting a system with a progress bar."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -11,9 +11,12 @@ from jobs.console import stderr_console
 
 
 @contextmanager
-def running_system(system: SystemConfig) -> Iterator[System]:
+def running_system(
+    system: SystemConfig, on_progress: Callable[[LoadProgress], None] = lambda progress: None
+) -> Iterator[System]:
     """A started system, stopped at the end; loading is shown on standard error.
 
+    `on_progress` is told of it as well.
     Errors:  HotcoldError
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
@@ -23,6 +26,7 @@ def running_system(system: SystemConfig) -> Iterator[System]:
         task = bar.add_task("starting Ray", total=None)
 
         def show(progress: LoadProgress) -> None:
+            on_progress(progress)
             bar.update(
                 task,
                 description=progress.stage,

@@ -25,6 +25,10 @@ class PromptError(HotcoldError):
     """A prompt is empty, too long, or holds a token id outside the vocabulary."""
 
 
+class PromptTooLongError(PromptError):
+    """A prompt leaves no room for an answer in the context."""
+
+
 class MemoryBudgetError(HotcoldError):
     """The model or its KV cache does not fit in the memory that is free or allowed."""
 

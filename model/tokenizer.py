@@ -53,6 +53,10 @@ class Tokenizer:
         """Whether `render_chat` can be used."""
         return self._template is not None
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token's exact text, or None."""
         return self._backend.token_to_id(token)

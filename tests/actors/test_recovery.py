@@ -37,6 +37,10 @@ class Faulty:
     def wires(self) -> Wires:
         return self.inner.wires
 
+    @property
+    def next_number(self) -> int:
+        return self.inner.next_number
+
     def ask(self, services: Sequence[int]) -> int:
         waited = self.inner.ask(services)
         lost, bad = self.random.random() < self.lost_share, self.random.random() < self.nan_share
@@ -97,6 +101,7 @@ def recovering(
         driver = Driver(config, exchange)
         if mode == "sign":
             driver.engine.predictor = random_predictor(system, mode)
+            driver.engine.predictor.share_out(system.exchange.wires, 0, 2, 32)
         exchange.start()
         try:
             yield driver, faulty, emptying
@@ -152,6 +157,7 @@ class Fails:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.wires: Any = type("Wires", (), {"requests": np.zeros((3, 8), np.int64)})()
+        self.next_number = 0
 
     def ask(self, services: Sequence[int]) -> int:
         if self.errors:

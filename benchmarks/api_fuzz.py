@@ -1,0 +1,205 @@
+"""Malformed requests to a running server, beside a generation that they must not harm.
+
+hotcold serve --port 8000 &
+python -m benchmarks.api_fuzz --url http://127.0.0.1:8000 --requests 10000
+
+Fails where one is answered with 5xx or without OpenAI's error object, or where an answer that runs
+meanwhile is not what it was when the server was alone.
+"""
+
+import http.client
+import json
+import sys
+import threading
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+_MESSAGES = [{"role": "user", "content": "What is a list?"}]
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+_COMMON = {
+    "model": "demo", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+    "n": 1, "seed": 1, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}},
+    "grammar": 'start: "yes" | "no"', "ignore_eos": False, "return_token_ids": True,
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+}  # fmt: skip
+_CHAT = {"messages": _MESSAGES, **_COMMON, "logprobs": True, "top_logprobs": 2, "tools": []}
+_COMPLETION = {"prompt": "Return the", **_COMMON, "logprobs": 2, "echo": True, "suffix": ""}
+_ROUTES = {
+    "/v1/chat/completions": (_CHAT, ["messages", "max_tokens"]),
+    "/v1/completions": (_COMPLETION, ["prompt", "max_tokens"]),
+    "/tokenize": ({"prompt": "a b", "messages": _MESSAGES, "add_special_tokens": True}, ["prompt"]),
+    "/detokenize": ({"tokens": [1, 2, 3], "model": "demo"}, ["tokens"]),
+}
+
+_texts = st.one_of(
+    st.text(max_size=30),
+    st.text("\x00\ud800\udfff\u202e\ufffd𐏿\n{}[]<|>eos", max_size=12),
+    st.sampled_from(["", "a" * 5000, "<|eos|>", "{{7*7}}", "%s%n", "../../etc/passwd", "null"]),
+)
+_numbers = st.one_of(
+    st.integers(),
+    st.integers(-3, 140),
+    st.floats(),
+    st.sampled_from([10**400, -(10**400), 1e308, -0.0, 1 << 31, (1 << 63) - 1, 1 << 64]),
+)
+_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), _numbers, _texts),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5), st.dictionaries(_texts, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+_likely = st.sampled_from(
+    [
+        [], {}, [[]], [[1], []], [1, -1], [1, 99999999], [True], ["a", 1], [None], "", 0, -1, 1e999,
+        [{"role": "user"}], [{"role": "nobody", "content": "a"}], [{"content": "a"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}],
+        [{"role": "assistant", "content": None}], ["a"] * 9, [""], {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1/"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$(?=b)"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"type": "json_schema", "json_schema": {"schema": False}},
+        'start: "a', 'start: start', 'start: /(/', 'start: nowhere', '%llguidance {', "{" * 900,
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def _objects(draw: st.DrawFn, route: str) -> bytes:
+    """A request of which some fields are there, and some of these are wrong."""
+    whole, needed = _ROUTES[route]
+    names = set(needed) | draw(st.sets(st.sampled_from(sorted(whole)), max_size=4))
+    body: dict[str, Any] = {name: whole[name] for name in sorted(names)}
+    for name in draw(st.sets(st.sampled_from(sorted(names)), min_size=1, max_size=2)):
+        body[name] = draw(st.one_of(_values, _likely))
+    if draw(st.integers(0, 9)) == 0:
+        del body[draw(st.sampled_from(sorted(body)))]
+    return json.dumps(body).encode()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
+    """Method, path and body."""
+    route = draw(st.sampled_from(sorted(_ROUTES)))
+    kind = draw(st.integers(0, 9))
+    if kind < 7:
+        return "POST", route, draw(_objects(route))
+    if kind == 7:
+        return "POST", route, draw(st.binary(max_size=60))
+    if kind == 8:
+        body = draw(_objects(route))
+        cut = draw(st.integers(0, len(body)))
+        return "POST", route, body[:cut] + draw(st.binary(max_size=3)) + body[cut:]
+    method = draw(st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"]))
+    path = draw(st.sampled_from([route, "/v1/models/x", "/v1/%00", "/v1/%ff/..", "/metrics"]))
+    return method, path, b""
+
+
+class _Server:
+    """Asks over one connection a thread, made anew where the server closed it."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._address = urlsplit(url).netloc
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connections = threading.local()
+
+    def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        for attempt in range(2):
+            connection = getattr(self._connections, "one", None)
+            if connection is None:
+                connection = http.client.HTTPConnection(self._address, timeout=300)
+                self._connections.one = connection
+            try:
+                connection.request(method, path, body, self._headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+            except (http.client.RemoteDisconnected, ConnectionError):
+                connection.close()
+                self._connections.one = None
+                if attempt:
+                    raise
+        raise AssertionError
+
+
+class _Witness:
+    """Runs one greedy generation again and again, and compares."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._body = json.dumps(
+            {"prompt": "Return the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        ).encode()
+        self._expected = self._answer()
+        self._stopping = threading.Event()
+        self.num_same = self.num_other = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_Witness":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self._thread.join(300)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._answer() == self._expected:
+                self.num_same += 1
+            else:
+                self.num_other += 1
+
+    def _answer(self) -> str:
+        status, body = self._server.ask("POST", "/v1/completions", self._body)
+        return json.loads(body)["choices"][0]["text"] if status == 200 else f"status {status}"
+
+
+def check(status: int, body: bytes) -> None:
+    """Raise AssertionError for an answer that malformed requests must not have."""
+    if status >= 500:
+        raise AssertionError(f"answered {status}: {body[:300]!r}")
+    if status >= 400:
+        error = json.loads(body)["error"]
+        if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+            raise AssertionError(f"answered {status} with {body[:300]!r}")
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True)
+@click.option("--key", default="", help="An API key of the server.")
+@click.option("--requests", "num_requests", default=10_000, show_default=True)
+def main(url: str, key: str, num_requests: int) -> None:
+    """Send malformed requests; print how they were answered."""
+    server, statuses = _Server(url, key), Counter[int]()
+
+    @settings(
+        max_examples=num_requests, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink],
+    )  # fmt: skip
+    @given(requests())
+    def send(request: tuple[str, str, bytes]) -> None:
+        status, body = server.ask(*request)
+        statuses[status] += 1
+        check(status, body)
+
+    with _Witness(server) as witness:
+        send()
+    print(json.dumps({
+        "requests": statuses.total(),
+        "statuses": {str(status): statuses[status] for status in sorted(statuses)},
+        "generations_same": witness.num_same,
+        "generations_other": witness.num_other,
+    }))  # fmt: skip
+    if witness.num_other or not witness.num_same:
+        sys.exit("a generation that ran meanwhile was harmed, or none ended")
+
+
+if __name__ == "__main__":
+    main()

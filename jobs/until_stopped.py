@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM for a command that serves: once to end in good order, twice at once."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_LOOK_S = 0.1
+
+
+class Signals:
+    """Within it, signals are counted once `wait` was called; before, they interrupt."""
+
+    def __init__(self) -> None:
+        """To be used in the main thread."""
+        self._earlier: dict[int, Any] = {}
+        self._is_waiting = False
+        self._count = 0
+        self._changed = threading.Event()
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._earlier[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    @property
+    def count(self) -> int:
+        """How many have come."""
+        return self._count
+
+    def wait(self) -> None:
+        """Return at the first signal."""
+        self._is_waiting = True
+        while not self._count:
+            self._changed.wait(1.0)
+
+    def wait_while(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` is false, or at a second signal."""
+        while self._count < 2 and condition():
+            self._changed.wait(_LOOK_S)
+            self._changed.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self._changed.set()
+        if not self._is_waiting:
+            raise KeyboardInterrupt

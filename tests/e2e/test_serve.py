@@ -1,0 +1,336 @@
+"""`hotcold serve` as OpenAI's own client sees it, on the demo model."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import numpy as np
+import openai
+import pytest
+import torch
+
+from model.locate import DEMO_DIRECTORY
+from model.reference import reference_logits
+from model.tokenizer import Tokenizer
+from tests.benchmark_programs import run_benchmark
+from tests.e2e.commands import run
+from tests.e2e.server import WAIT_S, Server, await_that, serving
+
+QUESTION = "What does textwrap.dedent do?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+LONG: dict[str, Any] = {
+    "prompt": "Return the",
+    "max_tokens": 400,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--kv-tokens", "2048", "--max-tokens-limit", "450", "--queue", "4") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    """OpenAI's client; its types know the fields of OpenAI alone."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.from_directory(DEMO_DIRECTORY)
+    assert found is not None
+    return found
+
+
+def test_answers_as_generate_does(client: Any) -> None:
+    out = run("generate", "--chat", "--prompt", QUESTION, "--temperature", "0", "--json")
+    expected = json.loads(out.out.splitlines()[-1])
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
+    choice = answer.choices[0]
+    assert choice.message.content == expected["text"]
+    assert choice.finish_reason == expected["finish_reason"] == "stop"
+    assert answer.usage.completion_tokens == len(expected["ids"])
+    assert answer.usage.prompt_tokens == expected["prompt_tokens"]
+
+
+def test_a_stream_is_the_same_answer(client: Any) -> None:
+    whole = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    *body, last = chunks
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in body)
+    assert text == whole.choices[0].message.content
+    assert body[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in body if chunk.choices[0].finish_reason] == [
+        "stop"
+    ]
+    assert last.choices == [] and last.usage == whole.usage
+    assert all(chunk.usage is None for chunk in body)
+
+
+def test_stop_strings_cut_across_tokens(client: Any, tokenizer: Tokenizer) -> None:
+    whole = client.completions.create(model="demo", **LONG).choices[0].text
+    at = len(whole) // 3
+    stop = whole[at : at + 6]
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    borders = {len(tokenizer.decode(ids[:count])) for count in range(len(ids))}
+    assert borders & set(range(at + 1, at + 6)), "the stop string is one token's: choose another"
+    expected = whole[: whole.index(stop)]
+    for stream in (False, True):
+        answer = client.completions.create(model="demo", **LONG, stop=[stop, "\0"], stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == expected
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_seed_and_n(client: Any) -> None:
+    def ask(seed: int, n: int) -> list[str]:
+        answer = client.completions.create(
+            model="demo", prompt="Return", max_tokens=30, temperature=1.5, seed=seed, n=n,
+            extra_body={"top_k": 0, "min_p": 0},
+        )  # fmt: skip
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        return [choice.text for choice in answer.choices]
+
+    first, second, third = ask(5, 3)
+    assert len({first, second, third}) == 3
+    assert ask(5, 1) == [first] and ask(6, 1) == [second]
+
+
+def _reference_log_softmax(ids: list[int]) -> np.ndarray:
+    """Of the demo's float64 reference, (T, V)."""
+    return torch.log_softmax(torch.from_numpy(reference_logits(DEMO_DIRECTORY, ids)), -1).numpy()
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompt_logprobs_are_the_references(
+    client: Any, tokenizer: Tokenizer, max_tokens: int
+) -> None:
+    text = (DEMO_DIRECTORY / "heldout.txt").read_text()[:600]
+    ids = tokenizer.encode(text)
+    answer = client.completions.create(
+        model="demo", prompt=[ids], max_tokens=max_tokens, echo=True, logprobs=3, temperature=0
+    )
+    choice, expected = answer.choices[0], _reference_log_softmax(ids)
+    found = choice.logprobs
+    assert len(found.tokens) == len(found.text_offset) == len(ids) + max_tokens > 100
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    wanted = expected[np.arange(len(ids) - 1), ids[1:]]
+    assert np.abs(np.array(found.token_logprobs[1 : len(ids)]) - wanted).max() < 0.02
+    for row, top in zip(expected, found.top_logprobs[1:], strict=False):
+        likeliest = np.sort(row)[::-1][:3]
+        assert np.abs(sorted(top.values(), reverse=True)[:3] - likeliest).max() < 0.02
+    assert "".join(found.tokens) == choice.text
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+    if max_tokens:
+        assert found.token_logprobs[-1] == max(found.top_logprobs[-1].values())  # greedy
+        assert math.isclose(found.token_logprobs[-1], expected[-1].max(), abs_tol=0.02)
+    assert answer.usage.completion_tokens == max_tokens
+
+
+def test_logprobs_of_an_answer_are_the_references(client: Any, tokenizer: Tokenizer) -> None:
+    """Of the model's own distribution, whatever is drawn from it."""
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0.7, seed=1, logprobs=True, top_logprobs=2,
+        max_tokens=40, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    choice = answer.choices[0]
+    prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
+    ids = choice.token_ids
+    expected = _reference_log_softmax(prompt + ids)[len(prompt) - 1 :]
+    content = choice.logprobs.content
+    assert "".join(item.token for item in content) == choice.message.content
+    assert b"".join(bytes(item.bytes) for item in content).decode() == choice.message.content
+    for item, row, token_id in zip(content, expected, ids, strict=False):
+        assert math.isclose(item.logprob, row[token_id], abs_tol=0.02)
+        assert math.isclose(item.top_logprobs[0].logprob, row.max(), abs_tol=0.02)
+    assert len(content) in (len(ids), len(ids) - 1)  # the end token is no content
+
+
+def test_json_schema_and_grammar(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "kind": {"enum": ["list", "tuple"]},
+            "sizes": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0},
+                      "maxItems": 3},
+        },
+        "required": ["name", "kind", "sizes"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=1.5, seed=seed, max_tokens=300,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        )  # fmt: skip
+        assert answer.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.choices[0].message.content), schema)
+    answer = client.completions.create(
+        model="demo", prompt="Is it?", max_tokens=20,
+        extra_body={"grammar": 'start: "perhaps " ("so" | "not")'},
+    )  # fmt: skip
+    assert answer.choices[0].text in ("perhaps so", "perhaps not")
+
+
+def test_several_prompts(client: Any, tokenizer: Tokenizer) -> None:
+    texts = ["Return the", "A list of"]
+    ids = [tokenizer.encode(text) for text in texts]
+    kept: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0}
+    alone = [client.completions.create(prompt=text, **kept).choices[0].text for text in texts]
+    for prompt in (texts, ids):
+        answer = client.completions.create(prompt=prompt, **kept)
+        assert [choice.text for choice in answer.choices] == alone
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "hotcold"
+    ids = tokenizer.encode("naïve text")
+    found = server.post("/tokenize", {"prompt": "naïve text"}).json()
+    assert found == {"count": len(ids), "max_model_len": 512, "tokens": ids}
+    back = server.post("/detokenize", {"tokens": ids[1:]}).json()
+    assert back == {"prompt": "naïve text"}
+    chat = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
+
+
+def test_errors_in_openais_form(server: Server, client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="demo", prompt="word " * 2000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="450"):
+        client.completions.create(model="demo", prompt="a", max_tokens=451)
+    with pytest.raises(openai.BadRequestError, match="takes 12 at once"):
+        client.completions.create(model="demo", prompt="a", n=13)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
+    assert wrong.value.param == "temperature"
+    large = httpx.post(f"{server.url}/v1/completions", content=b"x" * (5 << 20), timeout=60)
+    assert large.status_code == 413 and large.json()["error"]["message"]
+    strange = httpx.get(f"{server.url}/v1/models", headers={"Host": "example.org"})
+    assert strange.status_code == 403 and strange.json()["error"]["code"] == "host_refused"
+
+
+def test_a_client_that_goes_away_frees_its_slot(server: Server, client: Any) -> None:
+    before = server.metric("vllm:request_success_total")
+    streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(3)]
+    for stream in streams:
+        next(iter(stream))
+        stream.response.close()
+
+    def freed() -> bool:
+        names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+        return all(server.metric(name) == 0 for name in names)
+
+    await_that(freed)
+    await_that(lambda: server.metric("vllm:request_success_total") == before + 3)
+    text = server.get("/metrics").text
+    assert 'finished_reason="abort"' in text
+
+
+def test_beyond_the_queue_are_told_to_come_later(server: Server, client: Any) -> None:
+    held = client.completions.create(model="demo", **LONG, n=12, stream=True)
+    try:
+        next(iter(held))
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.completions.create(model="demo", prompt="a", n=12)
+        assert refused.value.status_code == 503 and refused.value.code == "queue_full"
+        assert int(refused.value.response.headers["retry-after"]) > 0
+    finally:
+        held.response.close()
+    await_that(lambda: server.metric("vllm:num_requests_running") == 0)
+
+
+def test_malformed_requests_harm_nobody(server: Server) -> None:
+    await_that(lambda: server.metric("vllm:num_requests_running") == 0)
+    done = run_benchmark("api_fuzz", "--url", server.url, "--requests", 200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["requests"] >= 200 and found["generations_same"] > 0
+    assert set(found["statuses"]) <= {"200", "400", "404", "405", "413"}
+
+
+def test_a_second_start_says_who_runs(server: Server) -> None:
+    done = run("serve", "--port", server.port)
+    assert done.status == 1 and len(done.error_lines) == 1 and not done.started_ray
+    assert f"hotcold already serves demo at {server.url}" in done.err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        answering = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
+        answering.start()
+        done = run("serve", "--port", port)
+    assert done.status == 1 and len(done.error_lines) == 1
+    assert f"port {port}" in done.err and "another program" in done.err
+
+
+def test_drains_once_asked_and_needs_its_key() -> None:
+    with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": "secret other"}) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic e"}):
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{server.url}/metrics", auth=("anyone", "secret")).status_code == 200
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
+        texts = [client.completions.create(model="demo", **LONG).choices[0].text]
+        streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
+        firsts = [next(iter(stream)).choices[0].text for stream in streams]
+        server.press_ctrl_c()
+        texts += [
+            first + "".join(chunk.choices[0].text for chunk in stream)
+            for first, stream in zip(firsts, streams, strict=True)
+        ]
+        assert len(set(texts)) == 1, "draining changed or cut an answer"
+        status, err = server.end()
+        assert status == 0
+        assert "finishing" in err or not err
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with serving("--kv-tokens", "2048") as server:
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        streams = [
+            client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        server.press_ctrl_c()
+        assert server.process.stderr is not None
+        assert server.process.stderr.readline().startswith("finishing ")
+        server.press_ctrl_c()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for stream in streams:
+                for _ in stream:
+                    pass
+        status, err = server.end()
+        assert status == 0 and "Traceback" not in err
+
+
+def test_listening_elsewhere_needs_a_key() -> None:
+    done = run("serve", "--host", "0.0.0.0")
+    assert done.status == 1 and len(done.error_lines) == 1 and not done.started_ray
+    assert "--api-key" in done.err

@@ -1,0 +1,121 @@
+"""What requests may hold, and how a wrong one is answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
+from ui.api_errors import ApiError, as_api_error
+from ui.api_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(schema: Any, body: Any) -> ApiError:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as error:
+        parse(schema, content)
+    assert error.value.status == 400
+    assert len(error.value.message.splitlines()) == 1
+    return error.value
+
+
+def test_unknown_fields_are_ignored_and_others_read() -> None:
+    body = parse(ChatRequest, json.dumps({**CHAT, "user": "a", "store": [1], "n": 2}).encode())
+    assert body.n == 2 and not hasattr(body, "user")
+    assert body.messages[0].as_template_reads_it == {"role": "user", "content": "hi"}
+
+
+def test_parts_are_joined_and_developers_are_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parse(
+        ChatRequest, json.dumps({"messages": [{"role": "developer", "content": parts}]}).encode()
+    )
+    assert body.messages[0].as_template_reads_it == {"role": "system", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_of_every_form(prompt: Any, expected: Any) -> None:
+    assert parse(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompts == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, None),
+        ({"top_logprobs": 1}, None),
+        ({"grammar": "a", "response_format": {"type": "json_object"}}, None),
+    ],
+)
+def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None) -> None:
+    error = refused(ChatRequest, {**CHAT, **changes})
+    name = None if error.param is None else error.param
+    assert name == param or (param == "stop" and str(name).startswith("stop"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
+     b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"prompt": [1, "a"]}',
+     b'{"prompt": [[1], "a"]}', b'{"prompt": [-1]}', b'{"prompt": [true]}', b'{"prompt": []}',
+     b'{"prompt": "a", "temperature": 1e999}',
+     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+     b'{"prompt": "a", "suffix": "b"}'],
+)  # fmt: skip
+def test_malformed_bodies_are_refused(body: bytes) -> None:
+    refused(CompletionRequest, body)
+
+
+def test_tokenize_takes_one_of_two() -> None:
+    refused(TokenizeRequest, {})
+    refused(TokenizeRequest, {"prompt": "a", **CHAT})
+    refused(DetokenizeRequest, {"tokens": [1, 1 << 40]})
+    assert parse(TokenizeRequest, b'{"prompt": ""}').prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (PromptTooLongError("long"), 400, "context_length_exceeded"),
+        (PromptError("empty"), 400, None),
+        (UsageError("wrong"), 400, None),
+        (ServiceError("dead"), 503, None),
+        (ApiError(404, "none", code="model_not_found"), 404, "model_not_found"),
+        (RuntimeError("secret"), 500, None),
+    ],
+)
+def test_errors_are_told_as_openai_does(error: Exception, status: int, code: str | None) -> None:
+    told = as_api_error(error)
+    assert told.status == status
+    assert set(told.body["error"]) == {"message", "type", "param", "code"}
+    assert told.body["error"]["code"] == code
+    assert "secret" not in told.message

@@ -1,0 +1,175 @@
+"""Hosts, origins, keys and sizes, and events as clients read them; without a system."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ui import sse
+from ui.gate import Gate, is_loopback
+
+
+async def _length(scope: Any, receive: Any, send: Any) -> None:
+    body = await Request(scope, receive).body()
+    await Response(str(len(body)))(scope, receive, send)
+
+
+def ask(
+    gate: Gate, method: str = "GET", path: str = "/v1/models", url: str = "http://localhost:8000",
+    **options: Any,
+) -> httpx.Response:  # fmt: skip
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(gate)
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
+def gate(keys: list[str] | None = None, local: bool = True) -> Gate:
+    return Gate(_length, keys=keys or [], local=local, max_body_bytes=100)
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000"])
+def test_local_names_are_answered(host: str) -> None:
+    assert ask(gate(), headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1", "a@b"]
+)
+def test_other_names_are_not(host: str) -> None:
+    assert ask(gate(), headers={"Host": host}).status_code == 403
+    assert ask(gate(["k"], local=False), headers={"Host": host}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", 200),
+        ("http://localhost:9000", 403),
+        ("https://evil.example", 403),
+        ("null", 403),
+    ],
+)
+def test_pages_of_others_are_refused(origin: str, status: int) -> None:
+    assert ask(gate(), headers={"Origin": origin}).status_code == status
+    # A browser adds a password by itself, but no bearer's key.
+    elsewhere = gate(["k"], local=False)
+    assert ask(elsewhere, headers={"Origin": origin}, auth=("", "k")).status_code == status
+    bearer = {"Authorization": "Bearer k", "Origin": origin}
+    assert ask(elsewhere, headers=bearer).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("Bearer one", 200),
+        ("bearer two", 200),
+        ("Basic " + base64.b64encode(b"name:two").decode(), 200),
+        ("Basic " + base64.b64encode(b"two:name").decode(), 401),
+        ("Basic two", 401),
+        ("Bearer on", 401),
+        ("Bearer one two", 401),
+        ("Bearer", 401),
+        ("Digest one", 401),
+        ("one", 401),
+        ("", 401),
+    ],
+)
+def test_keys(authorization: str, status: int) -> None:
+    answer = ask(gate(["one", "two"]), headers={"Authorization": authorization})
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"].startswith("Basic")
+    assert ask(gate(["one"]), path="/health").status_code == 200
+    assert ask(gate(["one"]), path="/health/").status_code == 401
+
+
+def test_bodies_are_limited_with_and_without_a_length() -> None:
+    async def pieces(count: int) -> AsyncGenerator[bytes, None]:
+        for _ in range(count):
+            yield b"x" * 10
+
+    assert ask(gate(), "POST", content=b"x" * 100).text == "100"
+    assert ask(gate(), "POST", content=b"x" * 101).status_code == 413
+    assert ask(gate(), "POST", content=pieces(10)).text == "100"
+    refused = ask(gate(), "POST", content=pieces(11))
+    assert refused.status_code == 413 and refused.json()["error"]["type"]
+    assert ask(gate(), "POST", headers={"Content-Length": "-1"}).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True),
+        ("0.0.0.0", False), ("::", False), ("192.168.0.1", False), ("example.org", False),
+    ],
+)  # fmt: skip
+def test_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+
+
+def test_an_event_is_one_line_whatever_it_holds() -> None:
+    content = {"text": "a\r\n\n\u2028data: b\x00ü"}
+    framed = sse.event(content)
+    assert framed.startswith(b"data: ") and framed.endswith(b"\n\n")
+    line = framed[len(b"data: ") : -2]
+    assert b"\n" not in line and b"\r" not in line
+    assert json.loads(line) == content
+
+
+def run_stream(
+    content: AsyncGenerator[bytes, None], receive: Callable[[], Awaitable[Any]]
+) -> list[bytes]:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    asyncio.run(sse.EventStream(content)({"type": "http"}, receive, send))
+    return sent
+
+
+def test_a_stream_ends_with_its_generator_closed() -> None:
+    closed = []
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"a"
+            yield b"b"
+        finally:
+            closed.append(True)
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    assert run_stream(content(), never) == [b"", b"a", b"b", b""]
+    assert closed
+
+
+def test_a_client_that_goes_away_closes_the_generator() -> None:
+    closed = []
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"a"
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    run_stream(content(), gone)
+    assert run_stream(content(), gone) in ([], [b""], [b"", b"a"])
+    assert closed

@@ -1,0 +1,128 @@
+"""Deadlines, the queue and failures of a server, over a system that answers as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.failures import RequestError
+from actors.messages import DriverLoad, GenerateRequest, Generation, SystemConfig, TokenEvent
+from model.errors import ServiceError
+from model.locate import DEMO_DIRECTORY
+from ui.backend import Backend, ServerSettings
+from ui.server import create_app
+
+END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
+Deliver = Callable[[TokenEvent | BaseException], None]
+
+
+class Client:
+    """Delivers `events` to each request as soon as it is queued."""
+
+    def __init__(self, *events: TokenEvent | BaseException) -> None:
+        self.events = events
+        self.cancelled: list[str] = []
+        self.num_submitted = 0
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        self.num_submitted += 1
+        for event in self.events:
+            deliver(event)
+        return str(self.num_submitted)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def load(self) -> DriverLoad:
+        if self.events and isinstance(self.events[0], ServiceError):
+            raise self.events[0]
+        return DriverLoad(1, 2, 0.25)
+
+
+def ask(
+    client: Client, path: str = "/v1/completions", **body: Any
+) -> tuple[httpx.Response, Backend]:
+    config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
+    system: Any = None
+    backend = Backend(system, config, ServerSettings("demo", 1, 100, request_timeout_s=0.2))
+    backend.client = client  # type: ignore[assignment]
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            if body:
+                return await http.post(path, json=body)
+            return await http.get(path)
+
+    return asyncio.run(send()), backend
+
+
+def test_an_answer_is_put_together() -> None:
+    answer, backend = ask(Client(TokenEvent("a", None, 1), END), prompt=[1, 2])
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "a"
+    assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert backend.num_active == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_too_long_is_cancelled(stream: bool) -> None:
+    client = Client()
+    answer, backend = ask(client, prompt=[1, 2], n=2, stream=stream)
+    assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout"
+    assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+    client = Client(TokenEvent("a", None, 1))
+    answer, backend = ask(client, prompt=[1, 2], stream=True)
+    first, last = (json.loads(line[6:]) for line in answer.text.split("\n\n")[:2])
+    assert answer.status_code == 200
+    assert first["choices"][0]["text"] == "a" and last["error"]["type"] == "timeout"
+    assert "[DONE]" not in answer.text
+    assert client.cancelled == ["1"] and backend.num_active == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RequestError("a NaN"), 500), (ServiceError("it died"), 503)]
+)
+def test_failures_of_the_system_are_told(error: Exception, status: int) -> None:
+    answer, backend = ask(Client(error), prompt=[1, 2])
+    assert answer.status_code == status and str(error) in answer.json()["error"]["message"]
+    assert backend.num_active == 0
+
+
+def test_more_than_the_queue_takes_is_refused() -> None:
+    client = Client(END)
+    answer, _ = ask(client, prompt=[1, 2], n=4)
+    assert answer.status_code == 400 and client.num_submitted == 0
+    answer, _ = ask(client, prompt=[1, 2], n=3)
+    assert answer.status_code == 200
+
+
+def test_health_and_metrics() -> None:
+    answer, _ = ask(Client(), "/health")
+    assert answer.status_code == 200 and answer.json() == {"status": "ok", "model": "demo"}
+    answer, _ = ask(Client(ServiceError("it died")), "/health")
+    assert answer.status_code == 503 and answer.json()["reason"] == "it died"
+    answer, _ = ask(Client(), "/metrics")
+    lines = answer.text.splitlines()
+    for line in (
+        'vllm:num_requests_running{model_name="demo"} 1.0',
+        'vllm:num_requests_waiting{model_name="demo"} 2.0',
+        'vllm:kv_cache_usage_perc{model_name="demo"} 0.25',
+        'vllm:generation_tokens_total{model_name="demo"} 0.0',
+    ):
+        assert line in lines
+
+
+def test_tools_of_no_model_and_of_another() -> None:
+    answer, _ = ask(Client(), "/detokenize", tokens=[4096])
+    assert answer.status_code == 400 and "4095" in answer.json()["error"]["message"]
+    answer, _ = ask(Client(), "/tokenize", prompt="a", model="gpt-4")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"

@@ -1,0 +1,146 @@
+"""Who may ask what: hosts, keys and sizes, looked at before anything else reads a request."""
+
+import base64
+import binascii
+import ipaddress
+import json
+import secrets
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ui.api_errors import ApiError
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_OPEN_PATHS = ("/health",)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen at can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Gate:
+    """Passes on to `app` what may pass, and answers the rest with an error in OpenAI's form.
+
+    Where only this machine can connect, a page elsewhere could still make a browser ask, by a name
+    of its own that leads here (DNS rebinding): so the Host must be a local name. A page's own
+    requests come from where it lies, so another Origin is refused, also where a browser adds a
+    password by itself.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str], local: bool, max_body_bytes: int
+    ) -> None:
+        """`local`: listening at a loopback address. With `keys` one of them is needed."""
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._local = local
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        limit = _BodyLimit(receive, send, self._max_body_bytes)
+        try:
+            self._check(scope["path"], Headers(scope=scope))
+            await self._app(scope, limit.receive, limit.send)
+        except ApiError as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": ""})
+            elif not limit.has_answered:
+                await send_error(send, error)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
+            raise ApiError(403, "this server answers to localhost alone", code="host_refused")
+        by_password = self._require_key(path, headers)
+        origin = headers.get("origin")
+        if origin is not None and (self._local or by_password):
+            came_from = origin.lower().partition("://")[2]
+            if came_from != headers.get("host", "").lower():
+                raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
+
+    def _require_key(self, path: str, headers: Headers) -> bool:
+        """Whether it was given as a password. Errors: ApiError 401."""
+        if not self._keys or path in _OPEN_PATHS:
+            return False
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        by_password = kind.lower() == "basic"
+        given = _password(value) if by_password else value.strip().encode("latin-1")
+        known = [secrets.compare_digest(given, key) for key in self._keys]
+        if kind.lower() not in ("bearer", "basic") or not any(known):
+            raise ApiError(
+                401, "a key is needed: send it as 'Authorization: Bearer KEY'",
+                "authentication_error", code="invalid_api_key",
+                headers={"WWW-Authenticate": 'Basic realm="hotcold", charset="UTF-8"'},
+            )  # fmt: skip
+        return by_password
+
+
+class _BodyLimit:
+    """Counts what a request's body brings, whatever its headers say."""
+
+    def __init__(self, receive: Receive, send: Send, most_bytes: int) -> None:
+        self.has_answered = False
+        self._receive = receive
+        self._send = send
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._num_bytes += len(message.get("body") or b"")
+        if message["type"] == "http.request" and self._num_bytes > self._most_bytes:
+            raise too_large(self._most_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        self.has_answered = True
+        await self._send(message)
+
+
+def too_large(most_bytes: int) -> ApiError:
+    """413: more than the server reads."""
+    return ApiError(413, f"the request is larger than {most_bytes} bytes; send less")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Answer with an error, without a framework."""
+    body = json.dumps(error.body).encode()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",  # a body may be unread
+        **error.headers,
+    }
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without the port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _password(encoded: str) -> bytes:
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""

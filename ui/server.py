@@ -1,0 +1,151 @@
+"""The HTTP server's application: OpenAI's routes, health and metrics, and the page beside them."""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from ui import api_text, sse
+from ui.api_chat import ChatRoute
+from ui.api_completions import CompletionRoute
+from ui.api_errors import ApiError, as_api_error
+from ui.api_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from ui.api_tokens import TokenTexts
+from ui.backend import Backend
+
+_CLIENT_GONE = 499  # nobody reads it
+
+
+def create_app(backend: Backend, page: Any = None) -> FastAPI:
+    """The application for one running system; `page` is a gradio.Blocks, shown at "/"."""
+    # Its own pages about the routes fetch scripts from elsewhere, so they are off.
+    app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
+    _add_error_handlers(app, backend)
+    _add_completions(app, backend)
+    _add_models(app, backend)
+    _add_tools(app, backend)
+    _add_unknown(app)
+    if page is not None:
+        import gradio
+
+        app = gradio.mount_gradio_app(app, page, path="/")
+    return app
+
+
+def _add_error_handlers(app: FastAPI, backend: Backend) -> None:
+    async def told(request: Request, error: Exception) -> Response:
+        if isinstance(error, sse.ClientGoneError):
+            return Response(status_code=_CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
+        answer = as_api_error(error)
+        backend.metrics.add_refusal(answer.status)
+        return JSONResponse(answer.body, answer.status, answer.headers)
+
+    for kind in (ApiError, HTTPException, sse.ClientGoneError, Exception):
+        app.add_exception_handler(kind, told)
+
+
+def _add_completions(app: FastAPI, backend: Backend) -> None:
+    texts = TokenTexts(backend.prompts.tokenizer)
+    chats, completions = ChatRoute(backend, texts), CompletionRoute(backend, texts)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = parse(ChatRequest, await request.body())
+        backend.require_model(body.model)
+        if body.stream:
+            return await _answer(request, chats.stream(body))
+        return JSONResponse(await _answer(request, chats.whole(body)))
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = parse(CompletionRequest, await request.body())
+        backend.require_model(body.model)
+        if body.stream:
+            return await _answer(request, completions.stream(body))
+        return JSONResponse(await _answer(request, completions.whole(body)))
+
+
+async def _answer(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns; what it raises as an ApiError, so that none is taken for a defect."""
+    try:
+        return await sse.unless_gone(request.receive, work)
+    except sse.ClientGoneError:
+        raise
+    except Exception as error:
+        raise as_api_error(error) from error
+
+
+def _add_models(app: FastAPI, backend: Backend) -> None:
+    name = backend.settings.model_name
+    model = {
+        "id": name,
+        "object": "model",
+        "created": backend.created_at,
+        "owned_by": "hotcold",
+        "max_model_len": backend.prompts.context_length,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(wanted: str) -> dict[str, Any]:
+        backend.require_model(wanted)
+        return model
+
+
+def _add_unknown(app: FastAPI) -> None:
+    """What is under /v1 is never the page's."""
+
+    @app.api_route("/v1/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    async def unknown(request: Request) -> Response:
+        raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
+
+
+def _add_tools(app: FastAPI, backend: Backend) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the driver answers."""
+        try:
+            await backend.client.load()
+        except Exception as error:
+            status = {"status": "failed", "reason": as_api_error(error).message}
+            return JSONResponse({**status, "model": backend.settings.model_name}, 503)
+        return JSONResponse({"status": "ok", "model": backend.settings.model_name})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = backend.metrics.text(await backend.client.load())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse(TokenizeRequest, await request.body())
+        return await _tool(backend, body.model, lambda: api_text.tokenize(backend, body))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse(DetokenizeRequest, await request.body())
+        return await _tool(backend, body.model, lambda: api_text.detokenize(backend, body))
+
+
+async def _tool(
+    backend: Backend, model: str | None, work: Callable[[], Awaitable[dict[str, Any]]]
+) -> Response:
+    backend.require_model(model)
+    try:
+        return JSONResponse(await work())
+    except Exception as error:
+        raise as_api_error(error) from error

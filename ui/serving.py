@@ -1,0 +1,115 @@
+"""The server's thread: it answers that the system is loading until there is an application."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ui.api_errors import unavailable
+from ui.gate import Gate
+
+_END_S = 10.0
+
+
+class Front:
+    """Stands before the application, which does not exist before the system is loaded."""
+
+    def __init__(self, model_name: str) -> None:
+        """Nothing is loaded yet."""
+        self.stage = "starting"
+        self._model_name = model_name
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._loading(scope["path"])(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013, "reason": ""})
+
+    def use(self, app: ASGIApp) -> None:
+        """Hand requests to the application from now on."""
+        self._app = app
+
+    def _loading(self, path: str) -> JSONResponse:
+        error = unavailable(f"the model is loading ({self.stage}); try again soon", "loading")
+        body: dict[str, Any] = error.body
+        if path == "/health":
+            body = {"status": "loading", "stage": self.stage, "model": self._model_name}
+        return JSONResponse(body, error.status, error.headers)
+
+
+class ServerThread:
+    """Uvicorn in a thread of its own, so that the main thread is free for loading and signals."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        front: Front,
+        keys: Sequence[str],
+        local: bool,
+        max_body_bytes: int,
+    ) -> None:
+        """`listener` is bound. Serves until `stop`."""
+        self._front = front
+        gate = Gate(front, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        # h11 is there wherever uvicorn is; others are taken as they happen to be installed.
+        config = uvicorn.Config(
+            gate, http="h11", ws="auto", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
+        )  # fmt: skip
+        # Defects are logged where they become answers; uvicorn would tell of them again, and of
+        # every answer that the end cuts off.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = uvicorn.Server(config)
+        self._lifespan = contextlib.AsyncExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._serve, args=[listener], name="http", daemon=True
+        )
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
+        """Run `work` in the server's loop. Errors: its own, TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def use(self, app: FastAPI) -> None:
+        """Serve the application; what it does at its start is done before."""
+
+        async def enter() -> None:
+            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+            self._front.use(app)
+
+        self.call(enter())
+
+    def refuse_new(self) -> None:
+        """Stop listening; what runs goes on."""
+        self._server.should_exit = True
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """End; what still runs after `patience_s` is cut off. May be called again."""
+        self._server.should_exit = True
+        self._thread.join(patience_s)
+        self._server.force_exit = True
+        self._thread.join(_END_S)
+
+    def _serve(self, listener: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._server.serve([listener]))
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0.05))
+        finally:
+            listener.close()
+            self._loop.close()
