@@ -151,7 +151,7 @@ def _inject(system: System, load: Load, random: np.random.Generator) -> Fault:
         now, moments = load.clock.now_s, load.moments()
         if load.wrong:
             return Fault(service, kind, moment, now)
-        after = [at for at in moments if at > moment - 0.05]
+        after = [moment, *(at for at in moments if at > moment)]
         gaps = [(later - at, later) for at, later in itertools.pairwise(after)]
         longest = max(gaps, default=(0.0, now))
         if longest[0] > 0.5 and after[-1] - longest[1] > _SETTLED_S:

@@ -195,7 +195,7 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
 
 def test_actor_calls_recover_too(tiny: Tiny) -> None:
     with System.start(config_of(tiny("llama-gqa"), "calls")) as system:
-        eight = Eight(system, 30)
+        eight = Eight(system, 12)
         for name in ("gpu", "cpu1"):
             before = eight.pids()
             found = eight.complete(partial(fault_after, eight, name, signal.SIGKILL, 0.1))
