@@ -35,9 +35,9 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
     _add_tools(app, backend)
     _add_unknown(app)
     if page is not None:
-        import gradio
+        from ui.page import mount_page  # Gradio takes seconds to import
 
-        app = gradio.mount_gradio_app(app, page, path="/")
+        app = mount_page(app, page)
     return app
 
 
