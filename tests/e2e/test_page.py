@@ -211,6 +211,19 @@ def test_settings_reach_the_request(open_page, system) -> None:
     assert page.input_value("#question textarea") == OTHER
 
 
+def wait_until_kept(page) -> None:
+    """Until the browser has kept the same for a second: what is asked is kept bit by bit."""
+    before, num_equal = None, 0
+    for _ in range(100):
+        kept = page.evaluate("localStorage.getItem('hotcold-conversations')")
+        num_equal = num_equal + 1 if kept == before else 0
+        if num_equal == 4:
+            return
+        before = kept
+        page.wait_for_timeout(250)
+    raise AssertionError("the browser keeps something else all the time")
+
+
 def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     page = open_page()
     set_numbers(page, {"max-tokens": "250"})
@@ -234,6 +247,7 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     page.click("button#delete")
     page.wait_for_function("document.querySelectorAll('#conversations label').length == 1")
     page.wait_for_function("k => localStorage.getItem('hotcold-conversations') != k", arg=kept)
+    wait_until_kept(page)
     page.reload()
     page.wait_for_function(
         "q => document.querySelector('#conversations')?.innerText.includes(q)", arg=QUESTION
