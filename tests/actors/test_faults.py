@@ -71,7 +71,14 @@ class Eight:
 
     def in_service(self, service: int, function: Callable[[Any], Any]) -> None:
         """Run a function in the process of a service."""
-        ray.get(self.handle(service).__ray_call__.remote(function))
+        handle = self.handle(service)
+        for _ in range(50):
+            # The first call to a fresh process may meet the end of the one before it.
+            with suppress(ray.exceptions.ActorUnavailableError):
+                ray.get(handle.__ray_call__.remote(function))
+                return
+            threading.Event().wait(0.1)
+        raise AssertionError("the service does not come back")
 
     def next_pid(self, service: int, old: int) -> int:
         """The process that takes the place of `old`, as soon as it answers."""
