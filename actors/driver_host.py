@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -53,7 +52,6 @@ from numba_kernels.mailbox import OPERATION, PING, STOP
 from placement.memory import weight_bytes
 
 _START_S = 60.0  # for a service's process to start
-_MOST_PINGS = 20
 
 
 class DriverHost:
@@ -237,17 +235,10 @@ class DriverHost:
     def processes(self) -> dict[str, int]:
         """Process ids by service name, the driver's too."""
         names = [spec.name for spec in self._specs]
-        pids = [self._process_id(handle) for handle in self._handles]
+        pids = self._replacer.process_ids()
+        if len(pids) < len(names):  # where none is ever replaced
+            pids = ray.get([handle.ping.remote() for handle in self._handles], timeout=5)
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
-
-    @staticmethod
-    def _process_id(handle: Any) -> int:
-        for _ in range(_MOST_PINGS - 1):
-            # The first call to a process that has taken another's place may meet the old one's end.
-            with suppress(ray.exceptions.ActorUnavailableError):
-                return int(ray.get(handle.ping.remote(), timeout=5))
-            time.sleep(0.1)
-        return int(ray.get(handle.ping.remote(), timeout=5))
 
     def scale(self, num_cpu_actors: int) -> SystemConfig:
         """Serve with another number of CPU services; returns when they do. Requests go on.

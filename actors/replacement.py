@@ -56,6 +56,10 @@ class ServiceReplacer:
         for service in range(len(self._specs)):
             self._expect(service, self._find(service))
 
+    def process_ids(self) -> list[int]:
+        """Of the services' processes, in order, as far as they are known."""
+        return [process.pid for _, process in sorted(self._processes.items())]
+
     def take_over(self, service: int, other: "ServiceReplacer") -> None:
         """The service is in the process that `other` knows."""
         self._expect(service, other._processes[service])
