@@ -102,6 +102,11 @@ class Checkpoint:
         bits = self._files[full_name].array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading the tensor took, where the file is mapped."""
+        full_name = self.full_name(name)
+        self._files[full_name].release(full_name)
+
     def full_name(self, name: str) -> str:
         """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""
         full_name = self._find(name)

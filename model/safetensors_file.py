@@ -57,25 +57,34 @@ class SafetensorsFile:
         except OSError as problem:
             raise CheckpointError(f"{path}: cannot be read ({problem.strerror})") from None
         self._data: np.ndarray | None = None
+        self._region: mmap.mmap | None = None
 
     def array(self, name: str) -> np.ndarray:
         """Return a read-only view of the tensor's mapped bits, maybe unaligned."""
         entry = self.entries[name]
         if self._data is None:
-            self._data = _mapped(self.path)
+            self._region = _mapped(self.path)
+            self._data = np.frombuffer(self._region, np.uint8)
         if entry.end > self._data.size:
             raise CheckpointError(f"{self.path}: became shorter while in use; download it again")
         bits = self._data[entry.start : entry.end].view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
 
+    def release(self, name: str) -> None:
+        """Count the tensor's pages no longer among this process's; they are mapped anew if read."""
+        entry = self.entries[name]
+        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
+            self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
-def _mapped(path: Path) -> np.ndarray:
+
+def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as stream:
-            region = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path}: cannot be mapped ({problem})") from None
-    return np.frombuffer(region, np.uint8)
 
 
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:

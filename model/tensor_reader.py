@@ -216,6 +216,7 @@ class TensorReader:
         for future, (start, end) in zip(futures, spans, strict=True):
             self._require_good(name, future.result())
             self._on_bytes((end - start) * row_bytes)
+        self.checkpoint.release(name)  # or a process would hold the model twice
 
     def _require_good(self, name: str, status: int) -> None:
         if status != quantize.DONE:

@@ -42,6 +42,9 @@ class TorchFile:
         bits = tensor.view(torch.int16).numpy()
         return bits.view(np.uint16) if tensor.dtype == torch.float16 else bits
 
+    def release(self, name: str) -> None:
+        """Nothing can be let go of: torch keeps the file."""
+
 
 def _load(path: Path) -> dict[str, Any]:
     import torch

@@ -244,3 +244,28 @@ def test_random_damage_never_escapes(
             assert checkpoint.array(name).nbytes == checkpoint.num_bytes(name)
     except HotcoldError as error:
         assert "\n" not in str(error)
+
+
+def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
+    values = np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.from_numpy(values)}, path)
+    checkpoint = Checkpoint(tmp_path)
+    np.testing.assert_array_equal(checkpoint.array("weight"), values)
+    assert resident_kb(path) > values.nbytes // 1024 * 0.9
+    checkpoint.release("weight")
+    assert resident_kb(path) < 64
+    np.testing.assert_array_equal(checkpoint.array("weight"), values)
+
+
+def resident_kb(path: Path) -> int:
+    """Kilobytes of a mapped file that this process has in memory, as the kernel counts them."""
+    kilobytes, is_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.endswith(str(path)):
+            is_file = True
+        elif "-" in line.split()[0]:
+            is_file = False
+        elif is_file and line.startswith("Rss:"):
+            kilobytes += int(line.split()[1])
+    return kilobytes
