@@ -80,5 +80,6 @@ def test_arm(kind: str, tmp_path: Path) -> None:
     if kind == "q8":
         assert re.search(r"\ts?ml[a-z0-9]*\tv\d+\.4s", assembly)
     called = re.findall(r"\tbl?\t([A-Za-z_]\S*)", assembly)
-    assert all("numba_kernels" in name for name in called)
+    # But for what every C library has: nothing that only x86 machines know.
+    assert all("numba_kernels" in name for name in called if name != "memset")
     assert "llvm.x86" not in assembly
