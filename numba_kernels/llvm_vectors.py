@@ -21,6 +21,8 @@ I8 = ir.IntType(8)
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
+FLOATS = ir.VectorType(F32, LANES)
+ZEROS = ir.Constant(FLOATS, [F32(0)] * LANES)
 BYTES = ir.IntType(8).as_pointer()
 
 
@@ -137,6 +139,21 @@ def new_cell(builder: Any, value: Any) -> Any:
 def whole_steps(builder: Any, length: Any, step: int) -> Any:
     """Return the largest multiple of `step` that is not above `length`."""
     return builder.mul(builder.udiv(length, I64(step)), I64(step))
+
+
+def add_products(
+    builder: Any, dtype: Any, rows: list[Any], xs: list[Any], index: Any, lanes: int, cells: Any
+) -> None:
+    """cells[r * len(xs) + t] += rows[r] * xs[t] at `index`; rows of `dtype`, xs float32 (i8*)."""
+    item_bytes = dtype.bitwidth // 8
+    parts = [widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes) for x in xs]
+    weights = [
+        widen(builder, dtype, item_pointer(builder, row, index, item_bytes), lanes) for row in rows
+    ]
+    products = [(weight, part) for weight in weights for part in parts]
+    for cell, (weight, part) in zip(cells, products, strict=True):
+        total = builder.load(cell, typ=weight.type)
+        builder.store(fma(builder, weight, part, total), cell)
 
 
 def sum_cells(builder: Any, cells: list[Any]) -> Any:

@@ -18,6 +18,8 @@ from numba_kernels.llvm_vectors import (
     I64,
     LANES,
     LINE_BYTES,
+    ZEROS,
+    add_products,
     counted_loop,
     fma,
     item_pointer,
@@ -31,7 +33,6 @@ from numba_kernels.llvm_vectors import (
 )
 from numba_kernels.panel_ir import FloatPanel
 from numba_kernels.quantized_ir import (
-    ZEROS,
     Row,
     ScaledSum,
     Vector,
@@ -213,19 +214,7 @@ class _FloatProducts:
                 prefetch_line(self.builder, at, line)
 
     def _add(self, index: Any, lanes: int, cells: list[Any]) -> None:
-        builder = self.builder
-        parts = [
-            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes)
-            for x in self.xs
-        ]
-        weights = [
-            widen(builder, self.dtype, item_pointer(builder, row, index, self.item_bytes), lanes)
-            for row in self.rows
-        ]
-        products = [(weight, part) for weight in weights for part in parts]
-        for cell, (weight, part) in zip(cells, products, strict=True):
-            total = builder.load(cell, typ=weight.type)
-            builder.store(fma(builder, weight, part, total), cell)
+        add_products(self.builder, self.dtype, self.rows, self.xs, index, lanes, cells)
 
 
 def _float_scaled_sum(

@@ -14,26 +14,24 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils
 
 from numba_kernels.llvm_vectors import (
     F32,
-    I32,
+    FLOATS,
+    I8,
     I64,
     LANES,
     LINE_BYTES,
+    ZEROS,
+    add_products,
     counted_loop,
-    fma,
     item_pointer,
     new_cell,
     sum_cells,
     whole_steps,
-    widen,
 )
 
-_FLOATS = ir.VectorType(F32, LANES)
-_WORD = I32.as_pointer()
-_ZEROS = ir.Constant(_FLOATS, [F32(0)] * LANES)
 _LINES_A_STEP = 8
 
 
@@ -65,7 +63,7 @@ class FloatPanel:
         self._block = block
         self._blocks_a_part = blocks_a_part
         self._num_sums = num_rows * len(xs)
-        kind = ir.ArrayType(_FLOATS, 2 * num_tiles * self._num_sums)
+        kind = ir.ArrayType(FLOATS, 2 * num_tiles * self._num_sums)
         self._waiting = cgutils.alloca_once(builder, kind)
 
     def read_through(self, length: Any) -> None:
@@ -77,8 +75,8 @@ class FloatPanel:
         def lines(index: Any) -> None:
             at = item_pointer(builder, first, index, 1)
             for line in range(_LINES_A_STEP):
-                word = builder.bitcast(item_pointer(builder, at, I64(line), LINE_BYTES), _WORD)
-                builder.load_atomic(word, "monotonic", 4, typ=I32)  # atomic: else it is left out
+                byte = item_pointer(builder, at, I64(line), LINE_BYTES)
+                builder.load_atomic(byte, "monotonic", 1, typ=I8)  # atomic: else it is left out
 
         counted_loop(builder, I64(0), whole_steps(builder, num_bytes, step), step, lines)
 
@@ -147,36 +145,24 @@ class FloatPanel:
         builder = self._builder
         first = builder.mul(tile, I64(2 * self._num_sums))
         index = builder.add(first, I64(parity * self._num_sums + number))
-        base = builder.bitcast(self._waiting, _FLOATS.as_pointer())
-        return builder.gep(base, [index], source_etype=_FLOATS)
+        base = builder.bitcast(self._waiting, FLOATS.as_pointer())
+        return builder.gep(base, [index], source_etype=FLOATS)
 
     def _load(self, parity: int, tile: Any, fresh: Any) -> list[Any]:
         """Cells with the sums that wait, or with zeros where `fresh`."""
         builder, cells = self._builder, []
         for number in range(self._num_sums):
-            cell = new_cell(builder, _ZEROS)
-            waiting = builder.load(self._place(parity, tile, number), typ=_FLOATS)
-            builder.store(builder.select(fresh, _ZEROS, waiting), cell)
+            cell = new_cell(builder, ZEROS)
+            waiting = builder.load(self._place(parity, tile, number), typ=FLOATS)
+            builder.store(builder.select(fresh, ZEROS, waiting), cell)
             cells.append(cell)
         return cells
 
     def _keep(self, parity: int, tile: Any, cells: list[Any]) -> None:
         builder = self._builder
         for number, cell in enumerate(cells):
-            builder.store(builder.load(cell, typ=_FLOATS), self._place(parity, tile, number))
+            builder.store(builder.load(cell, typ=FLOATS), self._place(parity, tile, number))
 
     def _add(self, rows: list[Any], index: Any, lanes: int, cells: list[Any]) -> None:
         """cells[r, x] += row r times vector x at `index`."""
-        builder = self._builder
-        parts = [
-            widen(builder, types.float32, item_pointer(builder, x, index, 4), lanes)
-            for x in self._xs
-        ]
-        weights = [
-            widen(builder, self._dtype, item_pointer(builder, row, index, self._item_bytes), lanes)
-            for row in rows
-        ]
-        products = [(weight, part) for weight in weights for part in parts]
-        for cell, (weight, part) in zip(cells, products, strict=True):
-            total = builder.load(cell, typ=weight.type)
-            builder.store(fma(builder, weight, part, total), cell)
+        add_products(self._builder, self._dtype, rows, self._xs, index, lanes, cells)

@@ -20,6 +20,7 @@ from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP, SCALE_BYTES
 from numba_kernels.llvm_vectors import (
     BYTES,
     F32,
+    FLOATS,
     HALF,
     I8,
     I16,
@@ -27,6 +28,7 @@ from numba_kernels.llvm_vectors import (
     I64,
     LANES,
     LINE_BYTES,
+    ZEROS,
     counted_loop,
     fma,
     has_feature,
@@ -38,8 +40,6 @@ from numba_kernels.llvm_vectors import (
 )
 
 INTS = ir.VectorType(I32, LANES)
-FLOATS = ir.VectorType(F32, LANES)
-ZEROS = ir.Constant(FLOATS, [F32(0)] * LANES)
 _BYTE_LANES = 4 * LANES
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _CHUNK_BYTES = {8: CHUNK, 4: CHUNK // 2}
