@@ -1,0 +1,348 @@
+"""An hour of everything at once against one server: what it answers, and whether it grows.
+
+    python -m benchmarks.mixed_load --minutes 60 --out benchmarks/results/mixed-load
+
+Starts `hotcold serve` with the demo model. Clients ask without pause: greedy and drawn answers to
+prompts of 1 to 400 tokens, streamed or not, some of which they leave in the middle, and bad
+requests. Every whole answer is compared with that of the same server asked one request at a time.
+Meanwhile memory, open files and shared memory of all its processes are read from /proc.
+"""
+
+import http.client
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.process_memory import memory_of
+from benchmarks.runs import Json, table_option, where_and_when, write_report
+from jobs.listening import listen
+from model.locate import locate_model
+
+_START_S = 180.0
+_SAMPLE_S = 10.0
+_WARM_S = 300.0  # growth is looked for after that
+_CONTEXT = 512
+_BAD: list[Json | bytes] = [
+    {"prompt": "a", "max_tokens": -1},
+    {"prompt": [], "max_tokens": 4},
+    {"prompt": [10**9], "max_tokens": 4},
+    {"prompt": [5] * (_CONTEXT + 1), "max_tokens": 4},
+    {"prompt": "a", "temperature": "hot"},
+    {"prompt": "a", "grammar": "start: nowhere", "max_tokens": 4},
+    b'{"prompt": "a"',
+    b"\xff\xfe",
+]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request, with the answer that the server gave when it had nothing else to do."""
+
+    body: Json
+    expected: str
+
+
+@dataclass
+class Tally:
+    """What all clients saw. Seconds of a whole answer, and to its first token where streamed."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    answer_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, outcome: str) -> None:
+        """Count something that ended as it should."""
+        with self.lock:
+            self.outcomes[outcome] += 1
+
+    def add_wrong(self, what: str) -> None:
+        """Keep what should not have happened."""
+        with self.lock:
+            self.outcomes["wrong"] += 1
+            self.wrong.append(what[:300])
+
+
+class Client:
+    """Asks one thing after another on connections of its own."""
+
+    def __init__(self, port: int, questions: list[Question], tally: Tally, seed: int) -> None:
+        self._port, self._questions, self._tally = port, questions, tally
+        self._random = random.Random(seed)
+
+    def run_until(self, ended: threading.Event) -> None:
+        """Ask until `ended` is set."""
+        while not ended.is_set():
+            kind = self._random.random()
+            try:
+                if kind < 0.08:
+                    self._ask_badly()
+                elif kind < 0.2:
+                    self._leave()
+                else:
+                    self._ask(self._random.choice(self._questions), kind < 0.6)
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                self._tally.add_wrong(f"{type(error).__name__}: {error}")
+
+    def _ask(self, question: Question, streamed: bool) -> None:
+        started = time.monotonic()
+        first_s, text = stream(self._port, question.body) if streamed else (0.0, "")
+        if not streamed:
+            text = complete(self._port, question.body)
+        took_s = time.monotonic() - started
+        if text != question.expected:
+            self._tally.add_wrong(f"{question.body} answered {text!r}")
+            return
+        with self._tally.lock:
+            self._tally.outcomes["streamed" if streamed else "whole"] += 1
+            self._tally.answer_s.append(took_s)
+            self._tally.num_tokens += question.body["max_tokens"]
+            if streamed:
+                self._tally.first_token_s.append(first_s)
+
+    def _leave(self) -> None:
+        body = self._random.choice(self._questions).body | {"stream": True}
+        connection, response = post(self._port, json.dumps(body).encode())
+        for _ in range(self._random.randint(1, 12)):
+            response.readline()
+        connection.close()
+        self._tally.add("left by the client")
+
+    def _ask_badly(self) -> None:
+        bad = self._random.choice(_BAD)
+        body = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
+        connection, response = post(self._port, body)
+        text = response.read()
+        connection.close()
+        if 400 <= response.status < 500 and b'"error"' in text:
+            self._tally.add("bad, refused")
+        else:
+            self._tally.add_wrong(f"{bad!r} was answered {response.status}: {text!r}")
+
+
+def post(port: int, body: bytes) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """Send a completion request; the answer's head has been read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", "/v1/completions", body)
+    return connection, connection.getresponse()
+
+
+def complete(port: int, body: Json) -> str:
+    """The text of a whole answer. Errors: ValueError where there is none."""
+    connection, response = post(port, json.dumps(body).encode())
+    answer = json.loads(response.read())
+    connection.close()
+    if response.status != 200:
+        raise ValueError(f"{response.status}: {answer}")
+    return str(answer["choices"][0]["text"])
+
+
+def stream(port: int, body: Json) -> tuple[float, str]:
+    """Seconds to the first text of a streamed answer, and the whole of it."""
+    started, first_s, texts = time.monotonic(), 0.0, []
+    connection, response = post(port, json.dumps(body | {"stream": True}).encode())
+    if response.status != 200:
+        raise ValueError(f"{response.status}: {response.read()!r}")
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise ValueError(f"the stream ended with {chunk['error']}")
+        texts.append(chunk["choices"][0]["text"])
+        first_s = first_s or time.monotonic() - started
+    connection.close()
+    return first_s, "".join(texts)
+
+
+def make_questions(port: int, count: int) -> list[Question]:
+    """Requests of every length, asked one at a time: the run that others are compared with."""
+    numbers, found = random.Random(1), []
+    for n in range(count):
+        prompt = [numbers.randrange(10, 4000) for _ in range(max(1, round(400 ** (n / count))))]
+        body: Json = {
+            "prompt": prompt,
+            "max_tokens": numbers.randrange(1, min(200, _CONTEXT - len(prompt))),
+            "temperature": 0.8 if n % 3 == 0 else 0,
+            "seed": n,
+            "ignore_eos": True,
+        }
+        found.append(Question(body, complete(port, body)))
+    return found
+
+
+def role_of(process: psutil.Process) -> str:
+    """What a process of the system is for."""
+    command = " ".join(process.cmdline())
+    for word, role in {
+        "DriverHost": "driver",
+        "ServiceHost": "services",
+        "jobs.cli serve": "server",
+    }.items():
+        if word in command:
+            return role
+    return "Ray"
+
+
+class Sampler:
+    """Reads what a process and all its descendants hold, now and then."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._started = time.monotonic()
+        self.samples: list[Json] = []
+
+    def run_until(self, ended: threading.Event) -> None:
+        """Take a sample every ten seconds until `ended` is set."""
+        while not ended.wait(_SAMPLE_S):
+            self.samples.append(self.sample())
+
+    def sample(self) -> Json:
+        """Bytes resident by role (what is shared counted once), open files, shared memory."""
+        by_role: dict[str, list[int]] = {}
+        files = threads = 0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                by_role.setdefault(role_of(process), []).append(process.pid)
+                files += process.num_fds()
+                threads += process.num_threads()
+        shared = sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").rglob("*"))
+        return {
+            "at_s": time.monotonic() - self._started,
+            "resident_mb": {
+                role: memory_of(pids)["resident_bytes"] / 1e6 for role, pids in by_role.items()
+            },
+            "open_files": files,
+            "threads": threads,
+            "processes": sum(len(pids) for pids in by_role.values()),
+            "shared_memory_mb": shared / 1e6,
+        }
+
+
+def growth(samples: list[Json]) -> Json:
+    """Each figure in the minute after the fifth, and in the last one."""
+    warm = [s for s in samples if s["at_s"] >= min(_WARM_S, samples[-1]["at_s"] / 3)]
+    length = max(1, round(60 / _SAMPLE_S))
+    found: Json = {}
+    for name in ("server", "driver", "services", "Ray"):
+        values = [s["resident_mb"].get(name, 0.0) for s in warm]
+        found[f"resident MB, {name}"] = [median(values[:length]), median(values[-length:])]
+    for name in ("open_files", "threads", "processes", "shared_memory_mb"):
+        values = [s[name] for s in warm]
+        found[name.replace("_", " ").replace(" mb", ", MB")] = [
+            median(values[:length]),
+            median(values[-length:]),
+        ]
+    return found
+
+
+def percentiles(values: list[float]) -> list[float]:
+    """Median and 99th percentile."""
+    ordered = sorted(values) or [0.0]
+    return [ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]]
+
+
+def table_of(report: Json) -> str:
+    """The report as Markdown."""
+    lines = [
+        f"The demo model: {report['shape']}; {report['machine']}; {report['date']}; "
+        f"{report['clients']} clients for {report['minutes']:g} minutes",
+        "",
+        f"{sum(report['outcomes'].values())} requests: "
+        + ", ".join(f"{count} {name}" for name, count in report["outcomes"].items())
+        + f"; {report['tokens_per_s']:.0f} tokens/s in whole answers.",
+        "",
+        "| seconds | median | p99 |",
+        "| --- | --- | --- |",
+        "| to the first token | {:.2f} | {:.2f} |".format(*report["first_token_s"]),
+        "| of an answer | {:.2f} | {:.2f} |".format(*report["answer_s"]),
+        "",
+        "| held | after five minutes | at the end |",
+        "| --- | --- | --- |",
+    ]
+    for name, (before, after) in report["growth"].items():
+        lines.append(f"| {name} | {before:.1f} | {after:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def wait_until_ready(port: int, server: "subprocess.Popen[bytes]") -> None:
+    """Return when the server is ready. Errors: ClickException where it ends or is too slow."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.2)
+    raise click.ClickException("the server does not become ready")
+
+
+def run_load(port: int, pid: int, clients: int, minutes: float, num_questions: int) -> Json:
+    """Ask one at a time, then everything at once; the report's figures."""
+    questions = make_questions(port, num_questions)
+    tally, sampler, ended = Tally(), Sampler(psutil.Process(pid)), threading.Event()
+    runners: list[Any] = [Client(port, questions, tally, n) for n in range(clients)]
+    threads = [threading.Thread(target=r.run_until, args=(ended,)) for r in (*runners, sampler)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    with click.progressbar(range(round(minutes * 60)), label="load", file=sys.stderr) as seconds:
+        for _ in seconds:
+            time.sleep(1)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    return {
+        "clients": clients,
+        "minutes": minutes,
+        "outcomes": dict(tally.outcomes),
+        "wrong": tally.wrong[:20],
+        "tokens_per_s": tally.num_tokens / (time.monotonic() - started),
+        "first_token_s": percentiles(tally.first_token_s),
+        "answer_s": percentiles(tally.answer_s),
+        "growth": growth(sampler.samples),
+        "samples": sampler.samples[:: max(1, len(sampler.samples) // 60)],
+    }
+
+
+@click.command()
+@click.option("--minutes", default=60.0, show_default=True)
+@click.option("--clients", default=16, show_default=True)
+@click.option("--questions", default=200, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
+@table_option(table_of)
+def main(minutes: float, clients: int, questions: int, out: Path | None) -> None:
+    """Load a server, compare its answers, and see whether it grows."""
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--port", str(port)]
+    server = subprocess.Popen([*command, "--kv-tokens", str(8 * _CONTEXT)])
+    try:
+        wait_until_ready(port, server)
+        report = where_and_when(locate_model(None), 2)
+        report |= run_load(port, server.pid, clients, minutes, questions)
+    finally:
+        server.terminate()
+        server.wait(60)
+    write_report(report, table_of(report), out)
+    if report["wrong"]:
+        raise click.ClickException(f"{report['outcomes']['wrong']} answers were wrong; see above")
+
+
+if __name__ == "__main__":
+    main()
