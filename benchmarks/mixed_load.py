@@ -25,7 +25,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.process_memory import memory_of
+from benchmarks.process_memory import memory_of, shared_memory_bytes
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from jobs.listening import listen
 from model.locate import locate_model
@@ -220,7 +220,7 @@ class Sampler:
                 by_role.setdefault(role_of(process), []).append(process.pid)
                 files += process.num_fds()
                 threads += process.num_threads()
-        shared = sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").rglob("*"))
+        shared = shared_memory_bytes(pid for pids in by_role.values() for pid in pids)
         return {
             "at_s": time.monotonic() - self._started,
             "resident_mb": {

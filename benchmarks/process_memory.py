@@ -26,6 +26,11 @@ def memory_of(process_ids: Iterable[int]) -> Json:
     return {"peak_bytes": peak_kb * 1024, "resident_bytes": now_kb * 1024}
 
 
+def shared_memory_bytes(process_ids: Iterable[int]) -> int:
+    """Bytes of shared memory that processes have mapped, each counted once."""
+    return sum(_kilobytes(pid, "smaps_rollup", "Pss_Shmem") for pid in process_ids) * 1024
+
+
 def _kilobytes(process_id: int, file: str, key: str) -> int:
     try:
         text = Path(f"/proc/{process_id}/{file}").read_text()

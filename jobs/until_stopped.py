@@ -20,8 +20,7 @@ class Signals:
         self._changed = threading.Event()
 
     def __enter__(self) -> "Signals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._earlier[number] = signal.signal(number, self._handle)
+        self._earlier = self._take()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -36,6 +35,7 @@ class Signals:
     def wait(self) -> None:
         """Return at the first signal."""
         self._is_waiting = True
+        self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
             self._changed.wait(1.0)
 
@@ -44,6 +44,10 @@ class Signals:
         while self._count < 2 and condition():
             self._changed.wait(_LOOK_S)
             self._changed.clear()
+
+    def _take(self) -> dict[int, Any]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        return {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1

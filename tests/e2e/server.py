@@ -72,7 +72,8 @@ def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterat
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                process.communicate(timeout=WAIT_S)
+                _, err = process.communicate(timeout=WAIT_S)
+                assert (process.returncode, err) == (0, "")
             assert processes_left(folder) == []
 
 
