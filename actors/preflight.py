@@ -126,7 +126,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
-        predictors_path=_predictors(path, mode, options.predictors),
+        predictors_path=_predictors(path, mode, options),
         weight_dtype=options.weight_dtype or "",
         pin=options.pin,
         hosts=options.hosts,
@@ -198,15 +198,16 @@ def _mode(config: ModelConfig, mode: str | None) -> str:
     return mode
 
 
-def _predictors(path: Path, mode: str, file: Path | None) -> str:
+def _predictors(path: Path, mode: str, options: SystemOptions) -> str:
     """The predictors' file of a predicted mode, found to be this model's; no other mode has one."""
     if mode not in PREDICTED_MODES:
-        if file is not None:
+        if options.predictors is not None:
             raise UsageError(
                 f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
             )
         return ""
-    found = file or predictors_path(path, mode)
+    own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
+    found = options.predictors or (own if own.exists() else predictors_path(path, mode))
     check_artifact(found, "predictors", ModelIdentity.of(path))
     return str(found.resolve())
 

@@ -39,6 +39,12 @@ KINDS = ("lowrank", "sign", "best")
     help="Share of the neurons that fire which are to be computed, in each layer.",
 )
 @click.option(
+    "--dtype",
+    "weight_dtype",
+    type=click.Choice(("q8", "q4")),
+    help="For use with this --dtype: where gates are smaller, so is the predictor that pays.",
+)
+@click.option(
     "--inputs",
     "inputs_file",
     type=click.Path(path_type=Path),
@@ -58,6 +64,7 @@ def train_predictors(
     model: str | None,
     kind: str,
     target_recall: float,
+    weight_dtype: str | None,
     inputs_file: Path | None,
     folder: Path | None,
     out: Path | None,
@@ -74,7 +81,9 @@ def train_predictors(
     config = read_model(path)
     identity = ModelIdentity.of(path)
     started = time.monotonic()
-    target = out or predictors_path(path, "lowrank" if folder is not None else kind)
+    target = out or predictors_path(
+        path, "lowrank" if folder is not None else kind, weight_dtype or ""
+    )
     require_writable("--out", target)
     if folder is not None:
         _refuse_fitting_options()
@@ -82,7 +91,9 @@ def train_predictors(
 
         predictors = import_powerinfer(folder, config)
     else:
-        predictors = _train(path, config, identity, inputs_file, kind, target_recall)
+        predictors = _train(
+            path, config, identity, inputs_file, kind, target_recall, weight_dtype or ""
+        )
     write_predictors(target, identity, predictors)
     seconds = time.monotonic() - started
     _print_report(predictors)
@@ -97,7 +108,12 @@ def _refuse_fitting_options() -> None:
     from model.errors import UsageError
 
     context = click.get_current_context()
-    options = {"kind": "--kind", "target_recall": "--recall", "inputs_file": "--inputs"}
+    options = {
+        "kind": "--kind",
+        "target_recall": "--recall",
+        "weight_dtype": "--dtype",
+        "inputs_file": "--inputs",
+    }
     for name, option in options.items():
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             raise UsageError(f"{option} says how to fit, and --import fits nothing; leave one out")
@@ -110,6 +126,7 @@ def _train(
     inputs_file: Path | None,
     kind: str,
     target_recall: float,
+    weight_dtype: str,
 ) -> Predictors:
     from rich.progress import Progress
 
@@ -123,7 +140,7 @@ def _train(
     console = stderr_console()
     with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("layers", total=config.num_layers)
-        for layer in train_predictors(path, config, inputs, kind, target_recall):
+        for layer in train_predictors(path, config, inputs, kind, target_recall, weight_dtype):
             made.append(layer)
             bar.advance(task)
     return gather(made, inputs, target_recall)

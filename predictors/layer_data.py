@@ -10,11 +10,12 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import ArtifactError
 from model.weights import load_gate
-from numba_kernels.formats import is_quantized
+from numba_kernels.formats import Q4, Q8, is_quantized, row_items
 from numba_kernels.quantize import dequantize_rows
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64
+_QUANTIZED = {"q8": Q8, "q4": Q4}
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,31 @@ class Split:
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer: gate rows (N, d) as bits and float32, and three sets of tokens.
+    """One layer: gate rows (N, d) float32, their bytes as they will lie in memory, and three sets
+    of tokens.
 
     The predictor is fitted to the first, its thresholds reach their recall on the second, and the
     third says how good it is.
     """
 
-    gate_bits: np.ndarray
     gate: Tensor
+    gate_bytes: int
     fit: Split
     calibrate: Split
     check: Split
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, config: ModelConfig, layer: int, inputs: np.ndarray
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        layer: int,
+        inputs: np.ndarray,
+        weight_dtype: str = "",
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
+
+        `weight_dtype`: "q8" or "q4" where the gate will be quantized while it is loaded.
 
         Tokens are dealt to the sets in turn, so that each sees all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens
@@ -69,7 +78,11 @@ class LayerData:
         is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
         is_check = ~is_fit & ~is_calibrate
         splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
-        return cls(gate_bits, gate, *splits)
+        gate_bytes = gate_bits.nbytes
+        if weight_dtype:
+            items = row_items(_QUANTIZED[weight_dtype], config.hidden_size)
+            gate_bytes = gate_bits.shape[0] * items
+        return cls(gate, gate_bytes, *splits)
 
 
 def as_float32(bits: np.ndarray) -> Tensor:

@@ -48,9 +48,13 @@ class Predictors:
         return NeuronPredictor(layers, sizes, self.input_name)
 
 
-def predictors_path(model_path: str | Path, kind: str) -> Path:
-    """Where a model's predictors of a kind lie unless told otherwise."""
-    return artifact_path(model_path, f"predictors-{kind}.safetensors")
+def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
+    """Where a model's predictors of a kind lie unless told otherwise.
+
+    Those made for quantized weights, `weight_dtype` "q8" or "q4", lie beside the others.
+    """
+    name = "-".join(filter(None, ("predictors", kind, weight_dtype)))
+    return artifact_path(model_path, f"{name}.safetensors")
 
 
 def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.preflight import SystemOptions, prepare_system
 from jobs.cli import main
 from model.artifact import ModelIdentity, artifact_path
 from model.config import ModelConfig
@@ -87,6 +88,16 @@ def trained(demo: Path) -> dict[str, Path]:
     for kind in ("sign", "lowrank"):
         assert main(["train-predictors", str(demo), "--kind", kind, "--recall", "0.95"]) == 0
     return {kind: predictors_path(demo, kind) for kind in ("sign", "lowrank")}
+
+
+def test_predictors_for_quantized_weights(demo: Path, trained: dict[str, Path]) -> None:
+    """They lie beside the others, and serve that format alone."""
+    arguments = ["train-predictors", str(demo), "--kind", "sign", "--recall", "0.95"]
+    assert main([*arguments, "--dtype", "q4"]) == 0
+    own = predictors_path(demo, "sign", "q4")
+    for dtype, expected in (("q4", own), ("q8", trained["sign"]), (None, trained["sign"])):
+        options = SystemOptions(mode="sign", weight_dtype=dtype)
+        assert prepare_system(demo, options)[0].predictors_path == str(expected.resolve())
 
 
 @pytest.fixture(scope="module")

@@ -62,10 +62,11 @@ class SyntheticLayer:
         x = self._normal(num_tokens, WIDTH) + self._mean
         return Split(x, x @ self.gate.T + self.bias)
 
-    def data(self, num_tokens: int = 1500) -> LayerData:
+    def data(self, num_tokens: int = 1500, bits_a_weight: float = 16) -> LayerData:
         """What a predictor is fitted to."""
-        bits = self.gate.numpy().astype(np.float16).view(np.uint16)
-        return LayerData(bits, self.gate, self.draw(num_tokens), self.draw(800), self.draw(800))
+        gate_bytes = round(self.gate.numel() * bits_a_weight / 8)
+        splits = (self.draw(num_tokens), self.draw(800), self.draw(800))
+        return LayerData(self.gate, gate_bytes, *splits)
 
 
 def computed_by(layer: AnyLayer, inputs: Tensor) -> Tensor:
@@ -100,6 +101,13 @@ def test_a_higher_target_computes_more(kind: str) -> None:
     low, high = (FITS[kind](data, target)[1] for target in (0.8, 0.99))
     assert low.recall == pytest.approx(0.8, abs=0.03) and high.recall > 0.975
     assert low.computed < high.computed and low.precision > high.precision
+
+
+def test_smaller_gates_pay_for_smaller_predictors() -> None:
+    large, small = (fit_sign(SyntheticLayer().data(bits_a_weight=n), TARGET) for n in (16, 2))
+    assert small[0].num_bytes < large[0].num_bytes
+    assert small[1].computed > large[1].computed
+    assert min(small[1].recall, large[1].recall) > TARGET - 0.02
 
 
 def fit_in(dtype: str, data: LayerData, patch: pytest.MonkeyPatch) -> tuple[AnyLayer, Quality]:
@@ -192,5 +200,6 @@ def test_layer_data_is_what_the_checkpoint_says(variant: str, dtype: str, tmp_pa
         np.testing.assert_array_equal(split.inputs.numpy(), x[place.numpy()].astype(np.float32))
         assert torch.equal(split.fires, split.pre_activations > 0)
     torch.testing.assert_close(data.gate, first.weight.detach(), rtol=0, atol=0)
+    assert data.gate_bytes == data.gate.numel() * 2
     with pytest.raises(ArtifactError, match=r"63 tokens were recorded, .* at least 64"):
         LayerData.load(checkpoint, config, 1, x.view(np.uint16)[:63])
