@@ -111,7 +111,8 @@ class Driver:
         return self._outbox.take(wait_s)
 
     def load(self) -> DriverLoad:
-        """What there is to do, at this moment."""
+        """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
+        self._line.require_whole()
         return DriverLoad(self._scheduler.num_running, self._line.num_waiting, self._pool.usage)
 
     def _submit(self, request: GenerateRequest, stream: Stream) -> None:

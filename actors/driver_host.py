@@ -187,7 +187,7 @@ class DriverHost:
         return self._ready().take_letters(wait_s)
 
     def driver_load(self) -> DriverLoad:
-        """What the driver is busy with."""
+        """What the driver is busy with. Errors: ServiceError where the system has ended."""
         return self._ready().load()
 
     def cancel(self, request_id: str) -> None:

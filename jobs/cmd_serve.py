@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import click
 from actors.messages import LoadProgress, SystemConfig
 from actors.preflight import prepare_system
 from actors.system import System
+from actors.watch import Pulse
 from jobs.listening import listen, url_of
 from jobs.loading import running_system
 from jobs.options import split_system_options, system_options
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ui.serving import Front, ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
+_PATIENCE_LOOKS = 60  # seconds in which the driver says nothing: requests give up earlier
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -109,7 +112,10 @@ def _serve(
     no_page: bool,
     signals: Signals,
 ) -> None:
-    """Answer until a signal comes; then until all is answered, or another one comes."""
+    """Answer until a signal comes; then until all is answered, or another one comes.
+
+    Errors:  ServiceError where the system ends by itself: then there is nothing left to serve
+    """
     from ui.backend import Backend
     from ui.server import create_app
 
@@ -118,7 +124,8 @@ def _serve(
     server.use(create_app(backend, page))
     click.echo(f"hotcold serves {settings.model_name} at {url} (API: {url}/v1)")
     sys.stdout.flush()
-    signals.wait()
+    pulse = Pulse("driver", partial(running.begin, "driver_load", control=True))
+    signals.wait(lambda: pulse.look(_PATIENCE_LOOKS))
     server.refuse_new()
 
     def num_running() -> int:

@@ -32,12 +32,13 @@ class Signals:
         """How many have come."""
         return self._count
 
-    def wait(self) -> None:
-        """Return at the first signal."""
+    def wait(self, look: Callable[[], object] = lambda: None) -> None:
+        """Return at the first signal; `look` is called once a second, and may raise."""
         self._is_waiting = True
         self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
             self._changed.wait(1.0)
+            look()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""

@@ -13,6 +13,7 @@ import httpx
 import jsonschema
 import numpy as np
 import openai
+import psutil
 import pytest
 import torch
 
@@ -328,6 +329,17 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
                     pass
         status, err = server.end()
         assert status == 0 and "Traceback" not in err
+
+
+def test_it_ends_when_the_system_has_ended() -> None:
+    """Whoever keeps it running then starts it again."""
+    with serving() as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (driver,) = (one for one in children if "ray::DriverHost" in " ".join(one.cmdline()))
+        driver.kill()
+        status, err = server.end()
+        assert status == 1
+        assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
 
 
 def test_listening_elsewhere_needs_a_key() -> None:
