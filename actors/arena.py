@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.messages import ProductChoice
 from numba_kernels.doorbell import WORDS_A_CELL
 from numba_kernels.mailbox import (
     CELLS_A_SERVICE,
@@ -28,6 +29,8 @@ _ALIGNMENT = 4096
 class ArenaLayout:
     """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows;
     sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
+
+    `products`: how requests of many tokens are multiplied; None leaves it to each service.
     """
 
     num_services: int
@@ -39,6 +42,7 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
+    products: ProductChoice | None = None
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width

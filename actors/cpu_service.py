@@ -56,7 +56,7 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads, self.thread_cores)
+        self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])

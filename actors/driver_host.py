@@ -22,6 +22,7 @@ from actors.messages import (
     DriverLoad,
     GenerateRequest,
     LoadProgress,
+    ProductChoice,
     ServiceSpec,
     SystemConfig,
     TokenEvent,
@@ -112,6 +113,8 @@ class DriverHost:
             self._stage = "loading weights"
             self._each("load")
             self._stage = "compiling kernels"
+            if self._system.products is None:
+                self._system = replace(self._system, products=self._agree())
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
@@ -125,17 +128,30 @@ class DriverHost:
             self._kill()
             raise
 
-    def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
-        """Call all; the first to fail is named, or one that answers `timeout_s` after the last."""
-        calls = [getattr(handle, method).remote(*args) for handle in self._handles]
-        names = {call: spec.name for call, spec in zip(calls, self._specs, strict=True)}
+    def _agree(self) -> ProductChoice:
+        """How all services multiply prompts, also those that come later in the place of others.
+
+        Each found out by trying; a fresh process might find otherwise, and round otherwise.
+        """
+        choices: list[ProductChoice] = self._each("choose_products")
+        return ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
+
+    def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call all; the first to fail is named, or one that answers `timeout_s` after the last.
+
+        What they return, in order.
+        """
+        asked = [getattr(handle, method).remote(*args) for handle in self._handles]
+        names = {call: spec.name for call, spec in zip(asked, self._specs, strict=True)}
+        calls, answers = asked, {}
         while calls:
             done, calls = ray.wait(calls, timeout=timeout_s)
             for call in done or calls:
                 try:
-                    ray.get(call, timeout=0)
+                    answers[call] = ray.get(call, timeout=0)
                 except ray.exceptions.RayError as error:
                     raise service_error(f"{names[call]} service", error) from error
+        return [answers[call] for call in asked]
 
     def _connect(self) -> RecoveringExchange:
         layout = arena_layout(self._system, self._config)

@@ -52,7 +52,7 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads, self.thread_cores)
+        self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
         attention_size = self.shape.num_heads * self.shape.head_dim

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from actors.messages import ProductChoice
 from actors.product_choice import choose_products
 from numba_kernels.convert import widen_kernel
 from numba_kernels.formats import is_quantized, row_width
@@ -48,10 +49,18 @@ def as_tensor(bits: np.ndarray) -> torch.Tensor:
 class MatrixProducts:
     """Products of a service's weights with the hidden states of many tokens."""
 
-    def __init__(self, num_threads: int, thread_cores: ThreadCores = ()) -> None:
-        """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any."""
+    def __init__(
+        self,
+        num_threads: int,
+        thread_cores: ThreadCores = (),
+        choice: ProductChoice | None = None,
+    ) -> None:
+        """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
+
+        Without a `choice` what is tried out in this process decides.
+        """
         self.num_threads = num_threads
-        self._choice = choose_products()
+        self._choice = choose_products() if choice is None else choice
         # A pool for each, so that rows are always read from the same cores.
         pinned: Sequence[Sequence[int] | None] = thread_cores or [None] * num_threads
         self._pools = [ThreadPoolExecutor(1, "products", _begin, (cores,)) for cores in pinned]

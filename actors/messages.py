@@ -1,7 +1,7 @@
 """What crosses process borders, all in one place."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,17 @@ from placement.pinning import HostShare
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 MODES = ("dense", "exact", *PREDICTED_MODES)
 EXCHANGES = ("arena", "calls")
+
+
+class ProductChoice(NamedTuple):
+    """How long prompts are multiplied.
+
+    bfloat16: 16-bit weights multiply in bfloat16, else in float32
+    integers: quantized weights multiply as integers, else as `bfloat16` says
+    """
+
+    bfloat16: bool
+    integers: bool
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class SystemConfig:
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
+    products: ProductChoice | None = None  # None: what the services agree on once they have loaded
 
 
 @dataclass(frozen=True)

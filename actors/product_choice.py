@@ -7,11 +7,11 @@ integer products of quantized weights compete with those that widen the weights 
 import functools
 from collections.abc import Callable
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from actors.messages import ProductChoice
 from numba_kernels.formats import Q8, row_items
 from numba_kernels.rows import rows_times_vectors
 
@@ -19,14 +19,6 @@ _ROWS, _WIDTH, _TOKENS, _TRIES = 256, 2048, 64, 3
 # What is chosen must not change from start to start with a few per cent of noise, for it changes
 # the last bits of a prompt's results.
 _CLEARLY = 1.5
-
-
-class ProductChoice(NamedTuple):
-    """bfloat16: 16-bit weights multiply in bfloat16, else in float32.
-    integers: quantized weights multiply as integers, else as `bfloat16` says."""
-
-    bfloat16: bool
-    integers: bool
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import ray
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.host_files import require_same_model, weight_bytes
-from actors.messages import ServiceSpec
+from actors.messages import ProductChoice, ServiceSpec
 from actors.service import Service
 from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
@@ -46,6 +46,12 @@ class ServiceHost:
         if self._place is not None:
             service.thread_cores = self._place.thread_cores
         self._service = service
+
+    def choose_products(self) -> ProductChoice:
+        """How this process would best multiply long prompts; it tries."""
+        from actors.product_choice import choose_products
+
+        return choose_products()
 
     def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
         # Here, because they import torch: a second that only services need to spend.

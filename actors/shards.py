@@ -131,4 +131,5 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
+        products=system.products,
     )

@@ -16,6 +16,7 @@ from actors.engine import Engine
 from actors.exchange import ArenaExchange, Exchange
 from actors.gpu_service import CacheSpec, load_gpu_service
 from actors.kv_pool import num_pages_of
+from actors.messages import ProductChoice
 from actors.service import Service
 from actors.shards import deal_neurons
 from model.checkpoint import Checkpoint
@@ -84,6 +85,7 @@ class InProcessSystem:
     first_number: int = 1
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
+    products: ProductChoice | None = None
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            self.products,
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.messages import GenerateRequest, Generation, ProductChoice, SystemConfig
 from actors.recovery import MOST_FAILURES
 from actors.system import System
 from model.errors import ServiceError
@@ -93,6 +93,7 @@ class Eight:
 
 
 def config_of(checkpoint: TinyCheckpoint, exchange: str = "arena") -> SystemConfig:
+    """A system whose prompts are multiplied as no process with bfloat16 would choose by itself."""
     return SystemConfig(
         str(checkpoint.path),
         num_cpu_actors=2,
@@ -102,13 +103,14 @@ def config_of(checkpoint: TinyCheckpoint, exchange: str = "arena") -> SystemConf
         kv_dtype="float32",
         prefill_chunk=64,
         exchange=exchange,
+        products=ProductChoice(bfloat16=False, integers=False),
     )
 
 
 @pytest.fixture(scope="module")
 def eight(local_ray: None, tiny: Tiny) -> Iterator[Eight]:
     """Shared by tests: a system is to be as good as new after every fault."""
-    with System.start(config_of(tiny("llama-gqa"))) as system:
+    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
         yield Eight(system, 300)
 
 
@@ -201,7 +203,7 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
 
 
 def test_actor_calls_recover_too(tiny: Tiny) -> None:
-    with System.start(config_of(tiny("llama-gqa"), "calls")) as system:
+    with System.start(config_of(tiny("llama-gqa", "float16"), "calls")) as system:
         eight = Eight(system, 12)
         for name in ("gpu", "cpu1"):
             before = eight.pids()
@@ -213,7 +215,7 @@ def test_actor_calls_recover_too(tiny: Tiny) -> None:
 
 def test_after_ten_failures_it_gives_up(tiny: Tiny) -> None:
     """And the driver's death takes all processes with it; the next start is clean."""
-    with System.start(config_of(tiny("llama-gqa"))) as system:
+    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
         eight = Eight(system, 5)
         before = eight.pids()
 
@@ -241,5 +243,5 @@ def test_after_ten_failures_it_gives_up(tiny: Tiny) -> None:
                 break
             threading.Event().wait(0.05)
         assert not any(psutil.pid_exists(pid) for pid in left)
-    with System.start(config_of(tiny("llama-gqa"))) as system:
+    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
         assert system.complete(eight.requests[0]).ids == eight.expected[0]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.failures import RequestError
-from actors.product_choice import ProductChoice
+from actors.messages import ProductChoice
 from actors.steps import KERNEL_TOKENS
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
@@ -162,8 +162,8 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
         for way in ([1], [3, 5]):
             found = system.logits("exact", checkpoint.ids, way)
             assert relative_difference(found, checkpoint.logits) < bound, way
-        for service in system.services:  # products in float32, as on a CPU without bfloat16
-            service._products._choice = ProductChoice(False, False)  # type: ignore[attr-defined]
+    products = ProductChoice(bfloat16=False, integers=False)  # as on a CPU without bfloat16
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
         found = system.logits("exact", checkpoint.ids, [40])
         assert relative_difference(found, checkpoint.logits) < bound
 
