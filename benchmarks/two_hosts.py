@@ -34,7 +34,7 @@ _SYSTEMS = {  # hosts and exchange
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What is measured of one model."""
 
     path: Path
@@ -72,14 +72,14 @@ def main(
     ids = [(7 + 31 * i) % vocabulary for i in range(_PROMPT_TOKENS)]
     if prompt_ids is not None:
         ids = [int(part) for part in prompt_ids.split(",")]
-    plan = _Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS)
+    plan = Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS)
     rows: list[dict[str, Any]] = []
     with two_nodes(num_cpus=cpu_actors) as cluster:
         client = cluster.client()
         try:
             client.tell(nodes=2)
             for name in systems or tuple(_SYSTEMS):
-                rows += _measure(cluster, client, name, plan)
+                rows += measure(cluster, client, name, plan)
         finally:
             client.end()
     if any(row["ids"] != rows[0]["ids"] for row in rows):
@@ -89,8 +89,8 @@ def main(
         report.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[dict[str, Any]]:
-    """The rows of one system."""
+def measure(cluster: TwoNodes, client: Client, name: str, plan: Plan) -> list[dict[str, Any]]:
+    """The table's rows of one system, which goes on running."""
     num_hosts, exchange = _SYSTEMS[name]
     config = ModelConfig.from_directory(plan.path)
     system = SystemConfig(
