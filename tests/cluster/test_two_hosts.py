@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -16,74 +16,39 @@ from actors.host_files import require_same_model
 from actors.hosts import node_ids, service_nodes
 from actors.messages import SystemConfig
 from actors.shards import service_specs
-from benchmarks.hosts_client import Client
-from benchmarks.shaped_link import is_permitted
-from benchmarks.two_hosts import Plan, measure
-from benchmarks.two_nodes import TwoNodes, two_nodes
 from model.config import ModelConfig
 from model.errors import CheckpointError, UsageError
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodes]:
-    """Two nodes with four Ray CPUs each."""
-    if reason := is_permitted():
-        pytest.skip(reason)
-    with two_nodes(num_cpus=4) as nodes:
-        yield nodes
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def client(cluster: TwoNodes) -> Iterator[Client]:
-    """Runs systems on the first node, one after another."""
-    found = cluster.client()
-    found.tell(nodes=2)
-    yield found
-    found.end()
-
-
-@pytest.fixture(scope="module")
-def measured(
-    cluster: TwoNodes, client: Client, tiny: Callable[..., TinyCheckpoint]
-) -> dict[str, Any]:
-    """A system of four CPU services, which goes on running, and how it has answered."""
-    checkpoint = tiny("llama-relu")
-    plan = Plan(checkpoint.path, checkpoint.ids[:10].tolist(), GREEDY_TOKENS, 1, 4, (1.0,))
-    (row,) = measure(cluster, client, "two hosts, relay", plan)
-    return row
+def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.timeout(400)
 def test_the_same_tokens_as_on_one_host(
-    measured: dict[str, Any], tiny: Callable[..., TinyCheckpoint]
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
 ) -> None:
-    """Two services a host; services are where they should be, the tokens are transformers'."""
-    assert measured["ids"] == tiny("llama-relu").greedy_ids
+    """Two services a host, where they should be, tokens as transformers'; one of each is lost."""
+    if reason := run_program("shaped_link").stderr.strip():
+        pytest.skip(reason)
+    checkpoint, report = tiny("llama-relu"), tmp_path / "report.json"
+    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
+    arguments += ["--system", "two hosts, relay", "--faults", "--json", report]
+    prompt = ",".join(map(str, checkpoint.ids[:10]))
+    done = run_program("two_hosts", checkpoint.path, "--prompt-ids", prompt, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(report.read_text())
+    assert row["ids"] == checkpoint.greedy_ids
+    assert row["lost"]["ids"] == [checkpoint.greedy_ids] * 2
     places = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
-    assert measured["hosts"] == places
+    assert row["hosts"] == row["lost"]["hosts"] == places
+    assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
     # Each layer waits for the far host once, and the link delays packets by half of that each way.
-    assert measured["ms_a_layer"] >= 1
-
-
-@pytest.mark.timeout(400)
-def test_lost_services_of_both_hosts_change_no_token(
-    measured: dict[str, Any],
-    cluster: TwoNodes,
-    client: Client,
-    tiny: Callable[..., TinyCheckpoint],
-) -> None:
-    """One of the far host is killed, one of the near host is stopped."""
-    checkpoint = tiny("llama-relu")
-    request = {"prompt_ids": checkpoint.ids[:10].tolist(), "num_tokens": GREEDY_TOKENS}
-    before = client.tell(processes=True)["processes"]
-    signals = {before["cpu1"]: signal.SIGKILL, before["cpu2"]: signal.SIGSTOP}
-    assert client.tell(**request, signals=signals)["ids"] == checkpoint.greedy_ids
-    assert client.tell(**request)["ids"] == checkpoint.greedy_ids  # meets a fault that came late
-    after = client.tell(processes=True)["processes"]
-    assert {name for name in after if after[name] != before[name]} == {"cpu1", "cpu2"}
-    assert cluster.link.end_of(after["cpu1"]) == 1 and cluster.link.end_of(after["cpu2"]) == 0
-    assert not any(psutil.pid_exists(pid) for pid in signals)
+    assert row["ms_a_layer"] >= 1
 
 
 def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
