@@ -27,7 +27,7 @@ from numba_kernels.mailbox import (
     OPERATION,
     SKIP_SILENT,
 )
-from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
+from numba_kernels.serve_ffn import FfnArrays, FfnScratch, ffn_request, serve_ffn
 from numba_kernels.vectors import empty_vectors
 
 
@@ -91,6 +91,18 @@ class CpuService(Service):
             )
         )
 
+    def answer_share(self, thread: int) -> None:
+        """One thread's share of the FFN request in the mailbox; all threads of the service do so."""
+        ffn_request(
+            thread,
+            self.num_threads,
+            self.index,
+            self.wires,
+            self.arrays,
+            self._scratch,
+            activation_code(self.activation_fn),
+        )
+
     def answer_in_python(self) -> None:
         """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
         request = self.wires.requests[self.index]
@@ -127,6 +139,8 @@ def load_cpu_service(
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
 
+    With index 0 it is the hot neurons' part of the GPU service.
+
     `touch` takes each new matrix before it is filled.
 
     Errors:  CheckpointError, UsageError
@@ -150,4 +164,5 @@ def load_cpu_service(
         down_bias=weights.down_bias,
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
-    return CpuService(f"cpu{index - 1}", index, num_threads, arrays, config.activation_fn, buckets)
+    name = f"cpu{index - 1}" if index else "gpu"
+    return CpuService(name, index, num_threads, arrays, config.activation_fn, buckets)

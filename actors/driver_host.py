@@ -211,8 +211,10 @@ class DriverHost:
 
         def gather() -> np.ndarray:
             self._require_counts()
-            counts = ray.get([handle.fired_counts.remote() for handle in self._handles[1:]])
-            return counts_by_neuron(self._config, self._specs[1:], counts)
+            specs = [spec for spec in self._specs if spec.neuron_ids is not None]
+            handles = [self._handles[spec.index] for spec in specs]
+            counts = ray.get([handle.fired_counts.remote() for handle in handles])
+            return counts_by_neuron(self._config, specs, counts)
 
         return self._ready().between_requests(gather)
 

@@ -29,6 +29,11 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     plan_path: str = ""  # where neurons go; dealt in turn without one
+    device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
+    gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
+    num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
+    num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
+    head_on_host: bool = False  # likewise
     weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
@@ -46,7 +51,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One service: service 0 holds attention and head, the others neurons."""
+    """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
 
     name: str
     index: int

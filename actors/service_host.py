@@ -57,7 +57,15 @@ class ServiceHost:
         if spec.cache is not None:
             cache = spec.cache
             return lambda on_bytes: load_gpu_service(
-                path, config, spec.index, spec.num_threads, cache, on_bytes, dtype, touch
+                path,
+                config,
+                spec.index,
+                spec.num_threads,
+                cache,
+                on_bytes,
+                dtype,
+                touch,
+                spec.neuron_ids,
             )
         ids = spec.neuron_ids or []
         return lambda on_bytes: load_cpu_service(
@@ -120,7 +128,8 @@ class ServiceHost:
 
     def fired_counts(self) -> np.ndarray:
         """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
-        return np.array(vars(self._require_service())["fired_counts"])  # a CPU service's
+        service: Any = self._require_service()
+        return np.array(service.fired_counts)
 
     def vitals(self) -> ServiceVitals:
         """Process id, memory, device; what was counted too, where the driver cannot see that."""
