@@ -157,6 +157,20 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
     )
 
 
+def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:
+    """Keys or values of so many layers, which take memory as they are written."""
+    shape = num_layers, cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+    dtype = np.float32 if cache.dtype == "float32" else np.uint16
+    return aligned_empty(shape, dtype, huge_pages=False)
+
+
+def rope_array(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
+    """Cosines and sines of all positions; (0, 2, 0) for a model without rope."""
+    if config.rope is None:
+        return np.empty((0, 2, 0), np.float32)
+    return rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
+
+
 def load_gpu_service(
     path: Path,
     config: ModelConfig,
@@ -179,24 +193,12 @@ def load_gpu_service(
         checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
     )
     head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
-    cache_shape = (
-        config.num_layers,
-        cache.num_pages,
-        config.num_kv_heads,
-        PAGE_POSITIONS,
-        config.head_dim,
-    )
-    cache_dtype = np.float32 if cache.dtype == "float32" else np.uint16
-    if config.rope is None:
-        table = np.empty((0, 2, 0), np.float32)
-    else:
-        table = rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
     arrays = AttentionArrays(
         **vars(attention),
         **vars(head),
-        keys=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
-        values=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
-        rope_table=table,
+        keys=cache_array(config, cache, config.num_layers),
+        values=cache_array(config, cache, config.num_layers),
+        rope_table=rope_array(config, cache),
     )
     hot = None
     if neuron_ids is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.arena import ArenaLayout
 from model.sampling import SamplingParams
 from placement.pinning import HostShare
 
@@ -50,6 +51,19 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
+class GpuShare:
+    """What the GPU service on device="cuda" has of its GPU, beside its neurons.
+
+    Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
+    """
+
+    memory_bytes: int  # 0: what is free, less a reserve
+    first_layer: int
+    has_head: bool
+    layout: ArenaLayout
+
+
+@dataclass(frozen=True)
 class ServiceSpec:
     """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
 
@@ -62,6 +76,7 @@ class ServiceSpec:
     weight_dtype: str = ""  # as of SystemConfig
     model_digest: str = ""  # of the model's files, where a service may be on another host
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
+    gpu: GpuShare | None = None  # of the GPU service on device="cuda"
     reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 

@@ -138,7 +138,8 @@ class ServiceHost:
         if service is not None and self._arena_ref is None and hasattr(service, "wires"):
             counts = service.wires.neuron_counts[self.spec.index].copy()
             steps = service.wires.counted_steps[self.spec.index].copy()
-        return ServiceVitals(os.getpid(), resident_bytes(), "cpu", counts, steps)
+        device = "cpu" if service is None else service.device_name
+        return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""

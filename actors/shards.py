@@ -8,7 +8,7 @@ import numpy as np
 from actors.arena import ArenaLayout
 from actors.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from actors.kv_pool import num_pages_of
-from actors.messages import CacheSpec, ServiceSpec, SystemConfig
+from actors.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
 from model.artifact import ModelIdentity
 from model.config import ModelConfig
 from placement.numa import nodes_with_memory, thread_counts
@@ -92,6 +92,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         weight_dtype=dtype,
         model_digest=digest,
         share=host_share(system, threads, None),
+        gpu=_gpu_share(system, config),
     )
     cpus = [
         ServiceSpec(
@@ -107,6 +108,17 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         for i, shard in enumerate(cold)
     ]
     return [gpu, *cpus]
+
+
+def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
+    if system.device == "cpu":
+        return None
+    return GpuShare(
+        system.gpu_memory_bytes,
+        system.num_host_layers,
+        not system.head_on_host,
+        arena_layout(system, config),
+    )
 
 
 def service_threads(system: SystemConfig) -> tuple[int, ...]:

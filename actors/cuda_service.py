@@ -1,0 +1,294 @@
+"""The GPU service on device="cuda": attention, KV cache, norms, head and hot neurons on a GPU.
+
+Its thread waits at the doorbell like any other, without the GIL. A request's copies and one graph go
+on the device's stream; the hot neurons of a layer follow its attention at once, before anybody has
+asked for them, so that they are under way while the CPU services are being asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from actors.cuda_device import Device
+from actors.cuda_graphs import GraphCache
+from actors.cuda_host_part import HostPart
+from actors.cuda_link import Link
+from actors.cuda_model import CudaModel
+from actors.cuda_prompt import PromptWork
+from actors.cuda_step import StepWork, whole_length, whole_step
+from actors.service import Service
+from actors.steps import KERNEL_TOKENS
+from cuda_kernels.device import GPU_FAILED, DeviceFailure
+from numba_kernels.mailbox import (
+    ATTENTION,
+    COUNT_FFN,
+    FFN,
+    FIRST_LOGIT,
+    HEAD,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_TOKENS,
+    OPERATION,
+    PING,
+    SKIP_SILENT,
+    next_request,
+)
+from numba_kernels.serve_attention import AttentionShape
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Hot neurons that are under way: for which question, and what is to be done at the end."""
+
+    question: tuple[int, int, bool]  # layer, tokens, all neurons
+    event: Any
+    land: Callable[[], None]
+
+
+class CudaService(Service):
+    """Serves what `model` holds; the rest of attention and head through `host`, on the CPU."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        device: Device,
+        model: CudaModel,
+        shape: AttentionShape,
+        activation: int,
+        layout: ArenaLayout,
+    ) -> None:
+        """Takes work space for requests of `layout`. `host` is to be set where the model has not all
+        of attention and head.
+
+        Errors:  DeviceMemoryError
+        """
+        super().__init__(name, index, num_threads=1)
+        self.device_name = f"cuda ({device.name})"
+        self.host: HostPart | None = None
+        self._device, self._model = device, model
+        self._work = StepWork(device, model, shape, activation, layout)
+        self._prompts = PromptWork(device, model, shape, activation, self._work.attention_scratch)
+        self._graphs = GraphCache(device)
+        self._place = device.pinned(self._work.place.shape, np.int32)
+        self._prompt_place = device.pinned((2, layout.max_tokens), np.int32)
+        self._num_fired = device.pinned((1,), np.int32)
+        sizes = [0 if part is None else part.num_neurons for part in model.ffn]
+        self._offsets = np.concatenate([[0], np.cumsum(sizes)])
+        self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
+        self._counts = device.pinned((max(sizes),), np.int64)
+        self._begun: _Begun | None = None
+
+    def try_out(self) -> None:
+        """Run what takes most memory once, over whatever the arrays hold, so that what cannot be had
+        is found out now, and kernels are compiled.
+
+        Errors:  DeviceMemoryError
+        """
+        device, work = self._device, self._work
+        device.upload(work.place, np.zeros_like(self._place))
+        layers = [layer for layer, part in enumerate(self._model.attention) if part is not None]
+        hot = [layer for layer, part in enumerate(self._model.ffn) if part is not None]
+        hot.sort(key=lambda layer: self._offsets[layer + 1] - self._offsets[layer])
+        tokens = self._prompt_place.shape[1]
+        with device.stream():
+            x = device.empty((tokens, work.width), np.float32)
+            x[...] = 0
+            place = device.empty((2, tokens), np.int32)
+            place[...] = 0
+            if layers:
+                work.attention(layers[0], 1, whole_length(1, work.most_length))
+                self._prompts.attention(layers[0], x, place[0], place[1], work.tables, 0)
+            if hot:
+                work.hot(hot[-1], 1, True)
+                part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
+                assert part is not None
+                self._prompts.hot(part, x, out, add=False)
+            if self._model.head is not None:
+                work.head(1)
+        device.wait(device.record(spin=False))
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Let copies use the arena."""
+        self._link = Link(self._device, self._arena)
+        self._place[:] = -1  # nothing of the arena before has been seen
+        self._begun = None
+        if self.host is not None:
+            self.host.attach(layout, self._arena, self.wires)
+
+    def release(self) -> None:
+        """Let go of the arena."""
+        self._link.close()
+        if self.host is not None:
+            self.host.stop()
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Wait for the next request, without the GIL; all of them are Python's."""
+        return int(next_request(self.wires.words, self.index, np.int32(seen)))
+
+    def answer_in_python(self) -> None:
+        """Answer any request. An error of the device's own is a DeviceFailure."""
+        request = self.wires.requests[self.index]
+        operation, layer = int(request[OPERATION]), int(request[LAYER])
+        num_tokens = int(request[NUM_TOKENS])
+        try:
+            if operation == ATTENTION:
+                self._attention(layer, num_tokens, keep_all=not request[SKIP_SILENT])
+            elif operation == HEAD:
+                self._head(int(request[FIRST_LOGIT]), num_tokens)
+            elif operation == FFN and num_tokens <= KERNEL_TOKENS:
+                self._hot(layer, num_tokens, keep_all=not request[SKIP_SILENT])
+            elif operation in (FFN, COUNT_FFN):
+                self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
+            elif operation != PING:
+                raise ValueError(f"{self.name} knows no operation {operation}")
+        except Exception as error:
+            self._begun = None
+            if told := self._device.explain(error):
+                raise DeviceFailure(f"{GPU_FAILED}: {told}") from error
+            raise
+
+    def _attention(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+        self._begun = None
+        if self._model.attention[layer] is None:
+            self._ask_host()
+        elif num_tokens <= KERNEL_TOKENS:
+            self._attention_of_few(layer, num_tokens, keep_all)
+        else:
+            self._attention_of_many(layer, num_tokens)
+
+    def _attention_of_few(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+        wires, work, whole = self.wires, self._work, whole_step(num_tokens)
+        self._put_place(num_tokens)
+        self._link.bring("hidden", work.hidden, wires.hidden[:num_tokens], whole)
+        longest = int(wires.positions[:num_tokens].max()) + 1
+        length = whole_length(longest, work.most_length)
+        key = "attention", layer, whole, length
+        self._graphs.run(key, lambda: work.attention(layer, whole, length))
+        targets = wires.mixed[:num_tokens].reshape(-1), wires.ffn_input[:num_tokens].reshape(-1)
+        found = work.mixed_and_input[:, : targets[0].size]
+        land = self._link.take("mixed", targets, found)
+        done = self._device.record(spin=True)  # nothing else of the system works meanwhile
+        if self._model.ffn[layer] is not None:
+            self._begun = self._begin_hot(layer, num_tokens, keep_all)
+        self._device.wait(done)
+        land()
+
+    def _begin_hot(self, layer: int, num_tokens: int, keep_all: bool) -> _Begun:
+        work, whole = self._work, whole_step(num_tokens)
+        key = "hot", layer, whole, keep_all
+        self._graphs.run(key, lambda: work.hot(layer, whole, keep_all))
+        target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+        found = work.partial.reshape(-1)[: target.size]
+        land = self._link.take("partial", [target], found)
+        self._device.copy_out(self._num_fired, work.num_fired)
+        # Threads of CPU services work now: a thread that spins would take a core from them.
+        event = self._device.record(spin=False)
+        return _Begun((layer, num_tokens, keep_all), event, land)
+
+    def _hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+        begun, self._begun = self._begun, None
+        if begun is None or begun.question != (layer, num_tokens, keep_all):
+            x, whole = self.wires.ffn_input[:num_tokens], whole_step(num_tokens)
+            self._link.bring("ffn_input", self._work.outputs(whole)[1], x, whole)
+            begun = self._begin_hot(layer, num_tokens, keep_all)
+        self._device.wait(begun.event)
+        begun.land()
+        self.wires.replies[self.index, NUM_COMPUTED] = self._num_fired[0]
+
+    def _head(self, first: int, last: int) -> None:
+        if self._model.head is None:
+            self._ask_host()
+            return
+        num_tokens = last - first
+        hidden, work = self.wires.hidden[first:last], self._work
+        target = self.wires.logits[:num_tokens].reshape(-1)
+        if num_tokens <= KERNEL_TOKENS:
+            whole = whole_step(num_tokens)
+            self._link.bring("hidden", work.hidden, hidden, whole)
+            self._graphs.run(("head", whole), lambda: work.head(whole))
+            found = work.logits.reshape(-1)[: target.size]
+        else:
+            with self._device.stream():
+                found = self._prompts.head(self._brought(hidden)).reshape(-1)
+        self._finish(self._link.take("logits", [target], found))
+
+    def _attention_of_many(self, layer: int, num_tokens: int) -> None:
+        wires = self.wires
+        positions, slots = wires.positions[:num_tokens], wires.slots[:num_tokens]
+        if np.ptp(slots) or (np.diff(positions) != 1).any():
+            raise ValueError("prefill takes consecutive positions of one sequence")
+        self._put_place(1)  # for the page tables
+        place = self._prompt_place[:, :num_tokens]
+        place[0], place[1] = positions, slots
+        with self._device.stream():
+            on_device = self._device.empty(self._prompt_place.shape, np.int32)
+            self._device.copy_in(on_device, self._prompt_place)
+            mixed, ffn_input = self._prompts.attention(
+                layer,
+                self._brought(wires.hidden[:num_tokens]),
+                on_device[0, :num_tokens],
+                on_device[1, :num_tokens],
+                self._work.tables,
+                int(positions[-1]),
+            )
+        lands = [
+            self._link.take(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
+            for name, target, found in (
+                ("mixed", wires.mixed, mixed),
+                ("ffn_input", wires.ffn_input, ffn_input),
+            )
+        ]
+        self._finish(*lands)
+
+    def _hot_of_many(self, layer: int, num_tokens: int, counts: bool) -> None:
+        """Also of few tokens where neurons that fire are counted."""
+        self._begun = None
+        part = self._model.ffn[layer]
+        assert part is not None
+        target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+        size = part.num_neurons
+        with self._device.stream():
+            x = self._brought(self.wires.ffn_input[:num_tokens])
+            out = self._device.empty(x.shape, np.float32)
+            fired = self._device.empty((size,), np.int64) if counts else None
+            self._prompts.hot(part, x, out, add=False, counts=fired)
+            if fired is not None:
+                self._device.copy_out(self._counts[:size], fired)
+        self._finish(self._link.take("partial", [target], out.reshape(-1)))
+        if counts:
+            first = int(self._offsets[layer])
+            self.fired_counts[first : first + size] += self._counts[:size]
+        self.wires.replies[self.index, NUM_COMPUTED] = size
+
+    def _brought(self, source: np.ndarray) -> Any:
+        """A new array on the device with the rows of `source`, to come."""
+        target = self._device.empty(source.shape, np.float32)
+        self._link.bring("prompt", target, source, source.shape[0])
+        return target
+
+    def _finish(self, *lands: Callable[[], None]) -> None:
+        self._device.wait(self._device.record(spin=True))
+        for land in lands:
+            land()
+
+    def _put_place(self, num_tokens: int) -> None:
+        """Positions, slots and page tables; they are the same for all layers of a step."""
+        wires, tokens = self.wires, KERNEL_TOKENS
+        place = np.empty_like(self._place)
+        for first, values in ((0, wires.positions), (tokens, wires.slots)):
+            place[first : first + num_tokens] = values[:num_tokens]
+            place[first + num_tokens : first + tokens] = values[num_tokens - 1]
+        place[2 * tokens :] = wires.page_tables.reshape(-1)
+        if not np.array_equal(place, self._place):
+            self._place[:] = place
+            self._device.copy_in(self._work.place, self._place)
+
+    def _ask_host(self) -> None:
+        assert self.host is not None
+        self.host.ask()
