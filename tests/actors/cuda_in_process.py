@@ -23,7 +23,6 @@ class CudaInProcess(InProcessSystem):
     device: NumpyDevice = field(default_factory=NumpyDevice)
     first_layer: int = 0
     has_head: bool = True
-    weight_dtype: str = ""
 
     def gpu_spec(self) -> ServiceSpec:
         """What the GPU service is to load."""

@@ -88,6 +88,7 @@ class InProcessSystem:
     copying: bool = False  # a CopyingExchange instead of the arena's
     hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
+    weight_dtype: str = ""
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -134,6 +135,7 @@ class InProcessSystem:
             self.num_threads,
             cache,
             lambda num_bytes: None,
+            self.weight_dtype,
             neuron_ids=self.hot_ids(),
         )
 
@@ -147,6 +149,7 @@ class InProcessSystem:
                 shard,
                 index == 1,
                 lambda num_bytes: None,
+                self.weight_dtype,
             )
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]

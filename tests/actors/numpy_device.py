@@ -70,6 +70,11 @@ class Queue:
         """Add work."""
         self._work.append(work)
 
+    def drop(self) -> None:
+        """Forget what is left."""
+        self._num_done = self.end
+        self._work.clear()
+
     def run(self, number: int) -> None:
         """Do the first `number` pieces of work, as far as they are not done."""
         while self._num_done < number:
@@ -240,7 +245,8 @@ class NumpyDevice:
         return ""
 
     def unregister(self, address):
-        self._finish_all()
+        for queue in (self._stream, self._copies):
+            queue.drop()
         del self.registered[address]
 
     def copy_in(self, target, source):
