@@ -61,6 +61,15 @@ class CudaLoading:
             self._service.host = HostPart(inner)
         return self._service
 
+    def is_of(self, spec: ServiceSpec) -> bool:
+        """Whether this is what `spec` asks for."""
+        mine, other = self.spec.neuron_ids or [], spec.neuron_ids or []
+        return (
+            (self.spec.gpu, self.spec.cache) == (spec.gpu, spec.cache)
+            and len(mine) == len(other)
+            and all(np.array_equal(a, b) for a, b in zip(mine, other, strict=True))
+        )
+
     @property
     def _is_whole(self) -> bool:
         return self._gpu.first_layer == 0 and self._gpu.has_head

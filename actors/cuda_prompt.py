@@ -36,7 +36,6 @@ class PromptWork:
         """`activation` is the code of numba_kernels.ffn; the scratch is of the longest sequence."""
         self._device, self._model, self._shape = device, model, shape
         self._activation = activation
-        self._xp = device.xp
         self._scratch = attention_scratch
         self._wide: Any = None
 
@@ -93,7 +92,7 @@ class PromptWork:
 
     def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
         """x @ weights.T + bias: (T, N) float32."""
-        out = self._xp.empty((x.shape[0], weights.num_rows), np.float32)
+        out = self._device.empty((x.shape[0], weights.num_rows), np.float32)
 
         def multiply(rows: Any, first: int, last: int) -> None:
             self._device.multiply(operand, rows, out[:, first:last], b_has_rows=True, add=False)
@@ -149,7 +148,7 @@ class PromptWork:
         groups = shape.num_heads, shape.num_kv_heads
         cache, scale = (part.keys, part.values), float(shape.head_dim**-0.5)
         most = whole_length(last_position + 1, tables.shape[1] * PAGE_POSITIONS)
-        heads = self._xp.empty((qkv.shape[0], shape.num_heads * shape.head_dim), np.float32)
+        heads = self._device.empty((qkv.shape[0], shape.num_heads * shape.head_dim), np.float32)
         for few in _few_at_once(qkv.shape[0]):
             place = positions[few], slots[few], tables
             kernels.rope_store(qkv[few], *groups, self._model.rope_table, *place, *cache)
@@ -167,7 +166,7 @@ class PromptWork:
         return self._norm(hidden, norms.ffn_weight, norms.ffn_bias)
 
     def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
-        shape, out = self._shape, self._xp.empty(x.shape, np.float32)
+        shape, out = self._shape, self._device.empty(x.shape, np.float32)
         for few in _few_at_once(x.shape[0]):
             kernels = self._device.kernels
             kernels.norm(shape.norm_kind, x[few], weight, bias, float(shape.norm_epsilon), out[few])

@@ -20,6 +20,7 @@ from actors.failures import RequestError, cause_of, service_error
 from actors.hosts import Hosts, SpawnRelay, service_nodes
 from actors.messages import (
     DriverLoad,
+    Fitted,
     GenerateRequest,
     LoadProgress,
     ServiceSpec,
@@ -86,6 +87,8 @@ class DriverHost:
         self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
         self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
+        self._notes: tuple[str, ...] = ()
+        self._device_name = "cpu"  # of the GPU service
         self._driver: Driver | None = None
         self._arena_ref: Any = None
         self._arena: Any = None
@@ -110,7 +113,9 @@ class DriverHost:
             await_actors(self._handles, num_cpus, _START_S, node_id)
             self._each("ping", timeout_s=5.0)
             self._stage = "loading weights"
-            self._each("load")
+            if self._system.device == "cuda":
+                self._fit_gpu()
+            self._await_each([self._handles[spec.index].load.remote(spec) for spec in self._specs])
             self._stage = "compiling kernels"
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
@@ -125,9 +130,23 @@ class DriverHost:
             self._kill()
             raise
 
+    def _fit_gpu(self) -> None:
+        """Let the GPU service take what fits; the CPU services then load the rest."""
+        try:
+            fitted: Fitted = ray.get(self._handles[0].fit.remote(self._system))
+        except ray.exceptions.RayError as error:
+            raise service_error("gpu service", error) from error
+        self._system, self._device_name = fitted.system, fitted.device_name
+        self._notes = (fitted.note,) if fitted.note else ()
+        self._specs = service_specs(self._system, self._config)
+        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+
     def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> None:
         """Call all; the first to fail is named, or one that answers `timeout_s` after the last."""
         calls = [getattr(handle, method).remote(*args) for handle in self._handles]
+        self._await_each(calls, timeout_s)
+
+    def _await_each(self, calls: list[Any], timeout_s: float | None = None) -> None:
         names = {call: spec.name for call, spec in zip(calls, self._specs, strict=True)}
         while calls:
             done, calls = ray.wait(calls, timeout=timeout_s)
@@ -167,7 +186,7 @@ class DriverHost:
         """How far loading is; may be called while `load` runs."""
         counts, stage = [], self._replacer.stage or self._stage
         if stage not in ("starting services", "loading weights"):
-            return LoadProgress(self._total_bytes, self._total_bytes, stage)
+            return LoadProgress(self._total_bytes, self._total_bytes, stage, self._notes)
         if stage == "loading weights":
             calls = [handle.loaded_bytes.remote() for handle in self._handles]
             with suppress(ray.exceptions.RayError):
@@ -188,7 +207,7 @@ class DriverHost:
 
     def driver_load(self) -> DriverLoad:
         """What the driver is busy with."""
-        return self._ready().load()
+        return replace(self._ready().load(), device=self._device_name)
 
     def cancel(self, request_id: str) -> None:
         """End a running request within a token."""

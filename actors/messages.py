@@ -31,6 +31,7 @@ class SystemConfig:
     predictors_path: str = ""  # of the predicted modes
     plan_path: str = ""  # where neurons go; dealt in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
+    requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do
     gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
     num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
@@ -39,6 +40,15 @@ class SystemConfig:
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A system with what its GPU holds of it, and a line where that is less than was wanted."""
+
+    system: SystemConfig
+    note: str
+    device_name: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,7 @@ class DriverLoad:
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # the share of the KV cache's pages that is lent
+    device: str = "cpu"  # of the GPU service
 
 
 @dataclass(frozen=True)
@@ -196,3 +207,4 @@ class LoadProgress:
     loaded_bytes: int
     total_bytes: int
     stage: str
+    notes: tuple[str, ...] = ()  # what is otherwise than was wanted, a line each

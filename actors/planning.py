@@ -106,14 +106,19 @@ def find_plan(
     if file is None and not found.exists():
         return ""
     plan = read_plan(found, identity, config, request)
-    num_on_gpus = int((plan.neuron_device < plan.num_gpus).sum())
-    if plan.num_gpus == 0:
+    if plan.num_gpus <= (system.device == "cuda"):
         return str(found.resolve())
     if file is None:
         return ""
+    num_on_gpus = int((plan.neuron_device < plan.num_gpus).sum())
+    if system.device == "cuda":
+        raise UsageError(
+            f"{found}: is for {plan.num_gpus} GPUs, and a system uses one; make it again with "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     raise UsageError(
-        f"{found}: places {num_on_gpus} neurons on a GPU, and this version computes everything on "
-        "the CPU; make a plan with --gpu-memory 0 and give that option here too"
+        f"{found}: places {num_on_gpus} neurons on a GPU, and this system has none; make a plan "
+        "with --gpu-memory 0 and give that option here too"
     )
 
 

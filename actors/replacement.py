@@ -93,7 +93,7 @@ class ServiceReplacer:
         process = self._end_old(service)
         # Known before it is loaded, so that the next attempt ends it if it fails.
         self._expect(service, process)
-        self._await(service, handle.load.remote())
+        self._await(service, handle.load.remote(self._specs[service]))
         if self._wires is not None:  # nothing is asked of it
             words = self._wires.words
             seen = words[cell(service, DONE) * WORDS_A_CELL]

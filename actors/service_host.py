@@ -1,10 +1,13 @@
 """A service's process: what its actor answers while its threads do the work."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -12,13 +15,18 @@ import ray
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.host_files import require_same_model, weight_bytes
-from actors.messages import ServiceSpec
+from actors.messages import Fitted, ServiceSpec, SystemConfig
 from actors.service import Service
 from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
-from model.errors import ServiceError
+from model.errors import HotcoldError, ServiceError
 from placement.first_touch import FirstTouch
 from placement.pinning import find_place, pin_process, settle_thread
+
+
+if TYPE_CHECKING:
+    from actors.cuda_device import Device
+    from actors.cuda_load import CudaLoading
 
 
 class ServiceHost:
@@ -35,10 +43,38 @@ class ServiceHost:
             pin_process(self._place.cores)
         self._loaded_bytes = 0
         self._service: Service | None = None
+        self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
 
-    def load(self) -> None:
-        """Read this service's own part of the checkpoint. Errors: HotcoldError."""
+    def fit(self, system: SystemConfig) -> Fitted:
+        """Open the GPU and take its memory for as much of `system` as fits.
+
+        Errors:  HotcoldError; where the system can do without a GPU it is then one without
+        """
+        from actors.cuda_fit import fit_system
+
+        try:
+            device = self._open_device()
+            config = ModelConfig.from_directory(system.model_path)
+            self._loading, fitted = fit_system(device, system, config)
+        except (RuntimeError, HotcoldError) as problem:
+            line = str(problem).splitlines()[0]
+            if system.requires_gpu:
+                raise problem if isinstance(problem, HotcoldError) else ServiceError(line) from None
+            return Fitted(replace(system, device="cpu"), f"the CPU computes everything: {line}")
+        return fitted
+
+    def _open_device(self) -> Device:
+        from actors.cuda_fit import open_device
+
+        return open_device()
+
+    def load(self, spec: ServiceSpec | None = None) -> None:
+        """Read this service's own part of the checkpoint; of `spec` instead of the one from before.
+
+        Errors:  HotcoldError
+        """
+        self.spec = self.spec if spec is None else spec
         require_same_model(self.spec)
         config = ModelConfig.from_directory(self.spec.model_path)
         self._settle(weight_bytes(self.spec, config))
@@ -53,6 +89,8 @@ class ServiceHost:
         from actors.gpu_service import load_gpu_service
 
         spec, path = self.spec, Path(self.spec.model_path)
+        if spec.gpu is not None:
+            return self._gpu_loading(config).fill
         dtype, touch = spec.weight_dtype, self._touch()
         if spec.cache is not None:
             cache = spec.cache
@@ -71,6 +109,15 @@ class ServiceHost:
         return lambda on_bytes: load_cpu_service(
             path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
         )
+
+    def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
+        """What `fit` took, or the same taken by a process that comes in another's place."""
+        from actors.cuda_load import CudaLoading
+
+        loading, self._loading = self._loading, None
+        if loading is None or not loading.is_of(self.spec):
+            loading = CudaLoading(self._open_device(), config, self.spec)
+        return loading
 
     def _settle(self, num_bytes: int) -> None:
         """Before memory is taken: Ray answers calls in several threads, each has its own policy."""

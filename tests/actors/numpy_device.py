@@ -209,6 +209,7 @@ class NumpyDevice:
         self.xp = np
         self.kernels = NumpyKernels(self)
         self._held: dict[int, int] = {}
+        self._reserved = 0  # as a pool does it, which keeps what was given back
         self._limit = self.memory_bytes
         self._stream, self._copies = Queue(), Queue()
         self._recording: list[Callable[[], None]] | None = None
@@ -223,6 +224,7 @@ class NumpyDevice:
             raise DeviceMemoryError(f"out of memory: {num_bytes} more than {self.held_bytes()}")
         memory = np.full(num_bytes, GARBAGE, np.uint8)
         self._held[id(memory)] = num_bytes
+        self._reserved = max(self._reserved, self.held_bytes())
         weakref.finalize(memory, self._held.pop, id(memory))
         return memory.view(dtype).reshape(shape)
 
@@ -356,7 +358,7 @@ class NumpyDevice:
         gates[...] = activated(code, gates) * (1 if factors is None else factors)
 
     def used_bytes(self):
-        return self.context_bytes + self.held_bytes()
+        return self.context_bytes + self._reserved
 
     def free_bytes(self):
         return self.memory_bytes - self.used_bytes()
@@ -366,6 +368,7 @@ class NumpyDevice:
 
     def release(self):
         self._finish_all()
+        self._reserved = self.held_bytes()
 
     def explain(self, error):
         return str(error) if isinstance(error, LaunchError) else ""
