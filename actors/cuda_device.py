@@ -70,8 +70,8 @@ class Device(Protocol):
     def follow_copies(self) -> None:
         """What is put on the stream from now on comes after all copies of `copy_ahead` so far."""
 
-    def lead_copies(self) -> None:
-        """Copies of `copy_ahead` from now on come after all that is on the stream so far."""
+    def hold_copies(self, event: Any) -> None:
+        """Copies of `copy_ahead` from now on come after an event of `record`."""
 
     def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
         """out = a . b^T, or a . b without `b_has_rows`; added to `out` with `add`.

@@ -10,6 +10,7 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.bundles import ROUND_BYTES
 from actors.cuda_device import Device
 from actors.cuda_graphs import GRAPH_BYTES, MOST_GRAPHS
 from actors.cuda_load import CudaLoading
@@ -53,7 +54,9 @@ class _Sizes:
             layer=-(-(attention_bytes(config) + cache) // config.num_layers),
             head=head_bytes(config),
             neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
-            work=4 * (prompt + step) + _PRODUCTS_BYTES,
+            work=4 * (prompt + step)
+            + _PRODUCTS_BYTES
+            + 2 * ROUND_BYTES * bool(system.stream_tokens),
         )
 
 
@@ -146,9 +149,7 @@ def _too_small(device: Device, budget: int, sizes: _Sizes) -> str:
     )
 
 
-def _note(
-    device: Device, config: ModelConfig, wanted: SystemConfig, found: SystemConfig
-) -> str:
+def _note(device: Device, config: ModelConfig, wanted: SystemConfig, found: SystemConfig) -> str:
     parts = []
     if wanted.plan_path and found.num_hot_neurons < wanted.num_hot_neurons:
         parts.append(

@@ -46,6 +46,14 @@ class Link:
             source = staged
         self._device.copy_in(target[:num_rows], source)
 
+    def readable(self, name: str, source: np.ndarray) -> np.ndarray:
+        """Bytes (n,) of the arena, where copies may read them; `name` as of `bring`."""
+        if not self.refusal:
+            return source
+        staged = self._staged(name, 1, source.size, source.dtype)[0]
+        staged[:] = source
+        return staged
+
     def take(self, name: str, targets: Sequence[np.ndarray], source: Any) -> Callable[[], None]:
         """Put a copy of `source`, one row (n,) or two (2, n), to as many arrays (n,) of the arena on
         the stream. What is returned is to be called once the device has been waited for.

@@ -92,7 +92,8 @@ class CudaModel:
     """A share of a model on a device. Arrays are taken by the constructor, filled by `fill`.
 
     attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
-    (0,) is of every layer: whoever computes a whole layer adds it.
+    (0,) is of every layer: whoever computes a whole layer adds it. `ffn_like` has the shapes and
+    dtypes of rows that the model's neurons have.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class CudaModel:
             self._attention(attention, cache) if layer >= share.first_layer else None
             for layer in range(config.num_layers)
         ]
+        self.ffn_like = ffn
         sizes = np.diff(ffn.offsets)
         self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
 

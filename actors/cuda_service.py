@@ -20,6 +20,7 @@ from actors.cuda_host_part import HostPart
 from actors.cuda_link import Link
 from actors.cuda_model import CudaModel
 from actors.cuda_prompt import PromptWork
+from actors.cuda_stream import Streaming
 from actors.cuda_step import StepWork, whole_length, whole_step
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
@@ -32,10 +33,13 @@ from numba_kernels.mailbox import (
     HEAD,
     LAYER,
     NUM_COMPUTED,
+    NUM_IDS,
     NUM_TOKENS,
     OPERATION,
     PING,
+    ROUND,
     SKIP_SILENT,
+    STREAM,
     next_request,
 )
 from numba_kernels.serve_attention import AttentionShape
@@ -74,6 +78,9 @@ class CudaService(Service):
         self._device, self._model = device, model
         self._work = StepWork(device, model, shape, activation, layout)
         self._prompts = PromptWork(device, model, shape, activation, self._work.attention_scratch)
+        self._streaming: Streaming | None = None
+        if layout.bundle_bytes:
+            self._streaming = Streaming(device, model, self._prompts, layout)
         self._graphs = GraphCache(device)
         self._place = device.pinned(self._work.place.shape, np.int32)
         self._prompt_place = device.pinned((2, layout.max_tokens), np.int32)
@@ -118,6 +125,8 @@ class CudaService(Service):
         self._link = Link(self._device, self._arena)
         self._place[:] = -1  # nothing of the arena before has been seen
         self._begun = None
+        if self._streaming is not None:
+            self._streaming.attach(layout, self._arena, self._link)
         if self.host is not None:
             self.host.attach(layout, self._arena, self.wires)
 
@@ -145,6 +154,9 @@ class CudaService(Service):
                 self._hot(layer, num_tokens, keep_all=not request[SKIP_SILENT])
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
+            elif operation == STREAM:
+                rounds = int(request[NUM_IDS])
+                self._stream(layer, num_tokens, int(request[ROUND]), rounds)
             elif operation != PING:
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
@@ -265,6 +277,21 @@ class CudaService(Service):
             first = int(self._offsets[layer])
             self.fired_counts[first : first + size] += self._counts[:size]
         self.wires.replies[self.index, NUM_COMPUTED] = size
+
+    def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
+        """A round of a layer's neurons; the last one ends with the whole FFN's output."""
+        self._begun, streaming = None, self._streaming
+        if streaming is None:
+            raise ValueError(f"{self.name} was not told that neurons would be brought to it")
+        if number == 0:
+            with self._device.stream():
+                x = self._brought(self.wires.ffn_input[:num_tokens])
+            streaming.begin(layer, x)
+        elif not streaming.is_done(number):
+            streaming.add(number)
+        if number == num_rounds:
+            target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+            self._finish(self._link.take("partial", [target], streaming.result.reshape(-1)))
 
     def _brought(self, source: np.ndarray) -> Any:
         """A new array on the device with the rows of `source`, to come."""

@@ -61,6 +61,7 @@ class Driver:
         predictor = _load_predictor(system, config, shards)
         num_hot = hot_counts(config, shards)
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
+        engine.stream_tokens = system.stream_tokens
         self.engine = engine
         self._share_out_predictor(system.num_threads)
         self.generator = Generator(path, config, engine, system.context_length)

@@ -11,7 +11,8 @@ import numpy as np
 from actors.blame import bad_embedding, bad_layer, bad_logits
 from actors.exchange import Exchange
 from actors.step_times import StepTimes
-from actors.steps import KERNEL_TOKENS
+from actors.steps import KERNEL_TOKENS, MATRIX_TOKENS
+from actors.streaming import stream_ffn
 from model.config import ModelConfig
 from model.weights import EmbeddingWeights
 from numba_kernels.finite import finite_pair, finite_rows
@@ -61,6 +62,7 @@ class Engine:
         self.embedding = embedding
         self.predictor = predictor
         self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
+        self.stream_tokens = 0  # prompts of so many tokens have all neurons brought to a GPU
         self.count_services()
         self.times = StepTimes()
         self.num_steps = 0
@@ -121,9 +123,14 @@ class Engine:
             name, number = self._predictor_input(), self.exchange.next_number
             self.predictor.announce(layer, num_tokens, name, number)
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        self._ffn(layer, num_tokens)
-        first = self._first_ffn(layer)
-        merge_partials(wires.mixed, wires.partials, first, num_tokens, wires.hidden)
+        first, partials = self._first_ffn(layer), wires.partials
+        if self._streams(layer, num_tokens):
+            stream_ffn(self.exchange, times, layer, num_tokens)
+            times.count_neurons(self.config.ffn_size, self.config.ffn_size)
+            first, partials = GPU, partials[:1]
+        else:
+            self._ffn(layer, num_tokens)
+        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
         # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
         if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
             raise bad_layer(wires, layer, num_tokens, first)
@@ -167,6 +174,11 @@ class Engine:
         waited_ns = self.exchange.ask(range(first, self._num_services))
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
         return int(replies[:, NUM_COMPUTED].sum())
+
+    def _streams(self, layer: int, num_tokens: int) -> bool:
+        if not self.stream_tokens or num_tokens < max(self.stream_tokens, MATRIX_TOKENS):
+            return False
+        return bool(self.num_hot[layer] < self.config.ffn_size)
 
     def _first_ffn(self, layer: int) -> int:
         """The first service that holds neurons of the layer."""

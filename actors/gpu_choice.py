@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from cuda_kernels.device import first_gpu
 from model.errors import UsageError
+from placement.crossover import streaming_tokens
+from placement.machine import measured_before
 from placement.memory import MemoryNeed
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
 def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
-    """"cuda" or "cpu" for what the user gave: "auto" is the GPU where there is one.
+    """ "cuda" or "cpu" for what the user gave: "auto" is the GPU where there is one.
 
     Errors:  UsageError where a GPU was asked for, by `device` or a budget, and cannot be used
     """
@@ -31,6 +33,16 @@ def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
         option = "--device cuda" if device == "cuda" else "--gpu-memory"
         raise UsageError(f"{option} was given, but {found}; leave it out to use the CPU alone")
     return "cpu"
+
+
+def stream_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
+    """From how many tokens on a prompt has cold neurons brought to the GPU; 0 where none does.
+
+    They come by the arena, from services of this host.
+    """
+    if device == "cpu" or exchange != "arena" or hosts:
+        return 0
+    return streaming_tokens(measured_before())
 
 
 def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:

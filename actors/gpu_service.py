@@ -75,7 +75,7 @@ class GpuService(Service):
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         self._products = MatrixProducts(self.num_threads, self.thread_cores)
         if self._hot is not None:
-            self._hot.thread_cores, self._hot.wires = self.thread_cores, self.wires
+            self._hot.work_within(self)
             self._hot.prepare(layout)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
-from actors.gpu_choice import beside_gpu, choose_device
+from actors.gpu_choice import beside_gpu, choose_device, stream_tokens
 from actors.planning import find_plan
 from actors.shards import arena_layout, num_kv_pages
 from actors.steps import KERNEL_TOKENS
@@ -137,6 +137,8 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
+    tokens = stream_tokens(system.device, system.exchange, system.hosts)
+    system = replace(system, stream_tokens=tokens)
     _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.bundles import bundle_bytes
 from actors.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from actors.kv_pool import num_pages_of
 from actors.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
@@ -160,4 +161,5 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
+        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.stream_tokens else 0,
     )

@@ -187,9 +187,9 @@ class CupyDevice:
         """See `Device.follow_copies`."""
         self._stream.wait_event(self.record_copies())
 
-    def lead_copies(self) -> None:
-        """See `Device.lead_copies`."""
-        self._copies.wait_event(self.record(spin=False))
+    def hold_copies(self, event: Any) -> None:
+        """See `Device.hold_copies`."""
+        self._copies.wait_event(event)
 
     def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
         """See `Device.multiply`. cuBLAS has columns where we have rows: it makes out^T = b a^T."""

@@ -72,7 +72,9 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
     reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
     one = _empty_attention(reader, replace(config, num_layers=1), names)
     # Every layer's place is the same place.
-    every = AttentionWeights(**{name: _repeated(array, config.num_layers) for name, array in vars(one).items()})
+    every = AttentionWeights(
+        **{name: _repeated(array, config.num_layers) for name, array in vars(one).items()}
+    )
     for layer in range(config.num_layers):
         _load_norms(reader, config, names, every, layer)
         _load_projections(reader, config, names, every, layer)

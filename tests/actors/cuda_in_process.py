@@ -37,6 +37,7 @@ class CudaInProcess(InProcessSystem):
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            self.bundle_bytes,
         )
         return ServiceSpec(
             "gpu",

@@ -89,6 +89,7 @@ class InProcessSystem:
     hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
     weight_dtype: str = ""
+    bundle_bytes: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            self.bundle_bytes,
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)

@@ -333,9 +333,9 @@ class NumpyDevice:
         number = self._copies.end
         self._put(lambda: self._copies.run(number))
 
-    def lead_copies(self):
-        number = self._stream.end
-        self._copies.put(lambda: self._stream.run(number))
+    def hold_copies(self, event):
+        queue, number = event
+        self._copies.put(lambda: queue.run(number))
 
     def multiply(self, a, b, out, *, b_has_rows, add):
         assert self._at_once and a.dtype == b.dtype

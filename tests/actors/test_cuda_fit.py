@@ -167,9 +167,7 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
 
 
-def test_the_host_needs_less_beside_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_tiny("llama-relu", tmp_path)
     alone = prepare_system(path, SystemOptions(device="cpu"))
     assert alone[0].device == "cpu"
