@@ -102,7 +102,7 @@ class CpuService(Service):
         self._arena = service._arena
 
     def answer_share(self, thread: int) -> None:
-        """One thread's share of the FFN request in the mailbox; all threads of the service do so."""
+        """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
         ffn_request(
             thread,
             self.num_threads,

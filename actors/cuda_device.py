@@ -1,7 +1,7 @@
 """What the GPU service asks of a device: memory, copies, graphs, events, products of prompts.
 
-`cuda_kernels.cupy_device` is it on a GPU. Work is put on one stream and done in order, later; arrays
-of the host that take part in it must stay as they are until an event after it has been waited for.
+`cuda_kernels.cupy_device` is it on a GPU. Work is put on one stream and done later, in order: arrays
+of the host that take part must stay as they are until an event after it has been waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuda_kernels.kernels import DeviceKernels
+from cuda_kernels.protocol import DeviceKernels
 
 
 class Device(Protocol):
@@ -50,7 +50,7 @@ class Device(Protocol):
         """Kernels and functions of `xp` within it are put on the stream."""
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """A graph of the kernels that `work` launches; they do not run. Each has run once before."""
+        """A graph of the kernels that `work` launches, which do not run; each has run before."""
 
     def launch(self, graph: Any) -> None:
         """Put a graph on the stream."""

@@ -33,7 +33,7 @@ class Link:
         self._staging.clear()
 
     def bring(self, name: str, target: Any, source: np.ndarray, num_rows: int) -> None:
-        """Put a copy of `source` (T, n) to the first `num_rows` >= T rows of `target` on the stream.
+        """Put a copy of `source` (T, n) on the stream, to `num_rows` >= T rows of `target`.
 
         Rows beyond T become copies of the last one. `name` tells copies apart that may be under way
         at the same time.
@@ -55,8 +55,8 @@ class Link:
         return staged
 
     def take(self, name: str, targets: Sequence[np.ndarray], source: Any) -> Callable[[], None]:
-        """Put a copy of `source`, one row (n,) or two (2, n), to as many arrays (n,) of the arena on
-        the stream. What is returned is to be called once the device has been waited for.
+        """Put a copy of `source`, one row (n,) or two (2, n), on the stream, to as many arrays (n,)
+        of the arena. What is returned is to be called once the device has been waited for.
         """
         if not self.refusal:
             self._device.copy_out(targets[0] if len(targets) == 1 else rows_of(*targets), source)

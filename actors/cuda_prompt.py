@@ -23,7 +23,7 @@ _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 
 
 class PromptWork:
-    """Computes a layer or the head for many tokens; arrays that come and go are the device's own."""
+    """Computes a layer or the head for many tokens, in arrays that come and go."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PromptWork:
     def attention(
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any]:
-        """mixed, ffn_input (T, d) of hidden (T, d). tables (slots, pages); place arrays (T,) int32."""
+        """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), positions, slots (T,)."""
         shape, norms = self._shape, self._model.norms[layer]
         part = self._model.attention[layer]
         assert part is not None

@@ -1,7 +1,7 @@
 """The GPU service on device="cuda": attention, KV cache, norms, head and hot neurons on a GPU.
 
-Its thread waits at the doorbell like any other, without the GIL. A request's copies and one graph go
-on the device's stream; the hot neurons of a layer follow its attention at once, before anybody has
+Its thread waits at the doorbell like any other, without the GIL. A request's copies and one graph
+go on the device's stream; the hot neurons of a layer follow its attention at once, before anybody has
 asked for them, so that they are under way while the CPU services are being asked.
 """
 
@@ -20,8 +20,8 @@ from actors.cuda_host_part import HostPart
 from actors.cuda_link import Link
 from actors.cuda_model import CudaModel
 from actors.cuda_prompt import PromptWork
-from actors.cuda_stream import Streaming
 from actors.cuda_step import StepWork, whole_length, whole_step
+from actors.cuda_stream import Streaming
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
 from cuda_kernels.device import GPU_FAILED, DeviceFailure
@@ -67,7 +67,7 @@ class CudaService(Service):
         activation: int,
         layout: ArenaLayout,
     ) -> None:
-        """Takes work space for requests of `layout`. `host` is to be set where the model has not all
+        """Takes work space for requests of `layout`. `host` is to be set where the model lacks some
         of attention and head.
 
         Errors:  DeviceMemoryError
@@ -92,8 +92,8 @@ class CudaService(Service):
         self._begun: _Begun | None = None
 
     def try_out(self) -> None:
-        """Run what takes most memory once, over whatever the arrays hold, so that what cannot be had
-        is found out now, and kernels are compiled.
+        """Run what takes most memory once, over whatever the arrays hold: what cannot be had is
+        found out now, and kernels are compiled.
 
         Errors:  DeviceMemoryError
         """

@@ -1,7 +1,7 @@
 """The GPU service on device="cpu": attention, its KV cache, the norms and the head.
 
-It runs by compiled loops on all cores. Hot neurons, where a plan puts some here, are a CPU service's
-work in this one's threads. `actors.cuda_service` is the same service on a GPU.
+It runs by compiled loops on all cores. Hot neurons, where a plan puts some here, are a CPU
+service's work in this one's threads. `actors.cuda_service` is the same service on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ class GpuService(Service):
             self._hot.release()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop, see `numba_kernels.serve_attention`, and a kernel for hot neurons."""
+        """Run the loop of `numba_kernels.serve_attention`, and a kernel for hot neurons."""
         while True:
             seen = self._serve_attention(thread, seen)
             if not self._asks_for_hot():

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.gpu_choice import beside_gpu, choose_device, stream_tokens
+from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.planning import find_plan
 from actors.shards import arena_layout, num_kv_pages
 from actors.steps import KERNEL_TOKENS

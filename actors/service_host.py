@@ -23,7 +23,6 @@ from model.errors import HotcoldError, ServiceError
 from placement.first_touch import FirstTouch
 from placement.pinning import find_place, pin_process, settle_thread
 
-
 if TYPE_CHECKING:
     from actors.cuda_device import Device
     from actors.cuda_load import CudaLoading

@@ -1,13 +1,15 @@
 """One GPU through CuPy: memory, copies, graphs, events and matrix products of one service.
 
-It is `actors.cuda_device.Device`. Work goes to one stream, in order; copies that run ahead of it to a
-second one.
+It is `actors.cuda_device.Device`. Work goes to one stream, in order; copies that run ahead of it to
+a second one.
 """
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -64,10 +66,7 @@ class CupyDevice:
         return cublas.create()
 
     def _kernels(self) -> Any:
-        from cuda_kernels import kernels
-
-        make: Any = kernels.CudaKernels  # type: ignore[attr-defined]
-        return make()
+        return import_module("cuda_kernels.kernels").CudaKernels()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """See `Device.empty`."""
@@ -154,10 +153,8 @@ class CupyDevice:
             return self._stream.end_capture()
 
     def _end_failed_capture(self) -> None:
-        try:
+        with suppress(Exception):  # the first error is the one that tells
             self._stream.end_capture()
-        except Exception:  # the first error is the one that tells
-            pass
 
     def launch(self, graph: Any) -> None:
         """See `Device.launch`."""

@@ -83,7 +83,7 @@ _SYSTEM = [
                  "all requests together; one context without it."),
     click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
     click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-                 help="Where attention, the head and hot neurons are; auto: a GPU if there is one."),
+                 help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
     click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
                  "all that is free, but for a reserve, without it; 0: no GPU."),
     click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -219,7 +220,7 @@ class InProcessSystem:
             if not service.join(60):
                 raise AssertionError(f"a thread of {service.name} still runs")
 
-    def __enter__(self) -> InProcessSystem:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -19,9 +19,11 @@ import torch
 
 from cuda_kernels.device import DeviceMemoryError
 from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.protocol import DeviceKernels
 from numba_kernels.convert import to_float32
 from numba_kernels.formats import Q4, Q8
 
+_ALIGNMENT = 256  # of CuPy's arrays, at least
 GARBAGE = 255  # what new memory holds: a NaN in every float format
 _DTYPES = {"q8": Q8, "q4": Q4}
 
@@ -84,7 +86,7 @@ class Queue:
 
 
 class NumpyKernels:
-    """`cuda_kernels.kernels.DeviceKernels`; each call is one launch of `device`."""
+    """`cuda_kernels.protocol.DeviceKernels`; each call is one launch of `device`."""
 
     def __init__(self, device: NumpyDevice) -> None:
         self._device = device
@@ -201,13 +203,14 @@ class NumpyDevice:
     refuses_registration: bool = False
     fails_at: Callable[[int], bool] = lambda launch: False  # of the number of the launch
     name: str = "a stand-in"
+    make_kernels: Callable[[NumpyDevice], DeviceKernels] = NumpyKernels
     num_launches: int = 0
     num_captured: int = 0
     log: list[str] = field(default_factory=list)  # copies and graphs, as they are put there
 
     def __post_init__(self) -> None:
-        self.xp = np
-        self.kernels = NumpyKernels(self)
+        self.xp: Any = np
+        self.kernels: DeviceKernels = self.make_kernels(self)
         self._held: dict[int, int] = {}
         self._reserved = 0  # as a pool does it, which keeps what was given back
         self._limit = self.memory_bytes
@@ -222,11 +225,12 @@ class NumpyDevice:
         held = self.held_bytes() + num_bytes
         if held > self._limit or held + self.context_bytes > self.memory_bytes:
             raise DeviceMemoryError(f"out of memory: {num_bytes} more than {self.held_bytes()}")
-        memory = np.full(num_bytes, GARBAGE, np.uint8)
+        memory = np.full(num_bytes + _ALIGNMENT, GARBAGE, np.uint8)
         self._held[id(memory)] = num_bytes
         self._reserved = max(self._reserved, self.held_bytes())
         weakref.finalize(memory, self._held.pop, id(memory))
-        return memory.view(dtype).reshape(shape)
+        first = -memory.ctypes.data % _ALIGNMENT
+        return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
     def held_bytes(self) -> int:
         """Of all arrays that somebody holds."""

@@ -149,7 +149,7 @@ def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
     assert fitted.system == replace(system, device="cpu")
     assert fitted.note.endswith("cudaErrorInsufficientDriver")
     assert service_specs(fitted.system, config)[0].gpu is None
-    with pytest.raises(ServiceError, match="cudaErrorInsufficientDriver$"):
+    with pytest.raises(ServiceError, match=r"cudaErrorInsufficientDriver$"):
         host.fit(replace(system, requires_gpu=True))
 
 
@@ -157,7 +157,7 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "first_gpu", lambda: "no NVIDIA driver on this machine")
     assert choose_device("auto", None) == choose_device("auto", 0) == "cpu"
     for device, memory in (("cuda", None), ("auto", 1 << 30)):
-        with pytest.raises(UsageError, match="no NVIDIA driver .*leave it out"):
+        with pytest.raises(UsageError, match=r"no NVIDIA driver .*leave it out"):
             choose_device(device, memory)
     for device, memory in (("cpu", 1 << 30), ("cuda", 0)):
         with pytest.raises(UsageError, match="leave one of them out"):

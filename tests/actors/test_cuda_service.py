@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_what_the_gpu_has_no_room_for_is_on_the_host(
     tiny: Tiny, variant: str, first_layer: int, has_head: bool
 ) -> None:
     checkpoint = tiny(variant)
-    options = {"hot": a_third, "first_layer": first_layer, "has_head": has_head}
+    options: dict[str, Any] = {"hot": a_third, "first_layer": first_layer, "has_head": has_head}
     with CudaInProcess(checkpoint.path, num_threads=2, **options) as system:
         for sizes in ([1], [3, 5], [40]):
             found = system.logits("exact", checkpoint.ids, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ PLACE_BYTES = 4096  # half a dozen neurons
 
 def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
     """An engine that brings neurons for all prompts, and a record of what it asks of services."""
-    engine, asked = system.engine("exact"), []
+    engine = system.engine("exact")
+    asked: list[tuple[int, ...]] = []
     engine.stream_tokens = 1
     ask = system.exchange.ask
 
@@ -50,7 +52,7 @@ def test_logits_equal_transformers(
     tiny: Tiny, variant: str, hot: Callable | None, refuses: bool
 ) -> None:
     checkpoint, device = tiny(variant), NumpyDevice(refuses_registration=refuses)
-    options = {"hot": hot, "bundle_bytes": PLACE_BYTES, "device": device}
+    options: dict[str, Any] = {"hot": hot, "bundle_bytes": PLACE_BYTES, "device": device}
     with CudaInProcess(checkpoint.path, 3, 2, **options) as system:
         engine, asked = streaming(system)
         found = prefill(engine, checkpoint.ids)
@@ -64,7 +66,11 @@ def test_logits_equal_transformers(
 @pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
 def test_quantized_neurons(weight_dtype: str, tmp_path: Path) -> None:
     path, ids = make_model("q-llama", tmp_path / "model"), np.arange(40)
-    options = {"hot": a_third, "bundle_bytes": PLACE_BYTES, "weight_dtype": weight_dtype}
+    options: dict[str, Any] = {
+        "hot": a_third,
+        "bundle_bytes": PLACE_BYTES,
+        "weight_dtype": weight_dtype,
+    }
     with CudaInProcess(path, 2, 1, **options) as system:
         plain = prefill(system.engine("exact"), ids)
         found = prefill(streaming(system)[0], ids)

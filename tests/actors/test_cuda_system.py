@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_a_gpu_that_fails_is_replaced(
     requests = [request(checkpoint, size) for size in (10, 100, 33)]
     expected = [system.complete(each).ids for each in requests]
     pids = system.call("processes")
-    asked = [Asking(lambda each=each: system.complete(each)) for each in requests]
+    asked = [Asking(partial(system.complete, each)) for each in requests]
     broken.touch()
     assert [one.end().ids for one in asked] == expected
     if broken.exists():  # they were faster

@@ -105,8 +105,8 @@ def test_every_neuron_has_one_place(planned: SystemConfig, num_hot: int, num_cpu
     assert planned_hot is not None
     total = sum(ids.size for ids in planned_hot)
     assert sum(ids.size for ids in hot or []) == (total if num_hot < 0 else num_hot)
-    for layer, ids in enumerate(hot or []):
-        assert np.isin(ids, planned_hot[layer]).all()
+    for layer, own in enumerate(hot or []):
+        assert np.isin(own, planned_hot[layer]).all()
     shards = [spec.neuron_ids or [] for spec in specs[1:]]
     assert hot_counts(config, shards).tolist() == (
         [ids.size for ids in hot] if hot else [0] * config.num_layers
