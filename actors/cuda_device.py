@@ -1,7 +1,7 @@
 """What the GPU service asks of a device: memory, copies, graphs, events, products of prompts.
 
-`cuda_kernels.cupy_device` is it on a GPU. Work is put on one stream and done later, in order: arrays
-of the host that take part must stay as they are until an event after it has been waited for.
+`cuda_kernels.cupy_device` is it on a GPU. Work is put on one stream and done later, in order;
+arrays of the host that take part must stay as they are until an event after it has been waited for.
 """
 
 from __future__ import annotations

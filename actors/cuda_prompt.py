@@ -42,7 +42,7 @@ class PromptWork:
     def attention(
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any]:
-        """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), positions, slots (T,)."""
+        """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), the others (T,)."""
         shape, norms = self._shape, self._model.norms[layer]
         part = self._model.attention[layer]
         assert part is not None

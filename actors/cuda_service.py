@@ -1,8 +1,8 @@
 """The GPU service on device="cuda": attention, KV cache, norms, head and hot neurons on a GPU.
 
 Its thread waits at the doorbell like any other, without the GIL. A request's copies and one graph
-go on the device's stream; the hot neurons of a layer follow its attention at once, before anybody has
-asked for them, so that they are under way while the CPU services are being asked.
+go on the device's stream; the hot neurons of a layer follow its attention at once, before anybody
+has asked for them, so that they are under way while the CPU services are being asked.
 """
 
 from __future__ import annotations
