@@ -107,10 +107,11 @@ class CudaService(Service):
             x = device.empty((tokens, work.width), np.float32)
             x[...] = 0
             place = device.empty((2, tokens), np.int32)
-            place[...] = 0
+            place[0], place[1] = device.xp.arange(tokens), 0
             if layers:
                 work.attention(layers[0], 1, whole_length(1, work.most_length))
-                self._prompts.attention(layers[0], x, place[0], place[1], work.tables, 0)
+                last = tokens - 1
+                self._prompts.attention(layers[0], x, *place, work.tables, last)
             if hot:
                 work.hot(hot[-1], 1, True)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)

@@ -74,7 +74,7 @@ def test_logits_equal_transformers(
 ) -> None:
     checkpoint = tiny(variant)
     with CudaInProcess(checkpoint.path, hot=a_third, device=device()) as system:
-        for sizes in ([1, 1, 3], [34, 6]):
+        for sizes in ([1, 1, 2], [34, 4, 2]):  # whole steps: copies would write to one place
             found = system.logits("exact", checkpoint.ids, sizes)
             assert relative_difference(found, checkpoint.logits) < 1e-4
 
@@ -89,7 +89,7 @@ def test_quantized_weights(
     found = []
     for kind, own in ((InProcessSystem, {}), (CudaInProcess, {"device": device()})):
         with kind(path, weight_dtype=weight_dtype, hot=None, **own) as system:
-            found.append(system.logits("exact", ids, [1, 5]))
+            found.append(system.logits("exact", ids, [1, 4]))
     assert relative_difference(found[1], found[0]) < 0.02
 
 
@@ -105,6 +105,6 @@ def test_a_request_does_not_depend_on_its_company(
         engine = system.engine("exact")
         alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
         for at in range(6):
-            tokens, positions, slots = [other[at]] * 2 + [one[at]], [at] * 3, [1, 1, 0]
+            tokens, positions, slots = [other[at], one[at]], [at, at], [1, 0]
             found = engine.step(tokens, positions, slots)
             np.testing.assert_array_equal(found, alone[at])
