@@ -72,7 +72,7 @@ class CudaKernels:
         num_tokens, num_rows = _checked_tokens(x), weights.num_rows
         if num_rows == 0:
             return
-        at, vectors = self._at(weights.data), self._vectors(weights, x)
+        vectors, at = self._vectors(weights, x), self._at(weights.data)
         is_vector = has_whole_pieces(weights.format, weights.width, at, vectors[0])
         tiles = product_tiles(num_tokens, is_vector)
         entry = _entry("rows", "ROWS_TIMES_VECTORS", weights.format, is_vector, tiles.tokens)
@@ -106,7 +106,9 @@ class CudaKernels:
         )  # fmt: skip
         entry = Entry("rope", "ROPE_STORE", (_cache_format(keys),))
         pairs = (num_heads + 2 * num_kv_heads) * ceil_div(head_dim, 2)
-        self._launcher.launch(entry, (ceil_div(pairs, THREADS), qkv.shape[0], 1), THREADS, arguments)
+        self._launcher.launch(
+            entry, (ceil_div(pairs, THREADS), qkv.shape[0], 1), THREADS, arguments
+        )
 
     def decode_attention(
         self,
@@ -262,12 +264,13 @@ class CudaKernels:
         num_tokens, width = x.shape
         if width > self._quantized_width:
             raise ValueError(f"room for quantized vectors of {self._quantized_width}, not {width}")
-        values = self._at(self._quantized)
-        scales = values + np.uint64(self._quantized_width * MOST_TOKENS)
+        scales = np.uint64(self._quantized_width * MOST_TOKENS)
+        at = self._at(self._quantized)
         grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
-        arguments = self._at(x), np.int32(width), values, scales
+        arguments = self._at(x), np.int32(width), at, at + scales
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
-        return self._at(x), values, scales
+        at = self._at(self._quantized)
+        return self._at(x), at, at + scales
 
 
 def _entry(file: str, macro: str, weight_format: str, is_vector: bool, *numbers: int) -> Entry:

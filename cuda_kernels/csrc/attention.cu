@@ -1,8 +1,8 @@
 // Decode attention: each token's heads over the cached positions up to its own, grouped-query.
 //
-// Positions are cut into splits of 128 wherever a sequence ends; a block takes one split, one token and
-// up to QUERIES heads that share a key-value head. A second kernel merges the splits in order. So
-// a token's sums have one order, whatever else is computed.
+// Positions are cut into splits of 128 wherever a sequence ends; a block takes one split, one token
+// and up to QUERIES heads that share a key-value head. A second kernel merges the splits in order.
+// So a token's sums have one order, whatever else is computed.
 #include "cache.cuh"
 #include "formats.cuh"
 
@@ -136,7 +136,8 @@ DEVICE void weigh(const u8* values, const Step& step, int count, Shared<LANES, Q
         for (int u = 0; u < Own::AHEAD; ++u) {
             int p = round + u * Own::STRIDE;
             if (p >= count) continue;
-            cache_items<FORMAT, VECTOR>(values, shared.rows[p], step.head_dim, place.begin, items[u]);
+            cache_items<FORMAT, VECTOR>(
+                values, shared.rows[p], step.head_dim, place.begin, items[u]);
         }
 #pragma unroll
         for (int u = 0; u < Own::AHEAD; ++u) {
@@ -215,7 +216,7 @@ DEVICE void attend_split(
 }
 
 // out[t, h] = the splits' sums, each scaled from its own largest score to the largest of all.
-DEVICE void merge_splits(const Step& step, const float* partials, float* out) {
+DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     int head = blockIdx.x, token = blockIdx.y, size = step.head_dim;
     int splits = load(step.positions + token) / SPLIT + 1;
     const float* first = partials + step.partial(token, head, 0);
@@ -254,5 +255,5 @@ DEVICE void merge_splits(const Step& step, const float* partials, float* out) {
         const float* partials, int num_heads, int head_dim, const int* positions, int num_splits,  \
         float* out) {                                                                              \
         Step step{nullptr, num_heads, 0, head_dim, positions, nullptr, 0.0f, num_splits};          \
-        merge_splits(step, partials, out);                                                         \
+        merge_head(step, partials, out);                                                           \
     }

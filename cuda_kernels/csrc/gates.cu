@@ -1,5 +1,5 @@
-// The hot FFN's first kernel: which neurons fire, and with what. Warps take a few neurons each: gate
-// rows, and where one of them fires for any token, its up row.
+// The hot FFN's first kernel: which neurons fire, and with what. Warps take a few neurons each:
+// gate rows, and where one of them fires for any token, its up row.
 //
 //     h[n, t] = fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n])
 #include "products.cuh"
@@ -56,7 +56,8 @@ DEVICE void gates(
     if (is_valid && from.tokens) is_wanted = load(from.tokens + row) >> tile.token() & 1;
     if (is_valid && from.gate_bias) value += load(from.gate_bias + row);
     value = is_wanted ? activate(code, value) : 0.0f;
-    u32 fired = rows_that_fire(is_valid && (value != 0.0f || keep_all), tile, tiles);
+    bool fires = is_wanted && (value != 0.0f || keep_all);
+    u32 fired = rows_that_fire(fires, tile, tiles);
     if (tile.tile == 0 && tile.lane < tile.num_rows) {
         store(is_fired + tile.first_row + tile.lane, static_cast<int>(fired >> tile.lane & 1));
     }
@@ -64,9 +65,10 @@ DEVICE void gates(
     if (from.up) {
         rows = tile.rows(from.up, from.row_bytes);
         rows.active &= fired;
-        float factor = products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
+        float factor =
+            products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
         if (is_valid && from.up_bias) factor += load(from.up_bias + row);
-        if (is_wanted && (value != 0.0f || keep_all)) value *= factor;
+        if (fires) value *= factor;
     }
     if (is_valid && fired >> tile.row() & 1) {
         store(h + row * in.num_tokens + tile.token(), value);

@@ -40,9 +40,9 @@ DEVICE void norm_token(
     }
 }
 
-#define NORM_TOKENS()                                                                                  \
+#define NORM_TOKENS()                                                                              \
     ENTRY(NORM_THREADS)                                                                            \
-    norm_tokens(                                                                                          \
+    norm_tokens(                                                                                   \
         int kind, const float* x, const float* weight, const float* bias, float epsilon,           \
         int width, float* out) {                                                                   \
         i64 start = static_cast<i64>(blockIdx.x) * width;                                          \

@@ -1,5 +1,5 @@
-// Vectors in groups of 32 with a scale each, as quantized rows are multiplied with: the same numbers
-// as numba_kernels.vectors. A warp takes a group.
+// Vectors in groups of 32 with a scale each, as quantized rows are multiplied with: the same
+// numbers as in numba_kernels.vectors. A warp takes a group.
 //
 //     scale = max |x| / 127, value = x / scale rounded to the nearest, ties to even
 //
