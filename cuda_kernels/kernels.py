@@ -20,6 +20,7 @@ from cuda_kernels.sizes import (
     ceil_div,
     down_columns_a_thread,
     down_tiles,
+    ffn_scratch_items,
     has_whole_pieces,
     product_rows_a_block,
     product_tiles,
@@ -41,21 +42,16 @@ _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 class CudaKernels:
     """`DeviceKernels` on the current device.
 
-    Vectors that meet quantized rows are quantized first, as on the CPU, into room that is taken
-    here for widths up to `most_quantized_width`: 1.125 bytes a number, 32 vectors. One stream may
-    use an instance at a time.
+    Vectors that meet quantized rows are quantized first, as on the CPU, into room that the first
+    call of their width takes and that stays: 36 bytes a number. One stream may use an instance at
+    a time.
     Errors:  ValueError for steps of too many tokens and shapes that kernels do not take
     """
 
-    def __init__(self, most_quantized_width: int = 0, launcher: Launcher | None = None) -> None:
-        """Without a launcher CuPy's, which is imported now.
-
-        Errors:  ImportError without CuPy
-        """
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        """Without a launcher CuPy's, which is imported now. Errors: ImportError."""
         self._launcher = CupyLauncher() if launcher is None else launcher
-        self._quantized_width = ceil_div(most_quantized_width, 16) * 16
-        room = self._quantized_width * MOST_TOKENS
-        self._quantized = self._launcher.empty_bytes(room + room // 8) if room else None
+        self._quantized: dict[int, Any] = {}
 
     def norm(self, kind: int, x: Any, weight: Any, bias: Any, epsilon: float, out: Any) -> None:
         """See `DeviceKernels`."""
@@ -167,7 +163,7 @@ class CudaKernels:
         num_fired: Any,
         tokens: Any = None,
     ) -> None:
-        """See `DeviceKernels`; tokens (N,) uint32, where given, has bit t for each wanted token t."""
+        """See `DeviceKernels`; bit t of tokens (N,) uint32, where given: wanted for token t."""
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(gate, gate_bias, up, up_bias, x, code, keep_all, tokens, layout, scratch)
@@ -233,7 +229,7 @@ class CudaKernels:
 
     def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
         """See `DeviceKernels`."""
-        return max(4, FfnLayout(num_tokens, num_neurons, width).offsets[-1])
+        return ffn_scratch_items(num_tokens, num_neurons, width)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
         """See `DeviceKernels`."""
@@ -262,14 +258,15 @@ class CudaKernels:
         if weights.format not in ("q8", "q4"):
             return self._at(x), NULL, NULL
         num_tokens, width = x.shape
-        if width > self._quantized_width:
-            raise ValueError(f"room for quantized vectors of {self._quantized_width}, not {width}")
-        scales = np.uint64(self._quantized_width * MOST_TOKENS)
-        at = self._at(self._quantized)
+        room = self._quantized.get(width)
+        if room is None:
+            room = self._launcher.empty_bytes(MOST_TOKENS * (width + width // _GROUP * 4))
+            self._quantized[width] = room
+        at, scales = self._at(room), np.uint64(MOST_TOKENS * width)
         grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
         arguments = self._at(x), np.int32(width), at, at + scales
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
-        at = self._at(self._quantized)
+        at = self._at(room)
         return self._at(x), at, at + scales
 
 

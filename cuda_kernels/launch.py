@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,3 +60,10 @@ class CupyLauncher:
     def _compiled(self, entry: Entry) -> Any:
         module = self._cupy.RawModule(code=entry_source(entry), options=OPTIONS, backend="nvrtc")
         return module.get_function(entry.name)
+
+
+def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:
+    """What copies an array of the host to the current device, and what copies one back."""
+    import cupy
+
+    return cupy.asarray, cupy.asnumpy

@@ -89,7 +89,9 @@ class DeviceKernels(Protocol):
         out: Any,
         num_fired: Any,
     ) -> None:
-        """out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n].
+        """The FFN of all neurons that lie on the device.
+
+        out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
 
         A neuron that fires for no token costs its gate row, unless `keep_all`. num_fired is set to
         the number of those that fire for any. scratch: `ffn_scratch_items`.

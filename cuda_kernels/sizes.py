@@ -19,7 +19,8 @@ _ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
 _WANTED_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
-_PART_SIZES = (128, 64, 32, 16)
+_LEAST_PART, _MOST_PART = 16, 128
+_SPREAD_TOKENS = 4  # up to so many, each part is a block's; of more, whole runs
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -87,9 +88,8 @@ class FfnLayout:
     @property
     def part_size(self) -> int:
         """Neurons that are summed one after the other."""
-        wanted_parts = ceil_div(_WANTED_THREADS, max(1, self.width // 8))
-        size = self.num_neurons // wanted_parts
-        return next((part for part in _PART_SIZES if part <= size), _PART_SIZES[-1])
+        wanted = ceil_div(self.num_neurons, _wanted_parts(self.width))
+        return min(max(ceil_div(wanted, _LEAST_PART) * _LEAST_PART, _LEAST_PART), _MOST_PART)
 
     @property
     def num_parts(self) -> int:
@@ -99,7 +99,7 @@ class FfnLayout:
     @property
     def parts_a_block(self) -> int:
         """One, or for many tokens a run: fewer partial sums are written, in the same order."""
-        return 1 if self.num_tokens <= 4 else RUN_PARTS
+        return 1 if self.num_tokens <= _SPREAD_TOKENS else RUN_PARTS
 
     @property
     def num_partials(self) -> int:
@@ -119,6 +119,21 @@ class FfnLayout:
         for size in sizes:
             found.append(found[-1] + ceil_div(size, 4) * 4)
         return found[0], found[1], found[2], found[3], found[4]
+
+
+def ffn_scratch_items(num_tokens: int, num_neurons: int, width: int) -> int:
+    """Items that `FfnLayout` needs for so many tokens and neurons, or fewer of either."""
+    small = min(ceil_div(num_neurons, _LEAST_PART), _wanted_parts(width))
+    num_parts = max(small, ceil_div(num_neurons, _MOST_PART))
+    cells = max(
+        num_parts * min(num_tokens, _SPREAD_TOKENS), ceil_div(num_parts, RUN_PARTS) * num_tokens
+    )
+    room_to_align = 16
+    return num_neurons * (num_tokens + 1) + num_parts + cells * width + room_to_align
+
+
+def _wanted_parts(width: int) -> int:
+    return ceil_div(_WANTED_THREADS, max(1, width // 8))
 
 
 def attention_lanes(head_dim: int) -> int:

@@ -185,6 +185,7 @@ DEVICE float products(const Rows& rows, const Input& in, int first_token, int la
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
+            if (first_token + t >= in.num_tokens) continue;
             float sum = warp_sum(sums[r][t]);
             if (lane == r * TOKENS + t) own = sum;
         }

@@ -5,21 +5,21 @@ from __future__ import annotations
 import fcntl
 import functools
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
+
 from cuda_kernels.device import list_gpus
 from cuda_kernels.kernels import CudaKernels
+from cuda_kernels.launch import cupy_copies
 from numba_kernels.attention import decode_attention, rope, rope_table
 from numba_kernels.convert import to_bfloat16
 from numba_kernels.ffn import sparse_ffn
 from numba_kernels.norm import layer_norm, rms_norm
 from numba_kernels.rows import rows_times_vectors
 from numba_kernels.sampling import sample
-from tests.kernels.device_calls import MOST_WIDTH, DeviceCalls
+from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
 
@@ -57,29 +57,21 @@ def emulated_library(base: Path) -> Path:
         return library
 
 
-def emulated_backend(library: Path, is_reversed: bool = False) -> SimpleNamespace:
+def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
     """CUDA's kernels on the CPU."""
-    kernels = CudaKernels(MOST_WIDTH, EmulatedLauncher(library, is_reversed))
-    return _device_backend(DeviceCalls(kernels, aligned, np.array))
+    return DeviceCalls(CudaKernels(EmulatedLauncher(library, is_reversed)), aligned, np.array)
 
 
 @functools.cache
-def cuda_backend() -> SimpleNamespace:
+def cuda_calls() -> DeviceCalls:
     """CUDA's kernels on the first GPU."""
-    return _device_backend(DeviceCalls(CudaKernels(MOST_WIDTH), *cupy_copies()))
+    return DeviceCalls(CudaKernels(), *cupy_copies())
 
 
-def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:
-    """To the current device, and back."""
-    import importlib
-
-    cupy = importlib.import_module("cupy")
-    return cupy.asarray, cupy.asnumpy
-
-
-def _device_backend(calls: DeviceCalls) -> SimpleNamespace:
+def device_backend(calls: DeviceCalls) -> SimpleNamespace:
+    """A device's wrappers."""
     wrappers = {name: getattr(calls, name) for name in _SHARED}
     return SimpleNamespace(**wrappers, rope_table=rope_table)  # tables are made on the host
 
 
-BACKENDS = ["numba", "emulated", *(["cuda"] if list_gpus()[0] else [])]
+DEVICES = ["emulated", *(["cuda"] if list_gpus()[0] else [])]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.kernels import backends
+from tests.kernels.device_calls import DeviceCalls
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +24,24 @@ def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(problem))
 
 
-@pytest.fixture(params=backends.BACKENDS)
+@pytest.fixture(params=["numba", *backends.DEVICES])
 def backend(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The wrappers of one kernel package."""
-    if request.param == "emulated":
-        return backends.emulated_backend(request.getfixturevalue("emulated_library"))
-    return backends.cuda_backend() if request.param == "cuda" else backends.numba_backend()
+    if request.param == "numba":
+        return backends.numba_backend()
+    return backends.device_backend(_calls(request))
+
+
+@pytest.fixture(params=backends.DEVICES)
+def device(request: pytest.FixtureRequest) -> DeviceCalls:
+    """A device's kernels, and copies to it and back."""
+    return _calls(request)
+
+
+def _calls(request: pytest.FixtureRequest) -> DeviceCalls:
+    if request.param == "cuda":
+        return backends.cuda_calls()
+    return backends.emulated_calls(request.getfixturevalue("emulated_library"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
+from cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
 from cuda_kernels.matrix import DeviceMatrix
 from cuda_kernels.sizes import FfnLayout
 from numba_kernels.checks import (
@@ -24,7 +24,6 @@ from numba_kernels.checks import (
 )
 from numba_kernels.formats import Q8, is_quantized, row_width
 
-MOST_WIDTH = 8192
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 
 

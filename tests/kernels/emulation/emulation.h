@@ -309,6 +309,7 @@ inline uint16_t half_of_float(float value) {
     float size = std::fabs(value);
     if (value != value) return 0x7fff;
     if (size >= 65520.0f) return sign | 0x7c00;
+    if (size == 0.0f) return sign;
     int exponent = 0;
     std::frexp(size, &exponent);
     int step = exponent < -13 ? -24 : exponent - 11;  // the distance of float16s there is 2^step
