@@ -11,10 +11,12 @@ using i64 = long long;
 
 enum Format { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
 
-constexpr int WARP = 32;
-constexpr int THREADS = 128;  // of a block, where nothing else is said
-constexpr int WARPS = THREADS / WARP;
-constexpr u32 ALL_LANES = 0xffffffffu;
+#define SHARED_CONSTANT [[maybe_unused]] constexpr
+
+SHARED_CONSTANT int WARP = 32;
+SHARED_CONSTANT int THREADS = 128;  // of a block, where nothing else is said
+SHARED_CONSTANT int WARPS = THREADS / WARP;
+SHARED_CONSTANT u32 ALL_LANES = 0xffffffffu;
 
 #ifdef HOTCOLD_EMULATION
 #include "emulation.h"

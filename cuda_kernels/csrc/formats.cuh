@@ -7,10 +7,10 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int GROUP = 32;         // weights that share a scale
-constexpr int CHUNK_GROUPS = 16;  // groups that are interleaved
-constexpr int CHUNK = GROUP * CHUNK_GROUPS;
-constexpr int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
+SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
+SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
+SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
+SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
 DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // weights in a float piece

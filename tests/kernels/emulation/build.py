@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cuda_kernels.source import Entry, plain_source
@@ -71,11 +71,16 @@ def build_library(folder: Path, entries: Sequence[Entry], flags: Sequence[str] =
 
     Errors:  FileNotFoundError without a C++ compiler, RuntimeError for what it says
     """
+    return build_text(folder, _text(entries), flags)
+
+
+def build_text(folder: Path, text: str, flags: Sequence[str] = ()) -> Path:
+    """The same of a text that includes emulation.h and has a `run_kernel`."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("no g++ on this machine")
     source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(_text(entries))
+    source.write_text(text)
     command = [compiler, *_FLAGS, *flags, f"-I{FOLDER}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -91,12 +96,17 @@ def _text(entries: Sequence[Entry]) -> str:
         source = plain_source(file).replace('#include "emulation.h"', "")
         lines = "\n".join(entry.line for entry in own)
         parts.append(f"namespace {file}_file {{\n{source}\n{lines}\n}}")
-    parts += [
-        'extern "C" const char* run_kernel(const char* name, const emulation::Launch* launch) {'
-    ]
-    for entry in entries:
-        kernel = f"{entry.file}_file::{entry.name}"
-        parts.append(f'if (!strcmp(name, "{entry.name}"))')
-        parts.append(f"    return emulation::run_kernel<{kernel}>(*launch);")
-    parts += ['return "no such kernel";', "}", ""]
+    parts.append(
+        kernel_table({entry.name: f"{entry.file}_file::{entry.name}" for entry in entries})
+    )
     return "\n".join(parts)
+
+
+def kernel_table(functions: Mapping[str, str]) -> str:
+    """The function `run_kernel`, which knows kernels by their names."""
+    head = 'extern "C" const char* run_kernel(const char* name, const emulation::Launch* launch)'
+    lines = [
+        f'if (!strcmp(name, "{name}")) return emulation::run_kernel<{function}>(*launch);'
+        for name, function in functions.items()
+    ]
+    return "\n".join([head, "{", *lines, 'return "no such kernel";', "}", ""])
