@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,9 @@ class CupyDevice:
         return cublas.create()
 
     def _kernels(self) -> Any:
-        return import_module("cuda_kernels.kernels").CudaKernels()
+        from cuda_kernels.kernels import CudaKernels
+
+        return CudaKernels()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """See `Device.empty`."""
