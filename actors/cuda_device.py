@@ -86,6 +86,12 @@ class Device(Protocol):
     def activate(self, code: int, gates: Any, factors: Any | None) -> None:
         """gates = fn(gates) [* factors], fn by the code of numba_kernels.ffn; a NaN stays NaN."""
 
+    def mark(self) -> Any:
+        """An event of the stream whose time is kept."""
+
+    def elapsed_ms(self, first: Any, last: Any) -> float:
+        """Milliseconds between two events of `mark` that have come."""
+
     def used_bytes(self) -> int:
         """What this process has taken of the device's memory, the driver's own part included."""
 

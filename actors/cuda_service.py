@@ -19,9 +19,11 @@ from actors.cuda_graphs import GraphCache
 from actors.cuda_host_part import HostPart
 from actors.cuda_link import Link
 from actors.cuda_model import CudaModel
+from actors.cuda_place import Places
 from actors.cuda_prompt import PromptWork
 from actors.cuda_step import StepWork, whole_length, whole_step
 from actors.cuda_stream import Streaming
+from actors.cuda_times import DeviceTimes
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
 from cuda_kernels.device import GPU_FAILED, DeviceFailure
@@ -82,14 +84,15 @@ class CudaService(Service):
         if layout.bundle_bytes:
             self._streaming = Streaming(device, model, self._prompts, layout)
         self._graphs = GraphCache(device)
-        self._place = device.pinned(self._work.place.shape, np.int32)
-        self._prompt_place = device.pinned((2, layout.max_tokens), np.int32)
+        self._places = Places(device, self._work, layout.max_tokens)
+        self._max_tokens = layout.max_tokens
         self._num_fired = device.pinned((1,), np.int32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
         self._begun: _Begun | None = None
+        self.times = DeviceTimes(device)
 
     def try_out(self) -> None:
         """Run what takes most memory once, over whatever the arrays hold: what cannot be had is
@@ -98,11 +101,11 @@ class CudaService(Service):
         Errors:  DeviceMemoryError
         """
         device, work = self._device, self._work
-        device.upload(work.place, np.zeros_like(self._place))
+        device.upload(work.place, np.zeros(work.place.shape, np.int32))
         layers = [layer for layer, part in enumerate(self._model.attention) if part is not None]
         hot = [layer for layer, part in enumerate(self._model.ffn) if part is not None]
         hot.sort(key=lambda layer: self._offsets[layer + 1] - self._offsets[layer])
-        tokens = self._prompt_place.shape[1]
+        tokens = self._max_tokens
         with device.stream():
             x = device.empty((tokens, work.width), np.float32)
             x[...] = 0
@@ -111,7 +114,7 @@ class CudaService(Service):
             if layers:
                 work.attention(layers[0], 1, whole_length(1, work.most_length))
                 last = tokens - 1
-                self._prompts.attention(layers[0], x, *place, work.tables, last)
+                self._prompts.attention(layers[0], x, place[0], place[1], work.tables, last)
             if hot:
                 work.hot(hot[-1], 1, True)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
@@ -124,7 +127,7 @@ class CudaService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Let copies use the arena."""
         self._link = Link(self._device, self._arena)
-        self._place[:] = -1  # nothing of the arena before has been seen
+        self._places.forget()
         self._begun = None
         if self._streaming is not None:
             self._streaming.attach(layout, self._arena, self._link)
@@ -136,6 +139,13 @@ class CudaService(Service):
         self._link.close()
         if self.host is not None:
             self.host.stop()
+
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """Bytes taken of the device's memory, and ms of its parts since the last call, if they were
+        measured; from now on they are with `measure`.
+        """
+        self.times.measures = measure
+        return {"used_bytes": float(self._device.used_bytes())} | self.times.take()
 
     def serve(self, thread: int, seen: int) -> int:
         """Wait for the next request, without the GIL; all of them are Python's."""
@@ -177,15 +187,19 @@ class CudaService(Service):
 
     def _attention_of_few(self, layer: int, num_tokens: int, keep_all: bool) -> None:
         wires, work, whole = self.wires, self._work, whole_step(num_tokens)
-        self._put_place(num_tokens)
+        self.times.mark("")
+        self._places.put(wires, num_tokens)
         self._link.bring("hidden", work.hidden, wires.hidden[:num_tokens], whole)
+        self.times.mark("copies")
         longest = int(wires.positions[:num_tokens].max()) + 1
         length = whole_length(longest, work.most_length)
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
+        self.times.mark("attention")
         targets = wires.mixed[:num_tokens].reshape(-1), wires.ffn_input[:num_tokens].reshape(-1)
         found = work.mixed_and_input[:, : targets[0].size]
         land = self._link.take("mixed", targets, found)
+        self.times.mark("copies")
         done = self._device.record(spin=True)  # nothing else of the system works meanwhile
         if self._model.ffn[layer] is not None:
             self._begun = self._begin_hot(layer, num_tokens, keep_all)
@@ -195,11 +209,14 @@ class CudaService(Service):
     def _begin_hot(self, layer: int, num_tokens: int, keep_all: bool) -> _Begun:
         work, whole = self._work, whole_step(num_tokens)
         key = "hot", layer, whole, keep_all
+        self.times.mark("")
         self._graphs.run(key, lambda: work.hot(layer, whole, keep_all))
+        self.times.mark("hot neurons")
         target = self.wires.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
         land = self._link.take("partial", [target], found)
         self._device.copy_out(self._num_fired, work.num_fired)
+        self.times.mark("copies")
         # Threads of CPU services work now: a thread that spins would take a core from them.
         event = self._device.record(spin=False)
         return _Begun((layer, num_tokens, keep_all), event, land)
@@ -212,6 +229,7 @@ class CudaService(Service):
             begun = self._begin_hot(layer, num_tokens, keep_all)
         self._device.wait(begun.event)
         begun.land()
+        self.times.collect()
         self.wires.replies[self.index, NUM_COMPUTED] = self._num_fired[0]
 
     def _head(self, first: int, last: int) -> None:
@@ -223,32 +241,31 @@ class CudaService(Service):
         target = self.wires.logits[:num_tokens].reshape(-1)
         if num_tokens <= KERNEL_TOKENS:
             whole = whole_step(num_tokens)
+            self.times.mark("")
             self._link.bring("hidden", work.hidden, hidden, whole)
+            self.times.mark("copies")
             self._graphs.run(("head", whole), lambda: work.head(whole))
+            self.times.mark("head")
             found = work.logits.reshape(-1)[: target.size]
         else:
             with self._device.stream():
                 found = self._prompts.head(self._brought(hidden)).reshape(-1)
-        self._finish(self._link.take("logits", [target], found))
+        land = self._link.take("logits", [target], found)
+        self.times.mark("copies")
+        self._finish(land)
+        self.times.collect()
 
     def _attention_of_many(self, layer: int, num_tokens: int) -> None:
         wires = self.wires
-        positions, slots = wires.positions[:num_tokens], wires.slots[:num_tokens]
-        if np.ptp(slots) or (np.diff(positions) != 1).any():
-            raise ValueError("prefill takes consecutive positions of one sequence")
-        self._put_place(1)  # for the page tables
-        place = self._prompt_place[:, :num_tokens]
-        place[0], place[1] = positions, slots
         with self._device.stream():
-            on_device = self._device.empty(self._prompt_place.shape, np.int32)
-            self._device.copy_in(on_device, self._prompt_place)
+            positions, slots = self._places.put_prompt(wires, num_tokens)
             mixed, ffn_input = self._prompts.attention(
                 layer,
                 self._brought(wires.hidden[:num_tokens]),
-                on_device[0, :num_tokens],
-                on_device[1, :num_tokens],
+                positions,
+                slots,
                 self._work.tables,
-                int(positions[-1]),
+                int(wires.positions[num_tokens - 1]),
             )
         lands = [
             self._link.take(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
@@ -304,18 +321,6 @@ class CudaService(Service):
         self._device.wait(self._device.record(spin=True))
         for land in lands:
             land()
-
-    def _put_place(self, num_tokens: int) -> None:
-        """Positions, slots and page tables; they are the same for all layers of a step."""
-        wires, tokens = self.wires, KERNEL_TOKENS
-        place = np.empty_like(self._place)
-        for first, values in ((0, wires.positions), (tokens, wires.slots)):
-            place[first : first + num_tokens] = values[:num_tokens]
-            place[first + num_tokens : first + tokens] = values[num_tokens - 1]
-        place[2 * tokens :] = wires.page_tables.reshape(-1)
-        if not np.array_equal(place, self._place):
-            self._place[:] = place
-            self._device.copy_in(self._work.place, self._place)
 
     def _ask_host(self) -> None:
         assert self.host is not None

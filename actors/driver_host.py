@@ -334,6 +334,11 @@ class DriverHost:
 
         return self._ready().between_requests(measure)
 
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """What the GPU service's GPU does; see `CudaService.device_report`."""
+        found: dict[str, float] = ray.get(self._handles[0].device_report.remote(measure))
+        return found
+
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""
         used = ray.get([handle.cpu_seconds.remote() for handle in self._handles], timeout=5)

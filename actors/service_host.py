@@ -187,6 +187,11 @@ class ServiceHost:
         device = "cpu" if service is None else service.device_name
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """See `CudaService.device_report`; {} of a service without a GPU."""
+        service: Any = self._require_service()
+        return service.device_report(measure) if self.spec.gpu is not None else {}
+
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""
         return time.process_time()

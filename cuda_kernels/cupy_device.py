@@ -254,6 +254,16 @@ class CupyDevice:
         arrays = (gates,) if factors is None else (gates, factors)
         self._functions[key](*arrays, gates)
 
+    def mark(self) -> Any:
+        """See `Device.mark`."""
+        event = self.xp.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def elapsed_ms(self, first: Any, last: Any) -> float:
+        """See `Device.elapsed_ms`."""
+        return float(self.xp.cuda.get_elapsed_time(first, last))
+
     def used_bytes(self) -> int:
         """See `Device.used_bytes`."""
         self._stream.synchronize()

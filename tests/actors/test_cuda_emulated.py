@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def test_quantized_weights(
     """As the CPU's service: vectors are quantized alike."""
     path, ids = make_model(name, tmp_path / "model"), np.arange(3, 20)
     found = []
-    for kind, own in ((InProcessSystem, {}), (CudaInProcess, {"device": device()})):
-        with kind(path, weight_dtype=weight_dtype, hot=None, **own) as system:
+    for kind in (InProcessSystem, partial(CudaInProcess, device=device())):
+        with kind(path, weight_dtype=weight_dtype) as system:
             found.append(system.logits("exact", ids, [1, 4]))
     assert relative_difference(found[1], found[0]) < 0.02
 

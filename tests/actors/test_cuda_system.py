@@ -78,6 +78,11 @@ def test_the_same_tokens_and_what_it_says_of_itself(
     assert found.device == "cuda" and total // 4 < found.num_hot_neurons <= total // 2
     assert system.call("driver_load").device == "cuda (a stand-in)"
     assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons
+    assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes
+    system.complete(request(checkpoint))
+    report = system.call("device_report", False)
+    assert report.keys() == {"used_bytes", "copies", "attention", "hot neurons", "head"}
+    assert all(value > 0 for value in report.values())
 
 
 def test_a_gpu_that_fails_is_replaced(
