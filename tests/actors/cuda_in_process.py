@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from tests.actors.numpy_device import NumpyDevice
 class CudaInProcess(InProcessSystem):
     """As `InProcessSystem`; attention before `first_layer`, and the head, may stay on the host."""
 
-    device: NumpyDevice = field(default_factory=NumpyDevice)
+    device: Any = field(default_factory=NumpyDevice)
     first_layer: int = 0
     has_head: bool = True
 

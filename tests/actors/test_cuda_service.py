@@ -87,7 +87,7 @@ def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path) -> None
             found.append([system.logits("exact", ids, sizes) for sizes in ([1], [7], [40])])
     for expected, logits in zip(*found, strict=True):
         assert relative_difference(logits, expected) < 0.1
-        assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.9
+        assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.8
 
 
 def test_predicted_modes_compute_hot_neurons_unasked(tiny: Tiny) -> None:
