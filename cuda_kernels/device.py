@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,16 @@ def _describe(runtime: Any, device_id: int) -> Gpu:
 def _first_line(problem: Exception) -> str:
     lines = str(problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__
+
+
+def _main() -> int:
+    """Print the GPUs as JSON; status 1 and the reason on standard error where there is none."""
+    found, reason = list_gpus()
+    print(json.dumps([asdict(gpu) for gpu in found]))
+    if not found:
+        print(reason, file=sys.stderr)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
