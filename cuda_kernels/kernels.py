@@ -141,11 +141,11 @@ class CudaKernels:
         )  # fmt: skip
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
         self._launcher.launch(entry, grid, THREADS, arguments)
-        arguments = (
+        merged = (
             self._at(scratch), numbers[0], numbers[2], self._at(positions), np.int32(num_splits),
             self._at(out),
         )  # fmt: skip
-        self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, arguments)
+        self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
     def hot_ffn(
         self,
@@ -208,9 +208,9 @@ class CudaKernels:
 
     def _down(self, down: DeviceMatrix, layout: FfnLayout, scratch: Any) -> None:
         at = self._at(down.data)
-        is_vector = has_whole_pieces(down.format, down.width, at)
-        tiles = down_tiles(down.format, layout.num_tokens, is_vector)
         h, is_fired, counts, partials, _ = self._parts_of(scratch, layout)
+        is_vector = has_whole_pieces(down.format, down.width, at, partials)
+        tiles = down_tiles(down.format, layout.num_tokens, is_vector)
         arguments = (
             at, np.int64(down.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
             is_fired, h, np.int32(layout.num_tokens), np.int32(layout.part_size),

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuda_kernels.source import OPTIONS, Entry, entry_source
+from cuda_kernels.compiled import compiled_file
+from cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
 NULL = np.uint64(0)
@@ -29,10 +30,7 @@ class Launcher(Protocol):
 
 
 class CupyLauncher:
-    """The current device's, over CuPy's arrays.
-
-    CuPy keeps compiled kernels in ~/.cupy/kernel_cache, or where CUPY_CACHE_DIR says.
-    """
+    """The current device's, over CuPy's arrays."""
 
     def __init__(self) -> None:
         import cupy
@@ -58,8 +56,7 @@ class CupyLauncher:
         kernel(grid, (num_threads, 1, 1), tuple(arguments))
 
     def _compiled(self, entry: Entry) -> Any:
-        module = self._cupy.RawModule(code=entry_source(entry), options=OPTIONS, backend="nvrtc")
-        return module.get_function(entry.name)
+        return self._cupy.RawModule(path=str(compiled_file(entry))).get_function(entry.name)
 
 
 def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from cuda_kernels.matrix import GROUP, ITEM_BYTES
 
 THREADS = 128  # of a block
@@ -28,7 +30,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def has_whole_pieces(weight_format: str, width: int, *addresses: int) -> bool:
+def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
     """Whether rows can be read in aligned pieces of 16 bytes, and vectors of that width too."""
     whole = _ALIGNED_WIDTH if weight_format not in ITEM_BYTES else _ITEMS_A_PIECE[weight_format]
     return width % whole == 0 and not any(address % 16 for address in addresses)

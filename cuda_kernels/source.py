@@ -37,8 +37,8 @@ class Entry:
 def plain_source(file: str) -> str:
     """A .cu file with the headers that it includes, each once, in their places.
 
-    One text, so that NVRTC needs no folder of headers, and CuPy's cache on disk, which looks at
-    nothing else, notices changes in headers.
+    One text, so that NVRTC needs no folder of headers, and whoever keeps what was compiled can tell
+    by the text whether it is still right.
     """
     return _inlined(f"{file}.cu", set())
 

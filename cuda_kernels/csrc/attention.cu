@@ -8,6 +8,7 @@
 
 constexpr int SPLIT = THREADS;  // positions
 constexpr int ITEMS = 8;        // of a head that a lane holds; LANES lanes hold a head
+constexpr int MOST_HEAD_DIM = WARP * ITEMS;
 
 struct Step {
     const float* qkv;
@@ -215,22 +216,56 @@ DEVICE void attend_split(
     }
 }
 
-// out[t, h] = the splits' sums, each scaled from its own largest score to the largest of all.
+// The largest of all threads' values.
+DEVICE float block_largest(float value) {
+    __shared__ float of_warps[WARPS];
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, offset));
+    }
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    for (int warp = 0; warp < WARPS; ++warp) value = fmaxf(value, of_warps[warp]);
+    return value;
+}
+
+// out[t, h] = the splits' sums in order, each scaled from its own largest score to that of all.
 DEVICE void merge_head(const Step& step, const float* partials, float* out) {
-    int head = blockIdx.x, token = blockIdx.y, size = step.head_dim;
+    __shared__ float shares[THREADS], totals[THREADS];
+    int head = blockIdx.x, token = blockIdx.y, size = step.head_dim, thread = threadIdx.x;
     int splits = load(step.positions + token) / SPLIT + 1;
     const float* first = partials + step.partial(token, head, 0);
-    float top = -infinity();
-    for (int s = 0; s < splits; ++s) top = fmaxf(top, load(first + s * (size + 2) + size));
-    for (int i = threadIdx.x; i < size; i += THREADS) {
-        float sum = 0.0f, total = 0.0f;
-        for (int s = 0; s < splits; ++s) {
-            const float* part = first + s * (size + 2);
-            float share = expf(load(part + size) - top);
-            sum = fmaf(share, load(part + i), sum);
-            total = fmaf(share, load(part + size + 1), total);
+    float top = -infinity(), total = 0.0f, sums[MOST_HEAD_DIM / THREADS] = {};
+    for (int s = thread; s < splits; s += THREADS) {
+        top = fmaxf(top, load(first + static_cast<i64>(s) * (size + 2) + size));
+    }
+    top = block_largest(top);
+    for (int begin = 0; begin < splits; begin += THREADS) {
+        const float* parts = first + static_cast<i64>(begin) * (size + 2);
+        int count = least(THREADS, splits - begin);
+        if (thread < count) {
+            const float* last = parts + thread * (size + 2) + size;
+            shares[thread] = expf(load(last) - top);
+            totals[thread] = load(last + 1);
         }
-        store(out + (static_cast<i64>(token) * step.num_heads + head) * size + i, sum / total);
+        __syncthreads();
+#pragma unroll 4
+        for (int s = 0; s < count; ++s) {
+            total = fmaf(shares[s], totals[s], total);
+#pragma unroll
+            for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+                int item = thread + j * THREADS;
+                if (item >= size) continue;
+                sums[j] = fmaf(shares[s], load(parts + s * (size + 2) + item), sums[j]);
+            }
+        }
+        __syncthreads();
+    }
+    float* target = out + (static_cast<i64>(token) * step.num_heads + head) * size;
+#pragma unroll
+    for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+        int item = thread + j * THREADS;
+        if (item < size) store(target + item, sums[j] / total);
     }
 }
 

@@ -1,7 +1,7 @@
 // What all kernels share: types, access to memory, conversions, sums within a warp.
 //
-// No header of CUDA is needed, so NVRTC compiles this alone. Under HOTCOLD_EMULATION the same source
-// is compiled for the CPU, where every access below is checked.
+// No header of CUDA is needed, so NVRTC compiles this alone. Under HOTCOLD_EMULATION the same
+// source is compiled for the CPU, where every access below is checked.
 #pragma once
 
 using u8 = unsigned char;

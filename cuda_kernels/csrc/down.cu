@@ -1,9 +1,9 @@
 // The hot FFN's second kernel: partial sums of h[n, t] * down[n] over parts of the neurons.
 //
 // Neurons are cut into parts, and four parts are a run. A block takes one part or a run of them,
-// and a stretch of columns. Within a part the neurons that fired are added in ascending order; a run is
-// the sum of its parts in order. So the order of additions is the same however parts are dealt, and
-// whichever neurons other tokens bring: those add zeros.
+// and a stretch of columns. Within a part the neurons that fired are added in ascending order; a
+// run is the sum of its parts in order. So the order of additions is the same however parts are
+// dealt, and whichever neurons other tokens bring: those add zeros.
 #include "formats.cuh"
 
 constexpr int MOST_PART = THREADS;  // neurons of a part

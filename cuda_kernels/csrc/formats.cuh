@@ -13,7 +13,7 @@ SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
 SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
-DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // weights in a float piece
+DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
 DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
 
 template <bool ONCE, typename T>

@@ -46,7 +46,8 @@ DEVICE void add_float_products(
             for (int r = 0; r < ROWS; ++r) {
                 pieces[u][r] = make_uint4(0, 0, 0, 0);
                 if (k < in.width && rows.is_active(r)) {
-                    pieces[u][r] = float_piece<FORMAT, VECTOR, TOKENS < 8>(rows.row(r), k, in.width);
+                    const u8* row = rows.row(r);
+                    pieces[u][r] = float_piece<FORMAT, VECTOR, TOKENS < 8>(row, k, in.width);
                 }
             }
         }
@@ -75,7 +76,9 @@ DEVICE void add_float_products(
 }
 
 // Signed bytes of 16 times the low nibbles less 8, and of the high ones.
-DEVICE int low_nibbles(u32 word) { return static_cast<int>((word ^ 0x88888888u) << 4 & 0xf0f0f0f0u); }
+DEVICE int low_nibbles(u32 word) {
+    return static_cast<int>((word ^ 0x88888888u) << 4 & 0xf0f0f0f0u);
+}
 DEVICE int high_nibbles(u32 word) { return static_cast<int>((word ^ 0x88888888u) & 0xf0f0f0f0u); }
 
 // The vectors' words that belong to four steps of a quarter's weights.
@@ -119,7 +122,8 @@ DEVICE void add_quantized_products(
     int groups = in.width / GROUP;
     int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * UNITS;
     for (int unit = lane; unit < num_units; unit += WARP) {
-        int chunk = unit / UNITS, half = unit / QUARTER % (UNITS / QUARTER), quarter = unit % QUARTER;
+        int chunk = unit / UNITS, quarter = unit % QUARTER;
+        int half = unit / QUARTER % (UNITS / QUARTER);
         int size = chunk_size(chunk, groups), valid = least(QUARTER, size - QUARTER * quarter);
         if (valid <= 0) continue;
         int step_bytes = 4 * size, place = 16 * quarter + 4 * half * step_bytes;

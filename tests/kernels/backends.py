@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from cuda_kernels.device import list_gpus
-from cuda_kernels.kernels import CudaKernels
+from cuda_kernels.kernels import CudaKernels, DeviceKernels
 from cuda_kernels.launch import cupy_copies
 from numba_kernels.attention import decode_attention, rope, rope_table
 from numba_kernels.convert import to_bfloat16
@@ -59,7 +59,8 @@ def emulated_library(base: Path) -> Path:
 
 def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
     """CUDA's kernels on the CPU."""
-    return DeviceCalls(CudaKernels(EmulatedLauncher(library, is_reversed)), aligned, np.array)
+    kernels: DeviceKernels = CudaKernels(EmulatedLauncher(library, is_reversed))
+    return DeviceCalls(kernels, aligned, np.array)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ FEW = {
     "attention": ["F16_true_16_8", "F32_false_32_4", "F16_false_8_1", "merge_splits"],
     "widen": ["F32_true", "F16_false", "BF16_true", "Q8_true", "Q4_false"],
 }
+_CUPY_OPTIONS = ["--device-as-default-execution-space"]  # which it always gives
 FILES = sorted(path.stem for path in CSRC.glob("*.cu"))
 
 
@@ -81,5 +82,6 @@ def test_nvrtc() -> None:
     assert known
     for file in FILES:
         for target in known if shutil.which("nvcc") is None else known[-1:]:
-            is_done, log = compiler.compile(source_of(file), [*OPTIONS, f"-arch=sm_{target}"])
+            options = [*OPTIONS, *_CUPY_OPTIONS, f"-arch=sm_{target}"]
+            is_done, log = compiler.compile(source_of(file), options)
             assert is_done and not log, log

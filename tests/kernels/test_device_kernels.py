@@ -118,6 +118,12 @@ def test_attention_step(device: DeviceCalls, dtype: type, heads: tuple[int, int]
         assert (alone[0] == found[t]).all()
 
 
+def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls) -> None:
+    step = make_step(np.float32, (2, 1), 8, [20_000, 20_001])
+    found, _ = step.run(device, 20_002)
+    np.testing.assert_allclose(found, expected_step(step)[0], atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
 def test_without_rope_only_the_cache_changes(device: DeviceCalls, dtype: type) -> None:
     step = make_step(dtype, (4, 2), 6, [5, 6, 70])

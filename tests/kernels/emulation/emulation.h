@@ -148,7 +148,8 @@ inline void check_write(const void* at, size_t num_bytes) {
 inline const uint64_t* exchange(uint64_t value, int kind) {
     Warp& warp = warps[current->warp];
     unsigned round = warp.round;
-    if (warp.num_arrived > 0 && warp.kind != kind) fail("lanes of a warp exchange different things");
+    bool is_first = warp.num_arrived == 0;
+    if (!is_first && warp.kind != kind) fail("lanes of a warp exchange different things");
     warp.kind = kind;
     warp.values[round & 1][current->lane] = value;
     if (++warp.num_arrived == LANES) {
