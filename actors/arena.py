@@ -23,6 +23,7 @@ from numba_kernels.mailbox import (
 )
 
 _ALIGNMENT = 4096
+_BUNDLES = "bundles"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class ArenaLayout:
     pages_a_slot: int
     num_layers: int = 1
     products: ProductChoice | None = None
+    bundle_bytes: int = 0  # of each of a CPU service's two places for neurons on their way to a GPU
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
@@ -62,6 +64,7 @@ class ArenaLayout:
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),
+            (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
         ]
 
     @property
@@ -82,15 +85,28 @@ class ArenaLayout:
             raise ValueError(f"the arena has {arena.nbytes} bytes, the layout {self.num_bytes}")
         address = arena.ctypes.data
         at = -address % _ALIGNMENT
+        views = self._views(arena, address + at)
+        del views[_BUNDLES]
+        return Wires(**views)
+
+    def bundles(self, arena: np.ndarray) -> np.ndarray:
+        """The places for neurons on their way: (S, 2, bundle_bytes), which no kernel knows."""
+        address = arena.ctypes.data
+        return self._views(arena, address + -address % _ALIGNMENT)[_BUNDLES]
+
+    def _views(self, arena: np.ndarray, at: int) -> dict[str, np.ndarray]:
         views: dict[str, np.ndarray] = {}
         for name, kind, shape in self._parts():
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
-            memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address + at)
+            if not num_bytes:
+                views[name] = np.empty(shape, kind)
+                continue
+            memory: Any = (ctypes.c_uint8 * num_bytes).from_address(at)
             memory.owner = arena
             items: np.ndarray = np.frombuffer(memory, kind)
             views[name] = items.reshape(shape)
             at += _padded(kind, shape)
-        return Wires(**views)
+        return views
 
 
 def _padded(kind: type, shape: tuple[int, ...]) -> int:

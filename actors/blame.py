@@ -13,12 +13,15 @@ def bad_embedding(wires: Wires, num_tokens: int) -> NotFiniteError:
     return _error(wires, "in its token embeddings", _bad(wires.hidden[:num_tokens]), None)
 
 
-def bad_layer(wires: Wires, layer: int, num_tokens: int) -> NotFiniteError:
-    """A layer whose input was finite has an output, or an input of its FFN, that is not."""
+def bad_layer(wires: Wires, layer: int, num_tokens: int, first: int = 1) -> NotFiniteError:
+    """A layer whose input was finite has an output, or an input of its FFN, that is not.
+
+    Its partial outputs are those of services `first` and after.
+    """
     mixed, ffn_input = wires.mixed[:num_tokens], wires.ffn_input[:num_tokens]
     rows = _bad(mixed) | _bad(ffn_input)
     guilty = _GPU if rows.any() else None
-    for service in range(1, wires.partials.shape[0]):
+    for service in range(first, wires.partials.shape[0]):
         partial = _bad(wires.partials[service, :num_tokens])
         if guilty is None and partial.any():
             guilty = service

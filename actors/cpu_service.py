@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.bundles import BundleLayout, write_count
 from actors.matrix_products import MatrixProducts
 from actors.service import Service
 from actors.steps import KERNEL_TOKENS
@@ -25,9 +26,12 @@ from numba_kernels.mailbox import (
     NUM_COMPUTED,
     NUM_TOKENS,
     OPERATION,
+    ROUND,
+    SHIP,
     SKIP_SILENT,
 )
-from numba_kernels.serve_ffn import FfnArrays, FfnScratch, serve_ffn
+from numba_kernels.rows import share
+from numba_kernels.serve_ffn import FfnArrays, FfnScratch, ffn_request, serve_ffn
 from numba_kernels.vectors import empty_vectors
 
 
@@ -57,6 +61,7 @@ class CpuService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
+        self._places = layout.bundles(self._arena)[self.index]
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
@@ -91,9 +96,29 @@ class CpuService(Service):
             )
         )
 
+    def work_within(self, service: Service) -> None:
+        """Take another service's requests and threads for one's own."""
+        self.thread_cores, self.wires = service.thread_cores, service.wires
+        self._arena = service._arena
+
+    def answer_share(self, thread: int) -> None:
+        """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
+        ffn_request(
+            thread,
+            self.num_threads,
+            self.index,
+            self.wires,
+            self.arrays,
+            self._scratch,
+            activation_code(self.activation_fn),
+        )
+
     def answer_in_python(self) -> None:
         """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
         request = self.wires.requests[self.index]
+        if request[OPERATION] == SHIP:
+            self._ship(int(request[LAYER]), int(request[ROUND]))
+            return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
@@ -113,6 +138,34 @@ class CpuService(Service):
         )
         self.wires.replies[self.index, NUM_COMPUTED] = last - first
 
+    def _ship(self, layer: int, number: int) -> None:
+        """Lay the neurons of a round into the arena; the reply says how many rounds there are."""
+        arrays = self.arrays
+        begin, end = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
+        bundle = BundleLayout.of(
+            arrays.gate,
+            arrays.up,
+            arrays.down,
+            arrays.gate_bias.size > 0,
+            self._places.shape[1],
+            arrays.up.shape[0] > 0,
+        )
+        first, last = bundle.span(end - begin, number)
+        place = self._places[number % 2]
+        sources = arrays.gate, arrays.up, arrays.down, arrays.gate_bias, arrays.up_bias
+
+        def copy(thread: int) -> None:
+            part = slice(*share(last - first, thread, self.num_threads, 1))
+            for index, source in enumerate(sources):
+                rows = bundle.rows(place, index, last - first)
+                if rows is not None:
+                    own = source[begin + first : begin + last][part]
+                    rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
+
+        self._products.each_thread(copy)
+        write_count(place, last - first)
+        self.wires.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
+
 
 def load_cpu_service(
     path: Path,
@@ -126,6 +179,8 @@ def load_cpu_service(
     touch: Touch | None = None,
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
+
+    With index 0 it is the hot neurons' part of the GPU service.
 
     `touch` takes each new matrix before it is filled.
 
@@ -150,4 +205,5 @@ def load_cpu_service(
         down_bias=weights.down_bias,
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
-    return CpuService(f"cpu{index - 1}", index, num_threads, arrays, config.activation_fn, buckets)
+    name = f"cpu{index - 1}" if index else "gpu"
+    return CpuService(name, index, num_threads, arrays, config.activation_fn, buckets)

@@ -15,6 +15,7 @@ from actors.engine import GPU, Engine
 from actors.exchange import Exchange
 from actors.failures import CacheLost, RequestError
 from actors.generation import Generator, Run, Stream
+from actors.hot_neurons import hot_counts
 from actors.kv_pool import KvPool
 from actors.line import Line
 from actors.messages import (
@@ -49,7 +50,8 @@ class Driver:
     ) -> None:
         """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
 
-        Only the predicted modes ask for them.
+        Neurons that none of them holds are hot ones of the GPU service; without shards there are
+        none.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
         self._system = system
@@ -57,12 +59,14 @@ class Driver:
         config = ModelConfig.from_directory(path)
         embedding = load_embedding(Checkpoint(path), config)
         predictor = _load_predictor(system, config, shards)
-        engine = Engine(config, embedding, exchange, system.mode, predictor)
+        num_hot = hot_counts(config, shards)
+        engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
+        engine.stream_tokens = system.stream_tokens
         self.engine = engine
         self._share_out_predictor(system.num_threads)
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, opening_id)
+        self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
         slots = exchange.wires.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()

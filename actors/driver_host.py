@@ -20,6 +20,7 @@ from actors.failures import RequestError, cause_of, service_error
 from actors.hosts import Hosts, SpawnRelay, service_nodes
 from actors.messages import (
     DriverLoad,
+    Fitted,
     GenerateRequest,
     LoadProgress,
     ProductChoice,
@@ -88,6 +89,8 @@ class DriverHost:
         self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
         self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
+        self._notes: tuple[str, ...] = ()
+        self._device_name = "cpu"  # of the GPU service
         self._driver: Driver | None = None
         self._arena_ref: Any = None
         self._arena: Any = None
@@ -112,7 +115,9 @@ class DriverHost:
             await_actors(self._handles, num_cpus, _START_S, node_id)
             self._each("ping", timeout_s=5.0)
             self._stage = "loading weights"
-            self._each("load")
+            if self._system.device == "cuda":
+                self._fit_gpu()
+            self._await_each([self._handles[spec.index].load.remote(spec) for spec in self._specs])
             self._stage = "compiling kernels"
             if self._system.products is None:
                 self._system = replace(self._system, products=self._agree())
@@ -136,12 +141,26 @@ class DriverHost:
         choices: list[ProductChoice] = self._each("choose_products")
         return ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
 
+    def _fit_gpu(self) -> None:
+        """Let the GPU service take what fits; the CPU services then load the rest."""
+        try:
+            fitted: Fitted = ray.get(self._handles[0].fit.remote(self._system))
+        except ray.exceptions.RayError as error:
+            raise service_error("gpu service", error) from error
+        self._system, self._device_name = fitted.system, fitted.device_name
+        self._notes = (fitted.note,) if fitted.note else ()
+        self._specs = service_specs(self._system, self._config)
+        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+
     def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call all; the first to fail is named, or one that answers `timeout_s` after the last.
 
         What they return, in order.
         """
-        asked = [getattr(handle, method).remote(*args) for handle in self._handles]
+        calls = [getattr(handle, method).remote(*args) for handle in self._handles]
+        return self._await_each(calls, timeout_s)
+
+    def _await_each(self, asked: list[Any], timeout_s: float | None = None) -> list[Any]:
         names = {call: spec.name for call, spec in zip(asked, self._specs, strict=True)}
         calls, answers = asked, {}
         while calls:
@@ -186,7 +205,7 @@ class DriverHost:
         """How far loading is; may be called while `load` runs."""
         counts, stage = [], self._replacer.stage or self._stage
         if stage not in ("starting services", "loading weights"):
-            return LoadProgress(self._total_bytes, self._total_bytes, stage)
+            return LoadProgress(self._total_bytes, self._total_bytes, stage, self._notes)
         if stage == "loading weights":
             calls = [handle.loaded_bytes.remote() for handle in self._handles]
             with suppress(ray.exceptions.RayError):
@@ -207,7 +226,7 @@ class DriverHost:
 
     def driver_load(self) -> DriverLoad:
         """What the driver is busy with. Errors: ServiceError where the system has ended."""
-        return self._ready().load()
+        return replace(self._ready().load(), device=self._device_name)
 
     def cancel(self, request_id: str) -> None:
         """End a running request within a token."""
@@ -230,8 +249,10 @@ class DriverHost:
 
         def gather() -> np.ndarray:
             self._require_counts()
-            counts = ray.get([handle.fired_counts.remote() for handle in self._handles[1:]])
-            return counts_by_neuron(self._config, self._specs[1:], counts)
+            specs = [spec for spec in self._specs if spec.neuron_ids is not None]
+            handles = [self._handles[spec.index] for spec in specs]
+            counts = ray.get([handle.fired_counts.remote() for handle in handles])
+            return counts_by_neuron(self._config, specs, counts)
 
         return self._ready().between_requests(gather)
 
@@ -330,6 +351,11 @@ class DriverHost:
             return np.array([self._exchange.ask(cpus) for _ in range(num_rounds)])
 
         return self._ready().between_requests(measure)
+
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """What the GPU service's GPU does; see `CudaService.device_report`."""
+        found: dict[str, float] = ray.get(self._handles[0].device_report.remote(measure))
+        return found
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""

@@ -11,7 +11,8 @@ import numpy as np
 from actors.blame import bad_embedding, bad_layer, bad_logits
 from actors.exchange import Exchange
 from actors.step_times import StepTimes
-from actors.steps import KERNEL_TOKENS
+from actors.steps import KERNEL_TOKENS, MATRIX_TOKENS
+from actors.streaming import stream_ffn
 from model.config import ModelConfig
 from model.weights import EmbeddingWeights
 from numba_kernels.finite import finite_pair, finite_rows
@@ -32,7 +33,7 @@ from numba_kernels.mailbox import (
 from numba_kernels.merge import merge_partials
 from predictors.predictor import NeuronPredictor
 
-GPU = 0  # the service of attention and head; the CPU services follow
+GPU = 0  # the service of attention, head and hot neurons; the CPU services follow
 
 
 class Engine:
@@ -45,11 +46,13 @@ class Engine:
         exchange: Exchange,
         mode: str,
         predictor: NeuronPredictor | None = None,
+        num_hot: np.ndarray | None = None,
     ) -> None:
         """`mode` "dense" computes all neurons, others up and down only where the gate fired.
 
         With a `predictor`, steps of few tokens ask for the neurons that it chooses, longer ones
-        for all: few stay silent throughout.
+        for all: few stay silent throughout. Of each layer the GPU service holds num_hot[l] neurons,
+        which need no predictor; none without it.
         """
         self.config = config
         self.exchange = exchange
@@ -58,13 +61,15 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
+        self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
+        self.stream_tokens = 0  # prompts of so many tokens have all neurons brought to a GPU
         self.count_services()
         self.times = StepTimes()
         self.num_steps = 0
 
     def count_services(self) -> None:
-        """Ask all CPU services that the exchange has now."""
-        self._cpus = list(range(1, self.exchange.wires.requests.shape[0]))
+        """Ask all services that the exchange has now."""
+        self._num_services = self.exchange.wires.requests.shape[0]
 
     def step(
         self,
@@ -113,15 +118,22 @@ class Engine:
         wires, times = self.exchange.wires, self.times
         request = wires.requests[GPU]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
+        request[SKIP_SILENT] = self.mode != "dense"  # a GPU begins with its hot neurons unasked
         if self.predictor is not None and self._predicts(num_tokens):
             name, number = self._predictor_input(), self.exchange.next_number
             self.predictor.announce(layer, num_tokens, name, number)
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        self._ffn(layer, num_tokens)
-        merge_partials(wires.mixed, wires.partials, 1, num_tokens, wires.hidden)
+        first, partials = self._first_ffn(layer), wires.partials
+        if self._streams(layer, num_tokens):
+            stream_ffn(self.exchange, times, layer, num_tokens)
+            times.count_neurons(self.config.ffn_size, self.config.ffn_size)
+            first, partials = GPU, partials[:1]
+        else:
+            self._ffn(layer, num_tokens)
+        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
         # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
         if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
-            raise bad_layer(wires, layer, num_tokens)
+            raise bad_layer(wires, layer, num_tokens, first)
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as of `step`."""
@@ -139,25 +151,38 @@ class Engine:
     def _ffn(self, layer: int, num_tokens: int) -> None:
         """Ask for the layer's partial outputs."""
         chosen = self._choose(layer, num_tokens)
-        num_gates = self.config.ffn_size if chosen is None else int(chosen.sum())
+        num_gates = self.config.ffn_size
+        if chosen is not None:
+            num_gates = int(chosen.sum() + self.num_hot[layer])
         self.times.count_neurons(self._ask_ffn(FFN, layer, num_tokens, chosen), num_gates)
 
     def _ask_ffn(
         self, operation: int, layer: int, num_tokens: int, num_ids: np.ndarray | None
     ) -> int:
-        """Ask the CPU services for all their neurons, or num_ids[s] listed ones of service s.
+        """Ask for all neurons, or of CPU service s num_ids[s] listed ones, and for all hot ones.
 
         Returns how many neurons' up and down were computed.
         """
-        wires = self.exchange.wires
-        requests = wires.requests[1:]
+        wires, first = self.exchange.wires, self._first_ffn(layer)
+        requests, replies = wires.requests[first:], wires.replies[first:]
         requests[:, OPERATION] = operation
         requests[:, LAYER], requests[:, NUM_TOKENS] = layer, num_tokens
         requests[:, SKIP_SILENT] = self.mode != "dense"
-        requests[:, NUM_IDS] = ALL_NEURONS if num_ids is None else num_ids
-        waited_ns = self.exchange.ask(self._cpus)
-        self.times.add("ffn", waited_ns, wires.replies[1:, BUSY_NS].max())
-        return int(wires.replies[1:, NUM_COMPUTED].sum())
+        requests[:, NUM_IDS] = ALL_NEURONS
+        if num_ids is not None:
+            wires.requests[1:, NUM_IDS] = num_ids
+        waited_ns = self.exchange.ask(range(first, self._num_services))
+        self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
+        return int(replies[:, NUM_COMPUTED].sum())
+
+    def _streams(self, layer: int, num_tokens: int) -> bool:
+        if not self.stream_tokens or num_tokens < max(self.stream_tokens, MATRIX_TOKENS):
+            return False
+        return bool(self.num_hot[layer] < self.config.ffn_size)
+
+    def _first_ffn(self, layer: int) -> int:
+        """The first service that holds neurons of the layer."""
+        return GPU if self.num_hot[layer] else 1
 
     def _choose(self, layer: int, num_tokens: int) -> np.ndarray | None:
         """List the neurons that are expected to fire; their numbers, or None for all neurons."""

@@ -2,6 +2,7 @@
 
 import ray
 
+from cuda_kernels.device import GPU_FAILED
 from model.errors import HotcoldError, ServiceError
 
 _WANT_OF_MEMORY = ("MemoryError", "OutOfMemory", "out of memory", "t allocate memory")
@@ -66,6 +67,11 @@ def cause_of(error: BaseException) -> str:
 def is_want_of_memory(text: str) -> bool:
     """Whether an error's text tells that memory could not be had: Python's, NumPy's or torch's."""
     return any(mark in text for mark in _WANT_OF_MEMORY)
+
+
+def is_lost_device(text: str) -> bool:
+    """Whether an error's text tells that the process's GPU is of no use to it any more."""
+    return GPU_FAILED in text
 
 
 def service_error(name: str, error: BaseException) -> HotcoldError:

@@ -1,14 +1,16 @@
-"""The GPU service: attention, its KV cache, the norms and the head.
+"""The GPU service on device="cpu": attention, its KV cache, the norms and the head.
 
-On a host without a GPU the same service runs with device="cpu", by compiled loops on all cores.
+It runs by compiled loops on all cores. Hot neurons, where a plan puts some here, are a CPU
+service's work in this one's threads. `actors.cuda_service` is the same service on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.cpu_service import CpuService, load_cpu_service
 from actors.matrix_products import MatrixProducts
 from actors.messages import CacheSpec
 from actors.service import Service
@@ -20,7 +22,16 @@ from model.memory import aligned_empty
 from model.tensor_reader import Touch
 from model.weights import load_attention, load_head
 from numba_kernels.attention import PAGE_POSITIONS, rope_table
-from numba_kernels.mailbox import ATTENTION, HEAD, OPERATION
+from numba_kernels.doorbell import clock_ns
+from numba_kernels.mailbox import (
+    ATTENTION,
+    COUNT_FFN,
+    FFN,
+    HEAD,
+    NUM_TOKENS,
+    OPERATION,
+    arrive,
+)
 from numba_kernels.norm import LAYER_NORM, RMS_NORM
 from numba_kernels.serve_attention import (
     PARALLEL,
@@ -44,15 +55,28 @@ class GpuService(Service):
         num_threads: int,
         shape: AttentionShape,
         arrays: AttentionArrays,
+        hot: CpuService | None = None,
     ) -> None:
-        """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint."""
+        """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint.
+
+        `hot` has the hot neurons, with this service's index and as many threads.
+        """
         super().__init__(name, index, num_threads)
         self.shape = shape
         self.arrays = arrays
+        self._hot = hot
+
+    @property
+    def fired_counts(self) -> np.ndarray:
+        """Of the hot neurons; see `CpuService`."""
+        return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
+        if self._hot is not None:
+            self._hot.work_within(self)
+            self._hot.prepare(layout)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
         attention_size = self.shape.num_heads * self.shape.head_dim
@@ -73,9 +97,27 @@ class GpuService(Service):
     def release(self) -> None:
         """End the threads of matrix products."""
         self._products.close()
+        if self._hot is not None:
+            self._hot.release()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop; see `numba_kernels.serve_attention`."""
+        """Run the loop of `numba_kernels.serve_attention`, and a kernel for hot neurons."""
+        while True:
+            seen = self._serve_attention(thread, seen)
+            if not self._asks_for_hot():
+                return seen
+            started = clock_ns()
+            assert self._hot is not None
+            self._hot.answer_share(thread)
+            words, replies = self.wires.words, self.wires.replies
+            arrive(words, replies, self.index, np.int32(seen), self.num_threads, started)
+
+    def _asks_for_hot(self) -> bool:
+        request = self.wires.requests[self.index]
+        few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
+        return self._hot is not None and request[OPERATION] == FFN and bool(few)
+
+    def _serve_attention(self, thread: int, seen: int) -> int:
         return int(
             serve_attention(
                 thread,
@@ -90,12 +132,14 @@ class GpuService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """Attention or head of many tokens, by torch."""
+        """Attention, head or hot neurons for many tokens, by torch."""
         operation = self.wires.requests[self.index, OPERATION]
         if operation == ATTENTION:
             dense_attention(self._products, self.index, self.wires, self.shape, self.arrays)
         elif operation == HEAD:
             dense_head(self._products, self.index, self.wires, self.shape, self.arrays)
+        elif self._hot is not None and operation in (FFN, COUNT_FFN):
+            self._hot.answer_in_python()
         else:
             raise ValueError(f"{self.name} knows no operation {operation}")
 
@@ -113,6 +157,20 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
     )
 
 
+def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:
+    """Keys or values of so many layers, which take memory as they are written."""
+    shape = num_layers, cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+    dtype = np.float32 if cache.dtype == "float32" else np.uint16
+    return aligned_empty(shape, dtype, huge_pages=False)
+
+
+def rope_array(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
+    """Cosines and sines of all positions; (0, 2, 0) for a model without rope."""
+    if config.rope is None:
+        return np.empty((0, 2, 0), np.float32)
+    return rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
+
+
 def load_gpu_service(
     path: Path,
     config: ModelConfig,
@@ -122,8 +180,9 @@ def load_gpu_service(
     on_bytes: Callable[[int], None],
     weight_dtype: str = "",
     touch: Touch | None = None,
+    neuron_ids: Sequence[np.ndarray] | None = None,
 ) -> GpuService:
-    """Read attention and head from a checkpoint and make room for the KV cache.
+    """Read attention, head and the neurons `neuron_ids`; make room for the KV cache.
 
     `touch` takes each new matrix before it is filled.
 
@@ -134,23 +193,16 @@ def load_gpu_service(
         checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
     )
     head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
-    cache_shape = (
-        config.num_layers,
-        cache.num_pages,
-        config.num_kv_heads,
-        PAGE_POSITIONS,
-        config.head_dim,
-    )
-    cache_dtype = np.float32 if cache.dtype == "float32" else np.uint16
-    if config.rope is None:
-        table = np.empty((0, 2, 0), np.float32)
-    else:
-        table = rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
     arrays = AttentionArrays(
         **vars(attention),
         **vars(head),
-        keys=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
-        values=aligned_empty(cache_shape, cache_dtype, huge_pages=False),
-        rope_table=table,
+        keys=cache_array(config, cache, config.num_layers),
+        values=cache_array(config, cache, config.num_layers),
+        rope_table=rope_array(config, cache),
     )
-    return GpuService("gpu", index, num_threads, attention_shape(config), arrays)
+    hot = None
+    if neuron_ids is not None:
+        hot = load_cpu_service(
+            path, config, index, num_threads, neuron_ids, False, on_bytes, weight_dtype, touch
+        )
+    return GpuService("gpu", index, num_threads, attention_shape(config), arrays, hot)

@@ -46,6 +46,7 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: HotcoldError of a damaged checkpoint."""
     checkpoint = Checkpoint(Path(spec.model_path))
     config = stored_config(checkpoint, config, spec.weight_dtype)
-    if spec.neuron_ids is None:
-        return attention_bytes(config) + head_bytes(config)
-    return ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
+    num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
+    if spec.neuron_ids is not None:
+        num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
+    return num_bytes

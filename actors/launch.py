@@ -23,7 +23,7 @@ ServiceActor = ray.remote(ServiceHost)
 RelayActor = ray.remote(RelayHost)
 
 
-def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
+def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
 
     Its object store holds the arena and little else: weights live in the actors.
@@ -32,6 +32,7 @@ def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
     ray.init(
         address="local",
         num_cpus=num_cpus,
+        num_gpus=num_gpus,
         include_dashboard=False,
         object_store_memory=max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
         logging_level="error",
@@ -49,6 +50,8 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     """
     num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
+    # Without one of its GPUs Ray would hide them all from the process.
+    options["num_gpus"] = 0 if spec.gpu is None else 1
     options["max_restarts"] = -1  # the driver says when it is enough
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from actors.arena import ArenaLayout
 from model.sampling import SamplingParams
 from placement.pinning import HostShare
 
@@ -40,11 +41,27 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     plan_path: str = ""  # where neurons go; dealt in turn without one
+    device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
+    requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do
+    gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
+    num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
+    num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
+    head_on_host: bool = False  # likewise
+    stream_tokens: int = 0  # prompts of so many tokens bring cold neurons to the GPU; 0: none do
     weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
     products: ProductChoice | None = None  # None: what the services agree on once they have loaded
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A system with what its GPU holds of it, and a line where that is less than was wanted."""
+
+    system: SystemConfig
+    note: str
+    device_name: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -57,8 +74,21 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
+class GpuShare:
+    """What the GPU service on device="cuda" has of its GPU, beside its neurons.
+
+    Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
+    """
+
+    memory_bytes: int  # 0: what is free, less a reserve
+    first_layer: int
+    has_head: bool
+    layout: ArenaLayout
+
+
+@dataclass(frozen=True)
 class ServiceSpec:
-    """One service: service 0 holds attention and head, the others neurons."""
+    """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
 
     name: str
     index: int
@@ -69,6 +99,7 @@ class ServiceSpec:
     weight_dtype: str = ""  # as of SystemConfig
     model_digest: str = ""  # of the model's files, where a service may be on another host
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
+    gpu: GpuShare | None = None  # of the GPU service on device="cuda"
     reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 
@@ -179,6 +210,7 @@ class DriverLoad:
     num_running: int
     num_waiting: int
     kv_cache_usage: float  # the share of the KV cache's pages that is lent
+    device: str = "cpu"  # of the GPU service
 
 
 @dataclass(frozen=True)
@@ -188,3 +220,4 @@ class LoadProgress:
     loaded_bytes: int
     total_bytes: int
     stage: str
+    notes: tuple[str, ...] = ()  # what is otherwise than was wanted, a line each

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.errors import UsageError
 from placement.cost import PredictorCost
 from placement.machine import measured_before
-from placement.plan import PlacementPlan, PlanRequest, load_plan, plan_path, read_plan
+from placement.plan import PlanRequest, plan_path, read_plan
 from placement.profile import PROFILE_FILE, ActivationProfile, read_profile
 from predictors.predictor_file import Predictors, read_predictors
 
@@ -106,27 +106,20 @@ def find_plan(
     if file is None and not found.exists():
         return ""
     plan = read_plan(found, identity, config, request)
-    num_on_gpus = int((plan.neuron_device < plan.num_gpus).sum())
-    if plan.num_gpus == 0:
+    if plan.num_gpus <= (system.device == "cuda"):
         return str(found.resolve())
     if file is None:
         return ""
+    num_on_gpus = int((plan.neuron_device < plan.num_gpus).sum())
+    if system.device == "cuda":
+        raise UsageError(
+            f"{found}: is for {plan.num_gpus} GPUs, and a system uses one; make it again with "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     raise UsageError(
-        f"{found}: places {num_on_gpus} neurons on a GPU, and this version computes everything on "
-        "the CPU; make a plan with --gpu-memory 0 and give that option here too"
+        f"{found}: places {num_on_gpus} neurons on a GPU, and this system has none; make a plan "
+        "with --gpu-memory 0 and give that option here too"
     )
-
-
-def planned_shards(system: SystemConfig, config: ModelConfig) -> list[list[np.ndarray]] | None:
-    """The neurons of each CPU service by the system's plan, layer by layer; None without a plan.
-
-    Errors:  ArtifactError
-    """
-    if not system.plan_path:
-        return None
-    path = Path(system.plan_path)
-    plan: PlacementPlan = load_plan(path, ModelIdentity.of(system.model_path), config)
-    return [plan.neurons_of(f"cpu{i}") for i in range(system.num_cpu_actors)]
 
 
 def _predictor_digest(system: SystemConfig) -> str:

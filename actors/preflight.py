@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.gpu_choice import beside_gpu, choose_device, stream_tokens
 from actors.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.planning import find_plan
 from actors.shards import arena_layout, num_kv_pages
@@ -47,6 +48,7 @@ class SystemOptions:
     exchange: str = "arena"
     predictors: Path | None = None
     plan: Path | None = None
+    device: str = "auto"  # of DEVICES
     weight_dtype: str | None = None  # "q8" or "q4"; as stored without it
     pin: str = "auto"
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
@@ -131,14 +133,15 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         pin=options.pin,
         hosts=options.hosts,
         numa_root=str(root),
+        device=choose_device(options.device, options.gpu_memory_bytes),
+        requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
+        gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
+    tokens = stream_tokens(system.device, system.exchange, system.hosts)
+    system = replace(system, stream_tokens=tokens)
     _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
-    if options.gpu_memory_bytes:
-        raise UsageError(
-            "--gpu-memory was given, but this version computes everything on the CPU; leave it out"
-        )
     return system
 
 
@@ -155,6 +158,8 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_arenas * arena_layout(system, config).num_bytes,
         Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
     )
+    if system.device == "cuda":
+        need = beside_gpu(need, system.gpu_memory_bytes)
     # Services on other hosts look at their own memory (`actors/host_files.py`).
     return replace(need, ffn_bytes=need.ffn_bytes // max(1, len(system.hosts)))
 

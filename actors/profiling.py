@@ -13,7 +13,7 @@ from numba_kernels.mailbox import COUNT_FFN
 
 
 class ProfilingEngine(Engine):
-    """An engine whose CPU services count who fires, for all neurons of every layer."""
+    """An engine whose services count who fires, for all neurons of every layer."""
 
     def __init__(
         self,
@@ -21,12 +21,13 @@ class ProfilingEngine(Engine):
         embedding: EmbeddingWeights,
         exchange: Exchange,
         opening_id: int | None,
+        num_hot: np.ndarray | None = None,
     ) -> None:
         """Shares the exchange with the engine that answers requests; the two take turns.
 
         `opening_id` stands before each window, where texts of this model open with one.
         """
-        super().__init__(config, embedding, exchange, "dense")
+        super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
         self._opening_id = opening_id
         self.num_opening = 0 if opening_id is None else 1
         self._counts = False
@@ -87,7 +88,7 @@ def as_float16_bits(values: np.ndarray) -> np.ndarray:
 def counts_by_neuron(
     config: ModelConfig, specs: list[ServiceSpec], counts: list[np.ndarray]
 ) -> np.ndarray:
-    """Put the CPU services' counts into the checkpoint's order of neurons.
+    """Put services' counts into the checkpoint's order of neurons.
 
     counts[s] follows specs[s].neuron_ids layer by layer.
     Shapes:  result (L, N)

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from actors.exchange import Exchange
-from actors.failures import AnswerFailed, CacheLost, ServiceLost, cause_of, is_want_of_memory
+from actors.failures import (
+    AnswerFailed,
+    CacheLost,
+    ServiceLost,
+    cause_of,
+    is_lost_device,
+    is_want_of_memory,
+)
 from actors.recovery import RecoveryPolicy
 from numba_kernels.mailbox import Wires
 
@@ -88,9 +95,11 @@ class RecoveringExchange:
         while True:
             if isinstance(error, AnswerFailed):
                 # What a fresh process cannot do either is the request's own fault.
-                if error.service in replaced or not is_want_of_memory(str(error)):
-                    raise error
-                replaced.add(error.service)
+                text = str(error)
+                if not is_lost_device(text):
+                    if error.service in replaced or not is_want_of_memory(text):
+                        raise error
+                    replaced.add(error.service)
             self.renew(error.service, cause_of(error))
             try:
                 self.inner.ask(services)

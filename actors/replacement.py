@@ -92,7 +92,7 @@ class ServiceReplacer:
         process = self._end_old(service)
         # Known before it is loaded, so that the next attempt ends it if it fails.
         self._expect(service, process)
-        self._await(service, handle.load.remote())
+        self._await(service, handle.load.remote(self._specs[service]))
         self._await(service, handle.attach.remote(self._layout, place.arena_refs))
         request = np.zeros(NUM_REQUEST_WORDS, np.int64)
         request[OPERATION] = PING  # answered once the compiled loops run

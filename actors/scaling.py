@@ -2,7 +2,7 @@
 
 The GPU service stays, with its KV cache: between two steps it leaves the old arena for the new one.
 Until then the old services serve, and where new ones cannot be had they go on. A plan is made for a
-number of services: after a change neurons are dealt in turn.
+number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,9 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
             f"--cpu-actors {num_cpu_actors} is not within 1..{system.num_threads}: the system has "
             f"{system.num_threads} threads, and a CPU service takes at least one"
         )
-    return replace(system, num_cpu_actors=num_cpu_actors, plan_path="")
+    # A GPU keeps the neurons that it has; without one a plan says nothing of the new services.
+    plan_path = system.plan_path if system.device == "cuda" else ""
+    return replace(system, num_cpu_actors=num_cpu_actors, plan_path=plan_path)
 
 
 def connect_more(

@@ -61,7 +61,12 @@ class AuditedEngine(Engine):
     def __init__(self, engine: Engine) -> None:
         """Take over `engine`'s mode, predictor, embedding and exchange."""
         super().__init__(
-            engine.config, engine.embedding, engine.exchange, engine.mode, engine.predictor
+            engine.config,
+            engine.embedding,
+            engine.exchange,
+            engine.mode,
+            engine.predictor,
+            engine.num_hot,
         )
         self._num_tokens = 0
         self._counts = np.zeros((3, self.config.num_layers), np.int64)
@@ -79,7 +84,7 @@ class AuditedEngine(Engine):
         num_fired = num_fired_listed = self._ask_ffn(FFN, layer, num_tokens, chosen)
         num_listed = self.config.ffn_size
         if chosen is not None:
-            num_listed = int(chosen.sum())
+            num_listed = int(chosen.sum() + self.num_hot[layer])
             partials = self.exchange.wires.partials[:, :num_tokens]
             answer = partials.copy()
             num_fired = self._ask_ffn(FFN, layer, num_tokens, None)
@@ -105,7 +110,9 @@ def score_window(
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
     most = min(KERNEL_TOKENS, engine.max_tokens, engine.exchange.wires.logits.shape[0])
-    dense = Engine(engine.config, engine.embedding, engine.exchange, "dense")
+    dense = Engine(
+        engine.config, engine.embedding, engine.exchange, "dense", num_hot=engine.num_hot
+    )
     dense_rows = _scored_rows(dense, ids, first, most, check)
     if engine.mode == "dense":
         return WindowScores(np.array([_nll(row, ids, at) for at, row in dense_rows]))

@@ -40,6 +40,7 @@ class Service(ABC):
         self.index = index
         self.num_threads = num_threads
         self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
+        self.device_name = "cpu"
         self.last_error = ""
         self._broken = False
         self._threads: list[threading.Thread] = []
@@ -61,11 +62,14 @@ class Service(ABC):
     def release(self) -> None:
         """End what `prepare` started; called at a STOP request."""
 
-    def attach(self, layout: ArenaLayout, arena: np.ndarray) -> None:
-        """Map the arena and start the threads; the arena may hold a request already."""
+    def attach(self, layout: ArenaLayout, arena: np.ndarray, wires: Wires | None = None) -> None:
+        """Map the arena and start the threads; the arena may hold a request already.
+
+        `wires`: instead of the arena's own.
+        """
         self._arena = arena
         self._calls = None
-        self.wires: Wires = layout.wires(arena)
+        self.wires: Wires = layout.wires(arena) if wires is None else wires
         self.prepare(layout)
         words = self.wires.words
         for kind in (ARRIVED, BARRIER_COUNT):

@@ -1,10 +1,13 @@
 """A service's process: what its actor answers while its threads do the work."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -12,13 +15,17 @@ import ray
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.host_files import require_same_model, weight_bytes
-from actors.messages import ProductChoice, ServiceSpec
+from actors.messages import Fitted, ProductChoice, ServiceSpec, SystemConfig
 from actors.service import Service
 from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
-from model.errors import ServiceError
+from model.errors import HotcoldError, ServiceError
 from placement.first_touch import FirstTouch
 from placement.pinning import find_place, pin_process, settle_thread
+
+if TYPE_CHECKING:
+    from actors.cuda_device import Device
+    from actors.cuda_load import CudaLoading
 
 
 class ServiceHost:
@@ -35,10 +42,38 @@ class ServiceHost:
             pin_process(self._place.cores)
         self._loaded_bytes = 0
         self._service: Service | None = None
+        self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
 
-    def load(self) -> None:
-        """Read this service's own part of the checkpoint. Errors: HotcoldError."""
+    def fit(self, system: SystemConfig) -> Fitted:
+        """Open the GPU and take its memory for as much of `system` as fits.
+
+        Errors:  HotcoldError; where the system can do without a GPU it is then one without
+        """
+        from actors.cuda_fit import fit_system
+
+        try:
+            device = self._open_device()
+            config = ModelConfig.from_directory(system.model_path)
+            self._loading, fitted = fit_system(device, system, config)
+        except (RuntimeError, HotcoldError) as problem:
+            line = str(problem).splitlines()[0]
+            if system.requires_gpu:
+                raise problem if isinstance(problem, HotcoldError) else ServiceError(line) from None
+            return Fitted(replace(system, device="cpu"), f"the CPU computes everything: {line}")
+        return fitted
+
+    def _open_device(self) -> Device:
+        from actors.cuda_fit import open_device
+
+        return open_device()
+
+    def load(self, spec: ServiceSpec | None = None) -> None:
+        """Read this service's own part of the checkpoint; of `spec` instead of the one from before.
+
+        Errors:  HotcoldError
+        """
+        self.spec = self.spec if spec is None else spec
         require_same_model(self.spec)
         config = ModelConfig.from_directory(self.spec.model_path)
         self._settle(weight_bytes(self.spec, config))
@@ -59,16 +94,35 @@ class ServiceHost:
         from actors.gpu_service import load_gpu_service
 
         spec, path = self.spec, Path(self.spec.model_path)
+        if spec.gpu is not None:
+            return self._gpu_loading(config).fill
         dtype, touch = spec.weight_dtype, self._touch()
         if spec.cache is not None:
             cache = spec.cache
             return lambda on_bytes: load_gpu_service(
-                path, config, spec.index, spec.num_threads, cache, on_bytes, dtype, touch
+                path,
+                config,
+                spec.index,
+                spec.num_threads,
+                cache,
+                on_bytes,
+                dtype,
+                touch,
+                spec.neuron_ids,
             )
         ids = spec.neuron_ids or []
         return lambda on_bytes: load_cpu_service(
             path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
         )
+
+    def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
+        """What `fit` took, or the same taken by a process that comes in another's place."""
+        from actors.cuda_load import CudaLoading
+
+        loading, self._loading = self._loading, None
+        if loading is None or not loading.is_of(self.spec):
+            loading = CudaLoading(self._open_device(), config, self.spec)
+        return loading
 
     def _settle(self, num_bytes: int) -> None:
         """Before memory is taken: Ray answers calls in several threads, each has its own policy."""
@@ -126,7 +180,8 @@ class ServiceHost:
 
     def fired_counts(self) -> np.ndarray:
         """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
-        return np.array(vars(self._require_service())["fired_counts"])  # a CPU service's
+        service: Any = self._require_service()
+        return np.array(service.fired_counts)
 
     def vitals(self) -> ServiceVitals:
         """Process id, memory, device; what was counted too, where the driver cannot see that."""
@@ -135,7 +190,13 @@ class ServiceHost:
         if service is not None and self._arena_ref is None and hasattr(service, "wires"):
             counts = service.wires.neuron_counts[self.spec.index].copy()
             steps = service.wires.counted_steps[self.spec.index].copy()
-        return ServiceVitals(os.getpid(), resident_bytes(), "cpu", counts, steps)
+        device = "cpu" if service is None else service.device_name
+        return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
+
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """See `CudaService.device_report`; {} of a service without a GPU."""
+        service: Any = self._require_service()
+        return service.device_report(measure) if self.spec.gpu is not None else {}
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used; an idle service uses none."""

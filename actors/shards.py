@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.bundles import bundle_bytes
+from actors.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from actors.kv_pool import num_pages_of
-from actors.messages import CacheSpec, ServiceSpec, SystemConfig
-from actors.planning import planned_shards
+from actors.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
 from model.artifact import ModelIdentity
 from model.config import ModelConfig
 from placement.numa import nodes_with_memory, thread_counts
@@ -53,14 +54,32 @@ def _dealt(ids: np.ndarray, num_threads: int) -> np.ndarray:
     return ids[deal_neurons(ids.size, 1, num_threads)[0]]
 
 
+def _cold_shards(
+    threads: Sequence[int], planned: list[Layers] | None, others: Layers
+) -> list[Layers]:
+    """Each CPU service's neurons in its loading order: its planned ones, and its deal of others."""
+    deals = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
+    shards = [[ids[deals[ids.size][s]] for ids in others] for s in range(len(threads))]
+    if planned is None:
+        return shards
+    return [
+        [
+            _dealt(np.union1d(own, more).astype(np.int32), threads[s])
+            for own, more in zip(planned[s], shards[s], strict=True)
+        ]
+        for s in range(len(threads))
+    ]
+
+
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
     """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
 
     Errors:  ArtifactError
     """
     threads = service_threads(system)
-    dealt = deal_to_threads(config.ffn_size, threads)
-    planned = planned_shards(system, config)
+    plan = system_plan(system, config)
+    hot = hot_neurons(system, config, plan)
+    cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
     digest = ModelIdentity.of(system.model_path).digest if system.hosts else ""
     cache = CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype)
     dtype = system.weight_dtype
@@ -70,9 +89,11 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         system.num_threads,
         system.model_path,
         cache=cache,
+        neuron_ids=hot,
         weight_dtype=dtype,
         model_digest=digest,
         share=host_share(system, threads, None),
+        gpu=_gpu_share(system, config),
     )
     cpus = [
         ServiceSpec(
@@ -81,15 +102,24 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
             threads[i],
             system.model_path,
             weight_dtype=dtype,
-            neuron_ids=[ids] * config.num_layers
-            if planned is None
-            else [_dealt(layer_ids, threads[i]) for layer_ids in planned[i]],
+            neuron_ids=shard,
             model_digest=digest,
             share=host_share(system, threads, i),
         )
-        for i, ids in enumerate(dealt)
+        for i, shard in enumerate(cold)
     ]
     return [gpu, *cpus]
+
+
+def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
+    if system.device == "cpu":
+        return None
+    return GpuShare(
+        system.gpu_memory_bytes,
+        system.num_host_layers,
+        not system.head_on_host,
+        arena_layout(system, config),
+    )
 
 
 def service_threads(system: SystemConfig) -> tuple[int, ...]:
@@ -132,4 +162,5 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         products=system.products,
+        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.stream_tokens else 0,
     )

@@ -49,7 +49,9 @@ class System:
         if owns_ray:
             config = ModelConfig.from_directory(system.model_path)
             try:
-                start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
+                arena_bytes = arena_layout(system, config).num_bytes
+                num_gpus = 0 if system.device == "cpu" else 1
+                start_local_ray(system.num_threads, arena_bytes, num_gpus)
             except Exception as error:  # Ray raises many kinds, none of them its own
                 raise ServiceError(f"Ray could not be started: {error}") from error
         try:

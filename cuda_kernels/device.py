@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# What an error's text must hold for the service's process to be given up: nothing that runs in it
+# can use the GPU again.
+GPU_FAILED = "the GPU failed"
+_LEAST_CAPABILITY = 7, 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+class DeviceMemoryError(MemoryError):
+    """There is no room on a GPU, or the process has taken all that it may."""
+
+
+class DeviceFailure(RuntimeError):
+    """A GPU reported an error that a later call of the same process would meet again."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,27 @@ def list_gpus() -> tuple[tuple[Gpu, ...], str]:
     return gpus, "" if gpus else "CUDA finds no GPU"
 
 
+def first_gpu() -> tuple[str, int] | str:
+    """The name and bytes of the GPU that is used, else one line that says why there is none.
+
+    It takes no memory of the GPU, which asking for what is free would. Raises nothing.
+    """
+    try:
+        from cupy.cuda import runtime
+
+        if runtime.getDeviceCount() > 0:
+            properties = runtime.getDeviceProperties(0)
+            major, minor = properties["major"], properties["minor"]
+            if (major, minor) < _LEAST_CAPABILITY:
+                return f"{properties['name'].decode()} has compute capability {major}.{minor}, " + (
+                    "and kernels need 7.5"
+                )
+            return properties["name"].decode(), int(properties["totalGlobalMem"])
+    except Exception:  # of many kinds; `list_gpus` has the words for them
+        pass
+    return list_gpus()[1] or "CUDA finds no usable GPU"
+
+
 def _describe(runtime: Any, device_id: int) -> Gpu:
     from cupy.cuda import Device
 
@@ -56,3 +91,16 @@ def _describe(runtime: Any, device_id: int) -> Gpu:
 def _first_line(problem: Exception) -> str:
     lines = str(problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__
+
+
+def _main() -> int:
+    """Print the GPUs as JSON; status 1 and the reason on standard error where there is none."""
+    found, reason = list_gpus()
+    print(json.dumps([asdict(gpu) for gpu in found]))
+    if not found:
+        print(reason, file=sys.stderr)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -91,9 +91,13 @@ def _dtype_difference(running: SystemConfig, asked: str | None) -> str:
 def progress_lines() -> Callable[[LoadProgress], None]:
     """A reporter of loading for logs: a line for each stage, and one every few seconds."""
     text, printed = "", 0.0
+    told: set[str] = set()
 
     def show(progress: LoadProgress) -> None:
         nonlocal text, printed
+        for note in set(progress.notes) - told:
+            click.echo(note)
+        told.update(progress.notes)
         done, total = progress.loaded_bytes / 1e6, progress.total_bytes / 1e6
         is_loading = 0 < done < total
         new = progress.stage + (f": {done:,.0f} of {total:,.0f} MB" if is_loading else "")

@@ -134,7 +134,8 @@ def _choose(
     from actors.preflight import choose_system
     from model.errors import UsageError
 
-    options = replace(options, gpu_memory_bytes=None)  # planned for, not used by this process
+    # Planned for, not used by this process.
+    options = replace(options, gpu_memory_bytes=None, device="cpu")
     if described is None:
         return choose_system(path, config, options)
     cores = sum(node.num_cores for node in described.nodes)

@@ -122,7 +122,9 @@ def _gpus(machine: MachineSurvey) -> Finding:
         text = f"{machine.no_gpu_reason}; the CPU computes every neuron"
         level: Level = "note" if "no NVIDIA driver" in text else "problem"
         return Finding(level, "GPU", text)
-    return Finding("ok", "GPU", ", ".join(gpu.name for gpu in machine.gpus))
+    names = ", ".join(gpu.name for gpu in machine.gpus)
+    others = "; the first is used, the others are not" if len(machine.gpus) > 1 else ""
+    return Finding("ok", "GPU", f"{names}: attention, the head and hot neurons go there{others}")
 
 
 def _nodes(machine: MachineSurvey) -> Finding:

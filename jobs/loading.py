@@ -25,8 +25,13 @@ def running_system(
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("starting Ray", total=None)
 
+        told: set[str] = set()
+
         def show(progress: LoadProgress) -> None:
             on_progress(progress)
+            for note in set(progress.notes) - told:
+                console.print(note, markup=False, highlight=False)
+            told.update(progress.notes)
             bar.update(
                 task,
                 description=progress.stage,

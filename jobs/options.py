@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from actors.gpu_choice import DEVICES
 from actors.messages import EXCHANGES, MODES
 from actors.preflight import SystemOptions
 from jobs.weight_dtype import dtype_option
@@ -81,7 +82,10 @@ _SYSTEM = [
     click.option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
                  "all requests together; one context without it."),
     click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
-    click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB."),
+    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+                 help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
+    click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
+                 "all that is free, but for a reserve, without it; 0: no GPU."),
     click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
     click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +60,30 @@ def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeight
         _load_norms(reader, config, names, weights, layer)
         _load_projections(reader, config, names, weights, layer)
     return weights
+
+
+def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[AttentionWeights]:
+    """Read layer after layer into one buffer: arrays of one layer, which the next one overwrites.
+
+    For weights that go elsewhere, so that a process never holds all of them.
+    Errors:  as of `load_attention`
+    """
+    names = tensor_names(config)
+    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
+    one = _empty_attention(reader, replace(config, num_layers=1), names)
+    # Every layer's place is the same place.
+    every = AttentionWeights(
+        **{name: _repeated(array, config.num_layers) for name, array in vars(one).items()}
+    )
+    for layer in range(config.num_layers):
+        _load_norms(reader, config, names, every, layer)
+        _load_projections(reader, config, names, every, layer)
+        yield one
+
+
+def _repeated(array: np.ndarray, times: int) -> np.ndarray:
+    shape = (times, *array.shape[1:])
+    return np.lib.stride_tricks.as_strided(array, shape, (0, *array.strides[1:]))
 
 
 def _empty_attention(

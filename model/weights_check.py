@@ -4,6 +4,7 @@ the shapes that config.json asks for, and in which format they are stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,9 @@ from model.config import ModelConfig
 from model.tensor_names import tensor_names
 from model.tensor_reader import TensorReader
 from model.weight_formats import dtype_name, requested_dtype, require_whole_groups
-from model.weights_attention import read_attention
-from model.weights_embedding import read_embedding, read_head
-from model.weights_ffn import read_ffn
+from model.weights_attention import AttentionWeights, read_attention
+from model.weights_embedding import HeadWeights, read_embedding, read_head
+from model.weights_ffn import FfnWeights, read_ffn
 from numba_kernels.formats import row_width
 
 
@@ -47,6 +48,18 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") 
     if checkpoint.quantized_dtype is None:
         require_whole_groups(loaded, config.hidden_size, config.attention_size, config.embed_size)
     return replace(config, dtype=dtype_name(loaded))
+
+
+def weight_shapes(
+    checkpoint: Checkpoint, config: ModelConfig, neuron_ids: Sequence[np.ndarray], dtype: str = ""
+) -> tuple[AttentionWeights, HeadWeights, FfnWeights]:
+    """What loading would return, in shape and dtype; matrices take no memory and hold zeros.
+
+    Errors:  CheckpointError, UsageError as of loading
+    """
+    with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
+        ffn = read_ffn(reader, config, neuron_ids, include_down_bias=True)
+        return read_attention(reader, config), read_head(reader, config), ffn
 
 
 class _HeaderReader(TensorReader):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,23 @@ def read_ffn(
     for layer in range(config.num_layers):
         _load_layer(reader, config, weights, layer)
     return weights
+
+
+def ffn_layers(
+    reader: TensorReader, config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+) -> Iterator[FfnWeights]:
+    """Read layer after layer: weights that have the neurons of one layer, and all down biases.
+
+    For weights that go elsewhere, so that a process never holds all of them.
+    Errors:  as of `load_ffn`
+    """
+    ids = _checked_ids(config, neuron_ids)
+    none = np.empty(0, np.int32)
+    for layer in range(config.num_layers):
+        alone = [ids[layer] if other == layer else none for other in range(config.num_layers)]
+        weights = _empty_ffn(reader, config, alone, True)
+        _load_layer(reader, config, weights, layer)
+        yield weights
 
 
 def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -17,12 +17,13 @@ REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
 
 # request words
-OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED = range(7)
+OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(8)
 NUM_REQUEST_WORDS = 8
 ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN, and who fired
+SHIP, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there through a GPU
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)

@@ -119,11 +119,12 @@ def _add_tools(app: FastAPI, backend: Backend) -> None:
     async def health() -> Response:
         """Whether the driver answers."""
         try:
-            await backend.client.load()
+            load = await backend.client.load()
         except Exception as error:
             status = {"status": "failed", "reason": as_api_error(error).message}
             return JSONResponse({**status, "model": backend.settings.model_name}, 503)
-        return JSONResponse({"status": "ok", "model": backend.settings.model_name})
+        found = {"status": "ok", "model": backend.settings.model_name, "device": load.device}
+        return JSONResponse(found)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -66,7 +66,8 @@ def random_predictor(system: InProcessSystem, kind: str) -> NeuronPredictor:
         )
 
     make = lowrank if kind == "lowrank" else sign
-    sizes = np.array([[ids.size for ids in system.shards()]] * config.num_layers)
+    shards = system.layer_shards()
+    sizes = np.array([[ids[at].size for ids in shards] for at in range(config.num_layers)])
     return NeuronPredictor([make() for _ in range(config.num_layers)], sizes, "ffn_input")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from actors.cpu_service import load_cpu_service
 from actors.engine import Engine
 from actors.exchange import ArenaExchange, Exchange
 from actors.gpu_service import CacheSpec, load_gpu_service
+from actors.hot_neurons import hot_counts
 from actors.kv_pool import num_pages_of
-from actors.messages import ProductChoice
+from actors.messages import ProductChoice, ServiceSpec
 from actors.service import Service
 from actors.shards import deal_neurons
 from model.checkpoint import Checkpoint
@@ -86,10 +88,16 @@ class InProcessSystem:
     max_tokens: int = 64
     copying: bool = False  # a CopyingExchange instead of the arena's
     products: ProductChoice | None = None
+    hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
+    specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
+    weight_dtype: str = ""
+    bundle_bytes: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
         self.config = ModelConfig.from_directory(self.path)
+        if self.specs is not None:
+            self.num_services = len(self.specs) - 1
         self.services: list[Service] = [self._gpu(), *self._cpus()]
         config = self.config
         self.layout = ArenaLayout(
@@ -103,6 +111,7 @@ class InProcessSystem:
             num_pages_of(self.num_positions),
             config.num_layers,
             self.products,
+            bundle_bytes=self.bundle_bytes,
         )
         self.arena = self.layout.new_arena()
         self.watch = ThreadWatch(self.services)
@@ -125,7 +134,14 @@ class InProcessSystem:
     def _gpu(self) -> Service:
         cache = CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype)
         return load_gpu_service(
-            self.path, self.config, 0, self.num_threads, cache, lambda num_bytes: None
+            self.path,
+            self.config,
+            0,
+            self.num_threads,
+            cache,
+            lambda num_bytes: None,
+            self.weight_dtype,
+            neuron_ids=self.hot_ids(),
         )
 
     def _cpus(self) -> list[Service]:
@@ -135,11 +151,12 @@ class InProcessSystem:
                 self.config,
                 index,
                 self.num_threads,
-                [ids] * self.config.num_layers,
+                shard,
                 index == 1,
                 lambda num_bytes: None,
+                self.weight_dtype,
             )
-            for index, ids in enumerate(self.shards(), start=1)
+            for index, shard in enumerate(self.layer_shards(), start=1)
         ]
 
     def _count_python_answers(self, service: Service) -> None:
@@ -155,10 +172,28 @@ class InProcessSystem:
         """The neurons of each CPU service, in its loading order; the same in every layer."""
         return deal_neurons(self.config.ffn_size, self.num_services, self.num_threads)
 
+    def hot_ids(self) -> list[np.ndarray] | None:
+        """The GPU service's neurons of each layer; None where it has none."""
+        if self.specs is not None:
+            return self.specs[0].neuron_ids
+        if self.hot is None:
+            return None
+        return self.hot(self.config.num_layers, self.config.ffn_size)
+
+    def layer_shards(self) -> list[list[np.ndarray]]:
+        """The neurons of each CPU service, layer by layer."""
+        if self.specs is not None:
+            return [spec.neuron_ids or [] for spec in self.specs[1:]]
+        hot = self.hot_ids()
+        if hot is None:
+            return [[ids] * self.config.num_layers for ids in self.shards()]
+        return [[ids[~np.isin(ids, layer)] for layer in hot] for ids in self.shards()]
+
     def engine(self, mode: str, predictor: NeuronPredictor | None = None) -> Engine:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
-        return Engine(self.config, embedding, self.exchange, mode, predictor)
+        num_hot = hot_counts(self.config, self.layer_shards())
+        return Engine(self.config, embedding, self.exchange, mode, predictor, num_hot)
 
     def logits(
         self,
@@ -187,7 +222,7 @@ class InProcessSystem:
             if not service.join(60):
                 raise AssertionError(f"a thread of {service.name} still runs")
 
-    def __enter__(self) -> InProcessSystem:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from numba_kernels.attention import decode_attention, rope, rope_table
-from numba_kernels.convert import to_bfloat16
-from numba_kernels.ffn import sparse_ffn
-from numba_kernels.norm import layer_norm, rms_norm
-from numba_kernels.rows import rows_times_vectors
-from numba_kernels.sampling import sample
-
-BACKENDS = {
-    "numba": SimpleNamespace(
-        decode_attention=decode_attention,
-        layer_norm=layer_norm,
-        rms_norm=rms_norm,
-        rope=rope,
-        rope_table=rope_table,
-        rows_times_vectors=rows_times_vectors,
-        sample=sample,
-        sparse_ffn=sparse_ffn,
-        to_bfloat16=to_bfloat16,
-    )
-}
+from tests.kernels import backends
+from tests.kernels.device_calls import DeviceCalls
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CUDA's kernels compiled for this CPU, once for all processes of a run."""
+    base = tmp_path_factory.getbasetemp()
+    try:
+        return backends.emulated_library(
+            base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        )
+    except FileNotFoundError as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(params=["numba", *backends.DEVICES])
 def backend(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The wrappers of one kernel package."""
-    return BACKENDS[request.param]
+    if request.param == "numba":
+        return backends.numba_backend()
+    return backends.device_backend(_calls(request))
+
+
+@pytest.fixture(params=backends.DEVICES)
+def device(request: pytest.FixtureRequest) -> DeviceCalls:
+    """A device's kernels, and copies to it and back."""
+    return _calls(request)
+
+
+def _calls(request: pytest.FixtureRequest) -> DeviceCalls:
+    if request.param == "cuda":
+        return backends.cuda_calls()
+    return backends.emulated_calls(request.getfixturevalue("emulated_library"))
+
+
+@pytest.fixture
+def cpu_backend() -> SimpleNamespace:
+    """Those of numba_kernels, for what no device computes."""
+    return backends.numba_backend()

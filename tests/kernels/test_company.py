@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from numba_kernels.ffn import sparse_ffn
-from numba_kernels.rows import rows_times_vectors
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, random_rows
 
@@ -21,17 +21,17 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("height", [1, 6, 23])
-def test_rows(kind: str, height: int) -> None:
+def test_rows(backend: SimpleNamespace, kind: str, height: int) -> None:
     weights, x = random_weights(1, kind, height, 608), random_floats(2, 32, 608)
-    alone = np.concatenate([rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
+    alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
     for num_tokens in range(2, 33):
-        assert (rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
+        assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("skip_silent", [True, False])
-def test_ffn(kind: str, gated: bool, skip_silent: bool) -> None:
+def test_ffn(backend: SimpleNamespace, kind: str, gated: bool, skip_silent: bool) -> None:
     gate, up, down = (random_weights(seed, kind, 71, 608) for seed in (3, 4, 5))
     x = random_floats(6, 32, 608)
     rng = np.random.default_rng(7)
@@ -39,13 +39,15 @@ def test_ffn(kind: str, gated: bool, skip_silent: bool) -> None:
     for num_tokens in (1, 2, 5, 32):
         masks = rng.integers(0, 1 << 32, 71, np.uint32)
         ids = np.arange(71, dtype=np.int32)
-        together, _ = sparse_ffn(
+        together, _ = backend.sparse_ffn(
             gate, third, down, x[:num_tokens], ids, masks, skip_silent=skip_silent
         )
-        whole, _ = sparse_ffn(gate, third, down, x[:num_tokens], skip_silent=skip_silent)
+        whole, _ = backend.sparse_ffn(gate, third, down, x[:num_tokens], skip_silent=skip_silent)
         for t in range(num_tokens):
             own = ids[(masks >> np.uint32(t)) & np.uint32(1) != 0]
-            alone, _ = sparse_ffn(gate, third, down, x[t : t + 1], own, skip_silent=skip_silent)
+            alone, _ = backend.sparse_ffn(
+                gate, third, down, x[t : t + 1], own, skip_silent=skip_silent
+            )
             assert (together[t] == alone[0]).all()
-            alone, _ = sparse_ffn(gate, third, down, x[t : t + 1], skip_silent=skip_silent)
+            alone, _ = backend.sparse_ffn(gate, third, down, x[t : t + 1], skip_silent=skip_silent)
             assert (whole[t] == alone[0]).all()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from numba_kernels.convert import to_bfloat16, to_float32
-from numba_kernels.ffn import sparse_ffn
-from numba_kernels.rows import rows_times_vectors
 from tests.kernels import reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import WIDTHS, quantized_vectors, random_rows
@@ -19,10 +19,12 @@ widths = pytest.mark.parametrize("width", WIDTHS)
 @kinds
 @widths
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 9])
-def test_rows_times_vectors(kind: str, width: int, num_tokens: int) -> None:
+def test_rows_times_vectors(
+    backend: SimpleNamespace, kind: str, width: int, num_tokens: int
+) -> None:
     rows = random_rows(1, kind, 27, width)
     x, bias = random_floats(2, num_tokens, width), random_floats(3, 27)
-    found = rows_times_vectors(rows.rows, x, bias)
+    found = backend.rows_times_vectors(rows.rows, x, bias)
     sizes = np.abs(x.astype(np.float64)) @ np.abs(rows.weights).T
     expected = quantized_vectors(x) @ rows.weights.T + bias
     assert (np.abs(found - expected) <= 1e-6 * sizes + 1e-6).all()
@@ -45,12 +47,16 @@ def test_widening(kind: str, width: int) -> None:
 @widths
 @pytest.mark.parametrize("num_tokens", [1, 3, 32])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
-def test_sparse_ffn(kind: str, width: int, num_tokens: int, gated: bool) -> None:
+def test_sparse_ffn(
+    backend: SimpleNamespace, kind: str, width: int, num_tokens: int, gated: bool
+) -> None:
     gate, up, down = (random_rows(seed, kind, 70, width) for seed in (5, 6, 7))
     x = random_floats(8, num_tokens, width)
     ids = np.random.default_rng(9).permutation(70)[:33].astype(np.int32)
     for listed in (None, ids):
-        found, fired = sparse_ffn(gate.rows, up.rows if gated else None, down.rows, x, listed)
+        found, fired = backend.sparse_ffn(
+            gate.rows, up.rows if gated else None, down.rows, x, listed
+        )
         keep = np.arange(70) if listed is None else listed
         rounded = quantized_vectors(x)
         h = np.maximum(rounded @ gate.weights[keep].T, 0)
@@ -63,22 +69,22 @@ def test_sparse_ffn(kind: str, width: int, num_tokens: int, gated: bool) -> None
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @kinds
-def test_what_is_not_finite_stays_so(kind: str, bad: float) -> None:
+def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: float) -> None:
     rows = random_rows(10, kind, 9, 544)
     x = random_floats(11, 2, 544)
     x[1, 543] = bad
-    found = rows_times_vectors(rows.rows, x)
+    found = backend.rows_times_vectors(rows.rows, x)
     assert np.isfinite(found[0]).all()
     assert not np.isfinite(found[1]).any()
 
 
 @kinds
-def test_zeros(kind: str) -> None:
+def test_zeros(backend: SimpleNamespace, kind: str) -> None:
     rows = random_rows(12, kind, 9, 96)
-    assert (rows_times_vectors(rows.rows, np.zeros((3, 96), np.float32)) == 0).all()
+    assert (backend.rows_times_vectors(rows.rows, np.zeros((3, 96), np.float32)) == 0).all()
 
 
-def test_a_width_without_whole_groups_is_refused() -> None:
+def test_a_width_without_whole_groups_is_refused(backend: SimpleNamespace) -> None:
     rows = random_rows(13, "q8", 2, 64).rows
     with pytest.raises(ValueError, match="no row of groups"):
-        rows_times_vectors(rows[:, :-1], np.zeros((1, 64), np.float32))
+        backend.rows_times_vectors(rows[:, :-1], np.zeros((1, 64), np.float32))

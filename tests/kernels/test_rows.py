@@ -113,30 +113,30 @@ def test_rows_refuses(
 
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 16), (5, 17), (3, 100)])
-def test_to_bfloat16(backend: SimpleNamespace, kind: str, shape: tuple[int, int]) -> None:
+def test_to_bfloat16(cpu_backend: SimpleNamespace, kind: str, shape: tuple[int, int]) -> None:
     weights = random_bits(1, BITS[kind], *shape)
     for view in (weights, unaligned(weights)):
-        found = backend.to_bfloat16(view)
+        found = cpu_backend.to_bfloat16(view)
         assert found.dtype == np.int16
         np.testing.assert_array_equal(found, reference.to_bfloat16(weights))
 
 
-def test_to_bfloat16_ties_and_limits(backend: SimpleNamespace) -> None:
+def test_to_bfloat16_ties_and_limits(cpu_backend: SimpleNamespace) -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00000001])
     values = np.concatenate([bits.astype(np.uint32).view(np.float32), [np.inf, -np.inf, -0.0]])
     values = values.astype(np.float32)[None].repeat(17, axis=0).reshape(1, -1)
-    np.testing.assert_array_equal(backend.to_bfloat16(values), reference.to_bfloat16(values))
+    np.testing.assert_array_equal(cpu_backend.to_bfloat16(values), reference.to_bfloat16(values))
 
 
-def test_to_bfloat16_of_every_finite_half(backend: SimpleNamespace) -> None:
+def test_to_bfloat16_of_every_finite_half(cpu_backend: SimpleNamespace) -> None:
     halves = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
     halves = halves[np.isfinite(halves.view(np.float16))][None]
-    np.testing.assert_array_equal(backend.to_bfloat16(halves), reference.to_bfloat16(halves))
+    np.testing.assert_array_equal(cpu_backend.to_bfloat16(halves), reference.to_bfloat16(halves))
 
 
 @pytest.mark.parametrize(
     "weights", [np.zeros((2, 3), np.float64), np.zeros(3, np.float32), np.zeros((0, 3), np.float32)]
 )
-def test_to_bfloat16_refuses(backend: SimpleNamespace, weights: np.ndarray) -> None:
+def test_to_bfloat16_refuses(cpu_backend: SimpleNamespace, weights: np.ndarray) -> None:
     with pytest.raises(ValueError):
-        backend.to_bfloat16(weights)
+        cpu_backend.to_bfloat16(weights)

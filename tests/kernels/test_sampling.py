@@ -18,20 +18,22 @@ EDGES = (0.0, 1e-9, 0.25, 0.5, 0.75, 0.999999, ALMOST_ONE)
 
 
 @pytest.mark.parametrize("size", [1, 2, 65, 1000])
-def test_greedy(backend: SimpleNamespace, size: int) -> None:
+def test_greedy(cpu_backend: SimpleNamespace, size: int) -> None:
     for seed in range(20):
         logits = random_floats(seed, size)
         for options in ({"temperature": 0.0}, {"temperature": 2.0, "top_k": 1}):
-            chosen = backend.sample(logits, **options, uniform=0.9)
+            chosen = cpu_backend.sample(logits, **options, uniform=0.9)
             assert chosen == int(np.argmax(logits))
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
-def test_top_p_zero_keeps_the_likeliest(backend: SimpleNamespace, options: dict[str, Any]) -> None:
+def test_top_p_zero_keeps_the_likeliest(
+    cpu_backend: SimpleNamespace, options: dict[str, Any]
+) -> None:
     for size in (1, 2, 1000):
         logits = random_floats(size, size)
         for uniform in EDGES:
-            chosen = backend.sample(logits, temperature=2, top_p=0, uniform=uniform, **options)
+            chosen = cpu_backend.sample(logits, temperature=2, top_p=0, uniform=uniform, **options)
             assert chosen == int(np.argmax(logits))
 
 
@@ -43,10 +45,10 @@ def test_whole_numbers_are_not_compiled_for() -> None:
     assert sample_kernel.signatures == compiled
 
 
-def test_greedy_takes_the_first_of_equals(backend: SimpleNamespace) -> None:
+def test_greedy_takes_the_first_of_equals(cpu_backend: SimpleNamespace) -> None:
     logits = np.array([1, 3, 2, 3, 3], np.float32)
-    assert backend.sample(logits, temperature=0.0, uniform=0.9) == 1
-    assert backend.sample(logits * 0, temperature=0.0, uniform=0.9) == 0
+    assert cpu_backend.sample(logits, temperature=0.0, uniform=0.9) == 1
+    assert cpu_backend.sample(logits * 0, temperature=0.0, uniform=0.9) == 0
 
 
 @pytest.mark.parametrize("at", [0, 3, 99])
@@ -55,11 +57,11 @@ def test_greedy_takes_the_first_of_equals(backend: SimpleNamespace) -> None:
     [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5}],
     ids=str,
 )
-def test_nan_is_refused(backend: SimpleNamespace, at: int, options: dict[str, Any]) -> None:
+def test_nan_is_refused(cpu_backend: SimpleNamespace, at: int, options: dict[str, Any]) -> None:
     logits = random_floats(1, 100)
     logits[at] = np.nan
     with pytest.raises(ValueError, match="NaN"):
-        backend.sample(logits, **options, uniform=0.5)
+        cpu_backend.sample(logits, **options, uniform=0.5)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -78,23 +80,23 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 700, 5000])
 def test_only_what_the_filters_keep_and_all_of_it(
-    backend: SimpleNamespace, size: int, options: dict[str, Any]
+    cpu_backend: SimpleNamespace, size: int, options: dict[str, Any]
 ) -> None:
     logits = random_floats(size, size) * 2
     shares = sample_shares(logits, **options)
     uniforms = [*EDGES, *np.random.default_rng(1).random(200)]
-    chosen = {backend.sample(logits, **options, uniform=float(u)) for u in uniforms}
+    chosen = {cpu_backend.sample(logits, **options, uniform=float(u)) for u in uniforms}
     assert chosen <= set(np.flatnonzero(shares).tolist())
     likely = np.flatnonzero(shares > 0.05)
     assert chosen >= set(likely.tolist())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_distribution(backend: SimpleNamespace, options: dict[str, Any]) -> None:
+def test_distribution(cpu_backend: SimpleNamespace, options: dict[str, Any]) -> None:
     logits = random_floats(7, 90) * 2
     shares = sample_shares(logits, **options)
     uniforms = np.random.default_rng(2).random(20_000)
-    drawn = [backend.sample(logits, **options, uniform=float(u)) for u in uniforms]
+    drawn = [cpu_backend.sample(logits, **options, uniform=float(u)) for u in uniforms]
     counts = np.bincount(drawn, minlength=90)
     assert not counts[shares == 0].any()
     expected = shares * uniforms.size
@@ -106,62 +108,64 @@ def test_distribution(backend: SimpleNamespace, options: dict[str, Any]) -> None
         assert chisquare(bins[keep], expected_bins[keep]).pvalue > 1e-3
 
 
-def test_each_share_is_one_run_of_uniforms(backend: SimpleNamespace) -> None:
+def test_each_share_is_one_run_of_uniforms(cpu_backend: SimpleNamespace) -> None:
     """An even grid of uniforms meets every id as often as its share says, exactly."""
     logits = np.log(np.array([1, 4, 2, 8, 1], np.float64) / 16).astype(np.float32)
     grid = (np.arange(1600) + 0.5) / 1600
     for options in ({}, {"top_k": 5}, {"top_p": 0.9999}):
-        drawn = [backend.sample(logits, temperature=1.0, uniform=u, **options) for u in grid]
+        drawn = [cpu_backend.sample(logits, temperature=1.0, uniform=u, **options) for u in grid]
         assert np.bincount(drawn).tolist() == [100, 400, 200, 800, 100]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_infinitely_unlikely_tokens_are_never_drawn(
-    backend: SimpleNamespace, options: dict[str, Any]
+    cpu_backend: SimpleNamespace, options: dict[str, Any]
 ) -> None:
     logits = np.full(300, -np.inf, np.float32)
     logits[[5, 120, 299]] = [1.0, 2.0, 1.5]
     for uniform in (*EDGES, *np.random.default_rng(3).random(50)):
-        assert backend.sample(logits, **options, uniform=float(uniform)) in (5, 120, 299)
+        assert cpu_backend.sample(logits, **options, uniform=float(uniform)) in (5, 120, 299)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_an_infinitely_likely_token_is_drawn(
-    backend: SimpleNamespace, options: dict[str, Any]
+    cpu_backend: SimpleNamespace, options: dict[str, Any]
 ) -> None:
     logits = random_floats(1, 300)
     logits[77] = np.inf
     for uniform in EDGES:
-        assert backend.sample(logits, **options, uniform=uniform) == 77
+        assert cpu_backend.sample(logits, **options, uniform=uniform) == 77
 
 
-def test_uniform_edges_without_filters(backend: SimpleNamespace) -> None:
+def test_uniform_edges_without_filters(cpu_backend: SimpleNamespace) -> None:
     logits = np.array([-np.inf, 0, 0, -np.inf], np.float32)
-    assert backend.sample(logits, temperature=1.0, uniform=0.0) == 1
-    assert backend.sample(logits, temperature=1.0, uniform=ALMOST_ONE) == 2
+    assert cpu_backend.sample(logits, temperature=1.0, uniform=0.0) == 1
+    assert cpu_backend.sample(logits, temperature=1.0, uniform=ALMOST_ONE) == 2
 
 
-def test_top_k_among_equals_keeps_k(backend: SimpleNamespace) -> None:
+def test_top_k_among_equals_keeps_k(cpu_backend: SimpleNamespace) -> None:
     logits = np.zeros(50, np.float32)
     grid = (np.arange(500) + 0.5) / 500
-    drawn = [backend.sample(logits, temperature=1.0, top_k=4, uniform=u) for u in grid]
+    drawn = [cpu_backend.sample(logits, temperature=1.0, top_k=4, uniform=u) for u in grid]
     counts = np.bincount(drawn)
     assert sorted(counts[counts > 0].tolist()) == [125] * 4
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e4])
-def test_extreme_temperatures(backend: SimpleNamespace, temperature: float) -> None:
+def test_extreme_temperatures(cpu_backend: SimpleNamespace, temperature: float) -> None:
     logits = np.array([1, 5, 3, 2], np.float32)
     grid = (np.arange(400) + 0.5) / 400
-    drawn = [backend.sample(logits, temperature=temperature, uniform=u) for u in grid]
+    drawn = [cpu_backend.sample(logits, temperature=temperature, uniform=u) for u in grid]
     counts = np.bincount(drawn, minlength=4)
     expected = [0, 400, 0, 0] if temperature < 1 else [100] * 4
     assert np.abs(counts - expected).max() <= 1
 
 
-def test_unaligned_logits(backend: SimpleNamespace) -> None:
+def test_unaligned_logits(cpu_backend: SimpleNamespace) -> None:
     logits = random_floats(1, 101)
-    assert backend.sample(unaligned(logits), temperature=0.0, uniform=0.0) == int(np.argmax(logits))
+    assert cpu_backend.sample(unaligned(logits), temperature=0.0, uniform=0.0) == int(
+        np.argmax(logits)
+    )
 
 
 _GOOD: dict[str, Any] = {
@@ -191,7 +195,7 @@ _GOOD: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_refused(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
-    backend.sample(**_GOOD)
+def test_refused(cpu_backend: SimpleNamespace, changes: dict[str, Any]) -> None:
+    cpu_backend.sample(**_GOOD)
     with pytest.raises(ValueError):
-        backend.sample(**(_GOOD | changes))
+        cpu_backend.sample(**(_GOOD | changes))

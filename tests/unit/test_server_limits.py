@@ -105,9 +105,12 @@ def test_more_than_the_queue_takes_is_refused() -> None:
     assert answer.status_code == 200
 
 
+HEALTHY = {"status": "ok", "model": "demo", "device": "cpu"}
+
+
 def test_health_and_metrics() -> None:
     answer, _ = ask(Client(), "/health")
-    assert answer.status_code == 200 and answer.json() == {"status": "ok", "model": "demo"}
+    assert answer.status_code == 200 and answer.json() == HEALTHY
     answer, _ = ask(Client(ServiceError("it died")), "/health")
     assert answer.status_code == 503 and answer.json()["reason"] == "it died"
     answer, _ = ask(Client(), "/metrics")

@@ -1,0 +1,78 @@
+#!/bin/sh
+# Everything that only a real GPU can show, in one command, on a bare host: a GPU with its driver, CUDA,
+# torch and CuPy, but no network and no Ray. A folder of wheels carried along brings what is missing.
+#
+#     benchmarks/gpu_host.sh --wheels DIR --out DIR [--minutes 9] [--stages LIST] [--folder DIR]
+#                            [--llama-bench PATH] [--python PROGRAM]
+#
+# Stages, in this order: kernels (the kernels' suite), sanitizer (compute-sanitizer over a part of it, where
+# there is one), hybrid (whole systems beside the CPU), speed (kernels beside a copy), falcon and llama (tokens
+# a second under several budgets). A stage that was finished is not done again, so where one call may only
+# take so long the same command is given again. OUT/report.json says it all, and is written after each stage.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3
+stages=kernels,sanitizer,hybrid,speed,falcon,llama
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+while [ $# -gt 0 ]; do
+    [ $# -ge 2 ] || usage
+    case $1 in
+        --wheels) wheels=$2 ;; --out) out=$2 ;; --minutes) minutes=$2 ;; --stages) stages=$2 ;;
+        --folder) folder=$2 ;; --llama-bench) llama=$2 ;; --python) python=$2 ;; *) usage ;;
+    esac
+    shift 2
+done
+[ -n "$out" ] || usage
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 1
+end=$(($(date +%s) + ${minutes%.*} * 60))
+left_s() { echo $((end - $(date +%s))); }
+
+site=$out/site
+if [ -n "$wheels" ] && [ ! -e "$site/.done" ]; then
+    "$python" -m pip install --quiet --no-deps --no-index --target "$site" "$wheels"/*.whl &&
+        touch "$site/.done" || { echo "the wheels of $wheels cannot be installed" >&2; exit 1; }
+fi
+# What is carried along counts before what the host has: only what that lacks should be there.
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+[ -d "$site" ] && PYTHONPATH=$PYTHONPATH:$site
+export PYTHONPATH RAY_worker_niceness=0
+
+wanted() { case ,$stages, in *,$1,*) [ ! -e "$out/$1.done" ] ;; *) false ;; esac; }
+stage() { # NAME COMMAND...: run it within the time that is left; its output goes to OUT/NAME.log
+    name=$1; shift
+    wanted "$name" || return 0
+    seconds=$(left_s)
+    if [ "$seconds" -lt 20 ]; then echo "$name: no time left" >&2; return 0; fi
+    echo "$name: at most $seconds s" >&2
+    timeout -k 10 "$seconds" "$@" >>"$out/$name.log" 2>&1
+    status=$?
+    echo "$status" >"$out/$name.status"
+    [ "$status" -eq 124 ] || touch "$out/$name.done"
+    report
+}
+report() { "$python" -m benchmarks.gpu_report "$out" >"$out/report.new" && mv "$out/report.new" "$out/report.json"; }
+hybrid() { # NAME OPTIONS...
+    name=$1; shift
+    minutes_left=$(($(left_s) / 60))
+    set -- "$@" --folder "$folder" --minutes "$minutes_left" --out "$out/$name.json"
+    [ -n "$llama" ] && set -- "$@" --llama-bench "$llama"
+    stage "$name" "$python" -m benchmarks.gpu_hybrid "$@"
+    # What is left over goes on with the next call.
+    grep -q '"left": \[\]' "$out/$name.json" 2>/dev/null || rm -f "$out/$name.done"
+    [ -e "$out/$name.done" ] && rm -rf "$folder/$2-"* # the next shape needs the memory
+}
+
+"$python" -m cuda_kernels.device >"$out/device.json" || { echo "there is no usable GPU" >&2; exit 1; }
+run_tests() { stage "$1" "$python" -m pytest -n 0 -q -p no:cacheprovider --junitxml "$out/$1.xml" "$2"; }
+run_tests kernels tests/gpu/test_kernels.py
+if command -v compute-sanitizer >/dev/null; then
+    stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
+        "$python" -m pytest -n 0 -q -x -p no:cacheprovider tests/gpu/test_kernels.py -k "not 2_to_31"
+fi
+run_tests hybrid tests/gpu/test_hybrid.py
+stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
+hybrid falcon --shape falcon-40b-like --layers 20 --density 0.05 \
+    --budget 6GiB --budget 8GiB --budget 12GiB
+hybrid llama --shape llama-13b --density 0.10 --budget 10GiB --budget 16GiB
+report
+echo "$out/report.json"

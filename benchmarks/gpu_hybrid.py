@@ -1,0 +1,283 @@
+"""Tokens a second of one shape with parts of it on a GPU, under several budgets, and without one.
+
+    python -m benchmarks.gpu_hybrid --shape falcon-40b-like --layers 20 --density 0.05 \\
+        --budget 6GiB --budget 8GiB --budget 12GiB --folder /dev/shm/hotcold --out falcon.json
+
+The model is made in FOLDER, best in memory, of random weights whose neurons fire at rates that
+follow a power law; which are frequent is counted over random tokens. Batch 1; the median of runs.
+
+What a run has measured stays in OUT: the same command again does what is left, and --minutes says
+when to stop. With --llama-bench, a build with CUDA, the same shape runs there too: with as many
+layers on the GPU as the budget holds, and, where the program knows it, with all but FFNs there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import click
+import numpy as np
+
+from actors.hot_neurons import hot_neurons, system_plan
+from actors.messages import SystemConfig
+from actors.preflight import SystemOptions, prepare_system
+from actors.system import System
+from benchmarks.llama_cpp import run_program
+from benchmarks.runs import Json, hotcold, where_and_when
+from cuda_kernels.device import first_gpu
+from jobs.bench_decode import decode_request
+from jobs.options import Bytes
+from model.artifact import ModelIdentity, artifact_path
+from model.config import ModelConfig
+from model.weights import attention_bytes, ffn_bytes, head_bytes
+from placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
+
+_CONTEXT = 256
+_PROFILED_TOKENS = 1024
+_LLAMA_RESERVE_BYTES = 1 << 30  # of a budget: context, buffers, KV cache
+_PARTS = ("attention", "head", "hot neurons")
+
+
+class Report:
+    """A JSON file that grows; what is in it is not measured again."""
+
+    def __init__(self, file: Path, head: Json, minutes: float) -> None:
+        """Begin it with `head`, or go on with one of the same shape. Errors: ClickException."""
+        self._file = file
+        self._ends_s = time.monotonic() + 60 * minutes
+        self.content: Json = head | {"runs": {}, "left": []}
+        if file.exists():
+            found = json.loads(file.read_text())
+            if (found["shape"], found["device"]) != (head["shape"], head["device"]):
+                raise click.ClickException(f"{file} is of another shape or device; name another")
+            self.content = found | {"left": []}
+
+    def measure(self, name: str, run: Callable[[], Json]) -> None:
+        """Add what `run` returns, or in one line why it failed; nothing after the time limit."""
+        if name in self.content["runs"]:
+            return
+        if time.monotonic() > self._ends_s:
+            self.content["left"].append(name)
+        else:
+            started = time.monotonic()
+            try:
+                found = run()
+            except Exception as problem:  # the others are still worth having
+                found = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
+            self.content["runs"][name] = found | {"took_s": time.monotonic() - started}
+            click.echo(f"{name}: {json.dumps(found)}", err=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+@contextmanager
+def _running(path: Path, options: SystemOptions) -> Iterator[tuple[System, SystemConfig]]:
+    """A system, and what it has become."""
+    system, _ = prepare_system(path, options)
+    with System.start(system) as running:
+        found: SystemConfig = running.call("describe")
+        yield running, found
+
+
+def _options(budget: int) -> SystemOptions:
+    """0: the CPU alone."""
+    return SystemOptions(
+        mode="exact",
+        context_length=_CONTEXT,
+        max_batch=1,
+        gpu_memory_bytes=budget,
+        device="cuda" if budget else "cpu",
+    )
+
+
+def _decode(path: Path, budget: int, prompt: int, tokens: int, repeat: int) -> Json:
+    config = ModelConfig.from_directory(path)
+    request = decode_request(config, prompt, tokens)
+    started = time.monotonic()
+    with _running(path, _options(budget)) as (running, system):
+        load_s = time.monotonic() - started
+        for _ in range(2):  # graphs are made the second time
+            running.complete(decode_request(config, prompt, 16))
+        results = [running.complete(request) for _ in range(repeat)]
+        rates = [result.decode_tokens_per_s for result in results]
+        middle = min(results, key=lambda each: abs(each.decode_tokens_per_s - median(rates)))
+        found: Json = {
+            "tokens_per_s": median(rates),
+            "runs": rates,
+            "prefill_tokens_per_s": median(each.prefill_tokens_per_s for each in results),
+            "load_s": load_s,
+            "per_token_ms": middle.per_token_ms,
+            "neurons_computed": middle.neurons_computed,
+            "ids": middle.ids,
+            "system": {
+                name: getattr(system, name)
+                for name in (
+                    "device",
+                    "num_hot_neurons",
+                    "num_host_layers",
+                    "head_on_host",
+                    "num_threads",
+                    "num_cpu_actors",
+                    "stream_tokens",
+                )
+            },
+        }
+        if system.device == "cuda":
+            running.call("device_report", True)
+            result = running.complete(request)
+            report = running.call("device_report", False)
+            found |= _gpu_share(path, config, system, report, budget)
+            found["token_ms"] = _split(report, result.per_token_ms, tokens)
+    return found
+
+
+def _gpu_share(
+    path: Path, config: ModelConfig, system: SystemConfig, report: Json, budget: int
+) -> Json:
+    """What the GPU holds: bytes of its memory, and of all activations its neurons' share."""
+    hot = hot_neurons(system, config, system_plan(system, config)) or []
+    file = artifact_path(path, PROFILE_FILE)
+    counts = read_profile(file, ModelIdentity.of(path), config).counts
+    active = sum(int(counts[layer][ids].sum()) for layer, ids in enumerate(hot))
+    return {
+        "gpu_used_bytes": int(report["used_bytes"]),
+        "within_budget": report["used_bytes"] <= budget,
+        "hot_share_of_active": active / max(1, int(counts.sum())),
+    }
+
+
+def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
+    """A token's time while it was measured, which costs a little: the parts of the GPU by itself,
+    and of the driver's steps what they wait for.
+    """
+    each = {part: device_ms.get(part, 0.0) / tokens for part in (*_PARTS, "copies")}
+    kernels = each["attention"] + each["head"]
+    services = per_token_ms["attention"] + per_token_ms["head"]
+    return {
+        **{f"gpu {part}": ms for part, ms in each.items()},
+        "gpu service beside its kernels": services - kernels,
+        "cpu services or hot neurons, the slower": per_token_ms["ffn"],
+        "exchange": per_token_ms["exchange"],
+        "python": per_token_ms["python"],
+        "total": per_token_ms["total"],
+    }
+
+
+def _profile(path: Path, budget: int) -> Json:
+    """Count who fires over random tokens, and leave the profile beside the model."""
+    config = ModelConfig.from_directory(path)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, _PROFILED_TOKENS).tolist()
+    windows = [ids[first : first + _CONTEXT - 2] for first in range(0, len(ids), _CONTEXT - 2)]
+    with _running(path, _options(budget)) as (running, _):
+        for window in windows:
+            running.call("profile_window", window, [])
+        counts = running.call("fired_counts")
+    profile = ActivationProfile(counts, len(ids), "random tokens", "")
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    return {"tokens": len(ids), "density": float(counts.mean() / len(ids))}
+
+
+def _make(path: Path, shape: str, layers: int | None, density: float, vocab: int | None) -> Json:
+    sizes = [] if layers is None else ["--layers", str(layers)]
+    sizes += [] if vocab is None else ["--vocab", str(vocab)]
+    made = hotcold("make-model", str(path), "--shape", shape, "--density", str(density), *sizes)
+    return {name: made[name] for name in ("bytes", "parameters", "seconds", "density")}
+
+
+def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, n: int) -> Json:
+    """The better of layers on the GPU, and of all but FFNs."""
+    from benchmarks.llama_gguf import likeness, write_gguf
+
+    if not gguf.exists():
+        write_gguf(path, gguf)
+    config = ModelConfig.from_directory(path)
+    layer = (attention_bytes(config) + ffn_bytes(config, config.num_layers * config.ffn_size)) // (
+        config.num_layers
+    )
+    room = budget - _LLAMA_RESERVE_BYTES
+    ways = {"ngl": ["-ngl", str(max(0, min(config.num_layers, room // layer)))]}
+    said = subprocess.run([program, "--help"], capture_output=True, text=True)
+    if "--n-cpu-ffn" in said.stdout + said.stderr:
+        left = room - attention_bytes(config) - head_bytes(config)
+        ffn = ffn_bytes(config, config.ffn_size)
+        on_cpu = config.num_layers - max(0, min(config.num_layers, left // ffn))
+        ways["n-cpu-ffn"] = ["-ngl", "99", "--n-cpu-ffn", str(on_cpu)]
+    command = [program, "-m", str(gguf), "-t", str(threads), "-p", "0", "-n", str(n), "-r", "3"]
+    found: Json = {"likeness": likeness(config)}
+    for name, options in ways.items():
+        try:
+            rows = run_program([*command, *options, "-o", "jsonl"]).rows
+            found[name] = {"options": options, "tokens_per_s": median(rows[-1]["samples_ts"])}
+        except click.ClickException as problem:
+            found[name] = {"options": options, "failed": problem.message}
+    found["tokens_per_s"] = max(
+        (way["tokens_per_s"] for way in found.values() if "tokens_per_s" in way), default=None
+    )
+    return found
+
+
+@click.command()
+@click.option("--shape", default="falcon-40b-like", show_default=True, help="As of make-model.")
+@click.option("--layers", type=int, help="Of the shape; all of them without it.")
+@click.option("--vocab", type=int, help="Tokens; the shape's without it.")
+@click.option("--density", type=float, default=0.05, show_default=True)
+@click.option("--budget", "budgets", type=Bytes(), multiple=True, help="VRAM; several times.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/hotcold"))
+@click.option("--prompt-tokens", default=64, show_default=True)
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--repeat", default=3, show_default=True)
+@click.option("--minutes", default=9.0, show_default=True, help="Begin nothing after so many.")
+@click.option("--llama-bench", help="A llama.cpp build with CUDA.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(
+    shape: str,
+    layers: int | None,
+    vocab: int | None,
+    density: float,
+    budgets: tuple[int, ...],
+    folder: Path,
+    prompt_tokens: int,
+    tokens: int,
+    repeat: int,
+    minutes: float,
+    llama_bench: str | None,
+    out: Path,
+) -> None:
+    """Measure one shape; the report goes to OUT."""
+    started = time.monotonic()
+    path = folder / f"{shape}-{layers or 'all'}-{vocab or 'all'}-{density:g}"
+    made: Json = {}
+    if not (path / "config.json").exists():
+        made = _make(path, shape, layers, density, vocab)
+    gpu = first_gpu()
+    system, _ = prepare_system(path, _options(0))
+    head = where_and_when(path, system.num_threads) | {
+        "device": gpu if isinstance(gpu, str) else gpu[0],
+        "density": density,
+        "prompt_tokens": prompt_tokens,
+        "tokens": tokens,
+        "made": made,
+    }
+    report = Report(out, head, minutes - (time.monotonic() - started) / 60)
+    report.measure("profile", lambda: _profile(path, max(budgets, default=0)))
+    sizes = prompt_tokens, tokens, repeat
+    for budget in budgets:
+        name = f"hotcold {budget / (1 << 30):g} GiB"
+        report.measure(name, lambda budget=budget: _decode(path, budget, *sizes))  # type: ignore[misc]
+    report.measure("hotcold cpu", lambda: _decode(path, 0, *sizes))
+    gguf = path.with_suffix(".gguf")
+    for budget in budgets if llama_bench else ():
+        name = f"llama.cpp {budget / (1 << 30):g} GiB"
+        arguments = (str(llama_bench), path, gguf, budget, system.num_threads, tokens)
+        report.measure(name, lambda arguments=arguments: _llama_cpp(*arguments))  # type: ignore[misc]
+    click.echo(json.dumps(report.content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One JSON object of what `benchmarks/gpu_host.sh` has left in a folder.
+
+python -m benchmarks.gpu_report FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import click
+
+from benchmarks.runs import Json
+
+_STAGES = ("kernels", "sanitizer", "hybrid", "speed", "falcon", "llama")
+_LAST_LINES = 5
+
+
+def stage_report(folder: Path, name: str) -> Json:
+    """A stage's exit status, its tests by outcome, its figures, and its last lines if it failed."""
+    status = folder / f"{name}.status"
+    if not status.exists():
+        return {"state": "not run"}
+    code = int(status.read_text())
+    found: Json = {"state": "passed" if code == 0 else f"exit status {code}"}
+    if not (folder / f"{name}.done").exists():
+        found["state"] = "out of time" if code == 124 else "not finished"
+    if (tests := folder / f"{name}.xml").exists():
+        found["tests"] = _outcomes(tests)
+    if (figures := folder / f"{name}.json").exists():
+        found["figures"] = json.loads(figures.read_text())
+    log = folder / f"{name}.log"
+    if code and log.exists():
+        found["said"] = log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    return found
+
+
+def _outcomes(file: Path) -> Json:
+    """Numbers of a test run, and the names of what failed."""
+    cases = list(ET.parse(file).getroot().iter("testcase"))
+    kinds = {kind: [c for c in cases if c.find(kind) is not None] for kind in
+             ("failure", "error", "skipped")}  # fmt: skip
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in
+              kinds["failure"] + kinds["error"]]  # fmt: skip
+    return {
+        "passed": len(cases) - sum(map(len, kinds.values())),
+        "skipped": len(kinds["skipped"]),
+        "failed": failed,
+    }
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(folder: Path) -> None:
+    """Print the report of FOLDER."""
+    device = folder / "device.json"
+    found: Json = {"device": json.loads(device.read_text()) if device.exists() else None}
+    found["stages"] = {name: stage_report(folder, name) for name in _STAGES}
+    click.echo(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Kernels compiled by NVRTC for the current device, and kept on disk."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from cuda_kernels.source import OPTIONS, Entry, entry_source
+
+
+def compiled_file(entry: Entry) -> Path:
+    """A file with the compiled kernel; it is made where it is not there yet.
+
+    CuPy's RawModule would do nearly the same, but has small numbers flushed to zero (-ftz=true),
+    which the CPU's kernels do not. Files lie in `cache_folder`.
+    """
+    from cupy.cuda import Device, compiler, nvrtc
+
+    source = entry_source(entry)
+    key = repr((source, OPTIONS, Device().compute_capability, nvrtc.getVersion()))
+    name = f"{entry.name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    path = cache_folder() / name
+    if not path.exists():
+        code, _ = compiler.compile_using_nvrtc(source, OPTIONS, filename=f"{entry.file}.cu")
+        _write(path, code)
+    return path
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: below XDG_CACHE_HOME or ~/.cache.
+
+    Where that cannot be written, a folder of this process.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = base / "hotcold" / "cuda"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    own = tempfile.TemporaryDirectory(prefix="hotcold-cuda-")
+    atexit.register(own.cleanup)
+    return Path(own.name)
+
+
+def _write(path: Path, code: bytes) -> None:
+    """So that another process finds the whole file or none."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, path)

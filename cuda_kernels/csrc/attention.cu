@@ -1,0 +1,294 @@
+// Decode attention: each token's heads over the cached positions up to its own, grouped-query.
+//
+// Positions are cut into splits of 128 wherever a sequence ends; a block takes one split, one token
+// and up to QUERIES heads that share a key-value head. A second kernel merges the splits in order.
+// So a token's sums have one order, whatever else is computed.
+#include "cache.cuh"
+#include "formats.cuh"
+
+constexpr int SPLIT = THREADS;  // positions
+constexpr int ITEMS = 8;        // of a head that a lane holds; LANES lanes hold a head
+constexpr int MOST_HEAD_DIM = WARP * ITEMS;
+
+struct Step {
+    const float* qkv;
+    int num_heads, num_kv_heads, head_dim;
+    const int* positions;
+    const int* slots;
+    float scale;
+    int num_splits;
+
+    DEVICE const float* query(int token, int head) const {
+        i64 all_heads = num_heads + 2 * num_kv_heads;
+        return qkv + (token * all_heads + head) * head_dim;
+    }
+    // A split's sum of values, its largest score, and its sum of exponentials.
+    DEVICE i64 partial(int token, int head, int split) const {
+        i64 row = (static_cast<i64>(token) * num_heads + head) * num_splits + split;
+        return row * (head_dim + 2);
+    }
+};
+
+// What a block keeps of its split.
+template <int LANES, int QUERIES>
+struct Shared {
+    i64 rows[SPLIT];  // of the cache
+    float scores[QUERIES][SPLIT];
+    float tops[QUERIES], totals[QUERIES];
+    float sums[WARPS][QUERIES][LANES * ITEMS];
+};
+
+// Items `begin` .. `begin` + 7 of a row of the cache, zeros beyond its end.
+template <int FORMAT, bool VECTOR>
+DEVICE void cache_items(const u8* cache, i64 row, int head_dim, int begin, float (&out)[ITEMS]) {
+    const u8* from = cache + row * head_dim * (16 / items_of(FORMAT));
+#pragma unroll
+    for (int i = 0; i < ITEMS; i += items_of(FORMAT)) {
+        float some[items_of(FORMAT)];
+        uint4 piece = make_uint4(0, 0, 0, 0);
+        if (begin + i < head_dim) {
+            piece = float_piece<FORMAT, VECTOR, false>(from, begin + i, head_dim);
+        }
+        widen_piece<FORMAT>(piece, some);
+#pragma unroll
+        for (int j = 0; j < items_of(FORMAT); ++j) out[i + j] = some[j];
+    }
+}
+
+// A thread's place: positions first, first + STRIDE, ... of the split, items begin .. begin + 7.
+template <int LANES>
+struct Place {
+    static constexpr int STRIDE = THREADS / LANES;
+    static constexpr int AHEAD = 4;  // positions in flight
+    int lane, first, begin;
+
+    DEVICE Place() {
+        lane = threadIdx.x % LANES, first = threadIdx.x / LANES, begin = lane * ITEMS;
+    }
+};
+
+// scores[q][p] = scale * key of position p . query q; all lanes go round together.
+template <int FORMAT, bool VECTOR, int LANES, int QUERIES>
+DEVICE void score(
+    const u8* keys, const Step& step, int count, const float (&queries)[QUERIES][ITEMS],
+    Shared<LANES, QUERIES>& shared) {
+    using Own = Place<LANES>;
+    Own place;
+    for (int round = 0; round < count; round += Own::STRIDE * Own::AHEAD) {
+        float items[Own::AHEAD][ITEMS];
+#pragma unroll
+        for (int u = 0; u < Own::AHEAD; ++u) {
+            int p = round + u * Own::STRIDE + place.first;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) items[u][i] = 0.0f;
+            if (p < count) {
+                cache_items<FORMAT, VECTOR>(
+                    keys, shared.rows[p], step.head_dim, place.begin, items[u]);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < Own::AHEAD; ++u) {
+            int p = round + u * Own::STRIDE + place.first;
+#pragma unroll
+            for (int q = 0; q < QUERIES; ++q) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) sum = fmaf(items[u][i], queries[q][i], sum);
+#pragma unroll
+                for (int offset = LANES / 2; offset > 0; offset /= 2) {
+                    sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+                }
+                if (place.lane == 0 && p < count) shared.scores[q][p] = sum * step.scale;
+            }
+        }
+    }
+}
+
+// scores[q] = exp(scores[q] - their largest); a warp takes every fourth query.
+template <int LANES, int QUERIES>
+DEVICE void exponentials(int count, Shared<LANES, QUERIES>& shared) {
+    int lane = threadIdx.x % WARP;
+    for (int q = threadIdx.x / WARP; q < QUERIES; q += WARPS) {
+        float top = -infinity(), total = 0.0f;
+        for (int p = lane; p < count; p += WARP) top = fmaxf(top, shared.scores[q][p]);
+#pragma unroll
+        for (int offset = WARP / 2; offset > 0; offset /= 2) {
+            top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, offset));
+        }
+        for (int p = lane; p < count; p += WARP) {
+            float value = expf(shared.scores[q][p] - top);
+            shared.scores[q][p] = value;
+            total += value;
+        }
+        total = warp_sum(total);
+        if (lane == 0) shared.tops[q] = top, shared.totals[q] = total;
+    }
+}
+
+// sums[warp][q] = sum over the warp's positions of scores[q][p] * value of position p.
+template <int FORMAT, bool VECTOR, int LANES, int QUERIES>
+DEVICE void weigh(const u8* values, const Step& step, int count, Shared<LANES, QUERIES>& shared) {
+    using Own = Place<LANES>;
+    Own place;
+    float sums[QUERIES][ITEMS] = {};
+    for (int round = place.first; round < count; round += Own::STRIDE * Own::AHEAD) {
+        float items[Own::AHEAD][ITEMS];
+#pragma unroll
+        for (int u = 0; u < Own::AHEAD; ++u) {
+            int p = round + u * Own::STRIDE;
+            if (p >= count) continue;
+            cache_items<FORMAT, VECTOR>(
+                values, shared.rows[p], step.head_dim, place.begin, items[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < Own::AHEAD; ++u) {
+            int p = round + u * Own::STRIDE;
+            if (p >= count) continue;
+#pragma unroll
+            for (int q = 0; q < QUERIES; ++q) {
+                float share = shared.scores[q][p];
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) sums[q][i] = fmaf(share, items[u][i], sums[q][i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            float sum = sums[q][i];
+#pragma unroll
+            for (int offset = LANES; offset < WARP; offset *= 2) {
+                sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+            }
+            if (threadIdx.x % WARP < LANES) {
+                shared.sums[threadIdx.x / WARP][q][place.begin + i] = sum;
+            }
+        }
+    }
+}
+
+// One split of one token for heads first_head .. first_head + num_queries - 1 of a key-value head.
+template <int FORMAT, bool VECTOR, int LANES, int QUERIES>
+DEVICE void attend_split(
+    const Step& step, const Cache& cache, const u8* keys, const u8* values, int token, int split,
+    int kv_head, int first_head, int num_queries, float* partials) {
+    __shared__ Shared<LANES, QUERIES> shared;
+    int begin = split * SPLIT, count = least(SPLIT, load(step.positions + token) + 1 - begin);
+    if (count <= 0) return;
+    int thread = threadIdx.x;
+    if (thread < count) {
+        shared.rows[thread] = cache.row(load(step.slots + token), begin + thread, kv_head);
+    }
+    float queries[QUERIES][ITEMS];
+    Place<LANES> place;
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+        const float* query = step.query(token, first_head + least(q, num_queries - 1));
+#pragma unroll
+        for (int i = 0; i < ITEMS; i += 4) {
+            float four[4] = {};
+            if (place.begin + i < step.head_dim) {
+                load_floats<4, VECTOR>(query, place.begin + i, step.head_dim, four);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) queries[q][i + j] = four[j];
+        }
+    }
+    __syncthreads();
+    score<FORMAT, VECTOR, LANES, QUERIES>(keys, step, count, queries, shared);
+    __syncthreads();
+    exponentials<LANES, QUERIES>(count, shared);
+    __syncthreads();
+    weigh<FORMAT, VECTOR, LANES, QUERIES>(values, step, count, shared);
+    __syncthreads();
+    for (int i = thread; i < num_queries * step.head_dim; i += THREADS) {
+        int q = i / step.head_dim, item = i % step.head_dim;
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][q][item];
+        store(partials + step.partial(token, first_head + q, split) + item, sum);
+    }
+    if (thread < num_queries) {
+        float* last = partials + step.partial(token, first_head + thread, split) + step.head_dim;
+        store(last, shared.tops[thread]);
+        store(last + 1, shared.totals[thread]);
+    }
+}
+
+// The largest of all threads' values.
+DEVICE float block_largest(float value) {
+    __shared__ float of_warps[WARPS];
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, offset));
+    }
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    for (int warp = 0; warp < WARPS; ++warp) value = fmaxf(value, of_warps[warp]);
+    return value;
+}
+
+// out[t, h] = the splits' sums in order, each scaled from its own largest score to that of all.
+DEVICE void merge_head(const Step& step, const float* partials, float* out) {
+    __shared__ float shares[THREADS], totals[THREADS];
+    int head = blockIdx.x, token = blockIdx.y, size = step.head_dim, thread = threadIdx.x;
+    int splits = load(step.positions + token) / SPLIT + 1;
+    const float* first = partials + step.partial(token, head, 0);
+    float top = -infinity(), total = 0.0f, sums[MOST_HEAD_DIM / THREADS] = {};
+    for (int s = thread; s < splits; s += THREADS) {
+        top = fmaxf(top, load(first + static_cast<i64>(s) * (size + 2) + size));
+    }
+    top = block_largest(top);
+    for (int begin = 0; begin < splits; begin += THREADS) {
+        const float* parts = first + static_cast<i64>(begin) * (size + 2);
+        int count = least(THREADS, splits - begin);
+        if (thread < count) {
+            const float* last = parts + thread * (size + 2) + size;
+            shares[thread] = expf(load(last) - top);
+            totals[thread] = load(last + 1);
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int s = 0; s < count; ++s) {
+            total = fmaf(shares[s], totals[s], total);
+#pragma unroll
+            for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+                int item = thread + j * THREADS;
+                if (item >= size) continue;
+                sums[j] = fmaf(shares[s], load(parts + s * (size + 2) + item), sums[j]);
+            }
+        }
+        __syncthreads();
+    }
+    float* target = out + (static_cast<i64>(token) * step.num_heads + head) * size;
+#pragma unroll
+    for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+        int item = thread + j * THREADS;
+        if (item < size) store(target + item, sums[j] / total);
+    }
+}
+
+#define ATTEND_SPLITS(FORMAT, VECTOR, LANES, QUERIES)                                              \
+    ENTRY(THREADS)                                                                                 \
+    attend_splits_##FORMAT##_##VECTOR##_##LANES##_##QUERIES(                                       \
+        const float* qkv, int num_heads, int num_kv_heads, int head_dim, const u8* keys,           \
+        const u8* values, const int* positions, const int* slots, const int* page_tables,          \
+        int pages_a_slot, int page_positions, float scale, int num_splits, float* partials) {      \
+        Step step{qkv, num_heads, num_kv_heads, head_dim, positions, slots, scale, num_splits};    \
+        Cache cache{page_tables, pages_a_slot, page_positions, num_kv_heads};                      \
+        int group = num_heads / num_kv_heads, tiles = (group + QUERIES - 1) / QUERIES;             \
+        int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;                    \
+        attend_split<FORMAT, VECTOR, LANES, QUERIES>(                                              \
+            step, cache, keys, values, blockIdx.y, blockIdx.z, kv_head, kv_head * group + first,   \
+            least(QUERIES, group - first), partials);                                              \
+    }
+
+#define MERGE_SPLITS()                                                                             \
+    ENTRY(THREADS)                                                                                 \
+    merge_splits(                                                                                  \
+        const float* partials, int num_heads, int head_dim, const int* positions, int num_splits,  \
+        float* out) {                                                                              \
+        Step step{nullptr, num_heads, 0, head_dim, positions, nullptr, 0.0f, num_splits};          \
+        merge_head(step, partials, out);                                                           \
+    }

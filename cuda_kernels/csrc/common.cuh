@@ -1,0 +1,83 @@
+// What all kernels share: types, access to memory, conversions, sums within a warp.
+//
+// No header of CUDA is needed, so NVRTC compiles this alone. Under HOTCOLD_EMULATION the same
+// source is compiled for the CPU, where every access below is checked.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+
+enum Format { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
+
+#define SHARED_CONSTANT [[maybe_unused]] constexpr
+
+SHARED_CONSTANT int WARP = 32;
+SHARED_CONSTANT int THREADS = 128;  // of a block, where nothing else is said
+SHARED_CONSTANT int WARPS = THREADS / WARP;
+SHARED_CONSTANT u32 ALL_LANES = 0xffffffffu;
+
+#ifdef HOTCOLD_EMULATION
+#include "emulation.h"
+#else
+#define DEVICE __device__ __forceinline__
+#define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads)
+
+// Memory that no thread writes while the kernel runs.
+template <typename T>
+DEVICE T load(const T* from) {
+    return __ldg(from);
+}
+
+// The same, read once: it is the first to leave the caches.
+template <typename T>
+DEVICE T load_once(const T* from) {
+    return __ldcs(from);
+}
+
+// Memory that only the calling thread writes.
+template <typename T>
+DEVICE T load_own(const T* from) {
+    return *from;
+}
+
+template <typename T>
+DEVICE void store(T* to, T value) {
+    *to = value;
+}
+
+DEVICE float half_to_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// Rounded to the nearest, ties to even.
+DEVICE u16 float_to_half(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+DEVICE int least(int a, int b) { return a < b ? a : b; }
+
+DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+
+DEVICE float bfloat16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+
+// Byte `place` of `word`, which is unsigned, as a float: the byte becomes the lowest of 2^23's
+// mantissa. Conversions of integers have a quarter of the rate of these two, or less.
+DEVICE float unsigned_byte(u32 word, int place) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | place)) - 8388608.0f;
+}
+
+// The sum of all lanes' values, the same bits in every lane.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        value += __shfl_xor_sync(ALL_LANES, value, offset);
+    }
+    return value;
+}

@@ -1,0 +1,163 @@
+// Readers of weight rows, in the layouts of numba_kernels/formats.py.
+//
+// A piece is what a lane reads at once: 16 bytes. With VECTOR every row is aligned to 16 bytes and
+// holds whole pieces (quantized: a multiple of 256 weights, so that the last chunk has 8 or 16
+// groups). Without it items are read one by one, with the same lanes for the same columns, so sums
+// have the same order.
+#pragma once
+#include "common.cuh"
+
+SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
+SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
+SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
+SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
+
+DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
+DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
+DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
+
+template <bool ONCE, typename T>
+DEVICE T load_weights(const T* from) {
+    if constexpr (ONCE) {
+        return load_once(from);
+    } else {
+        return load(from);
+    }
+}
+
+DEVICE u32 word_of(const uint4& piece, int place) {
+    return place == 0 ? piece.x : place == 1 ? piece.y : place == 2 ? piece.z : piece.w;
+}
+
+DEVICE void set_word(uint4& piece, int place, u32 word) {
+    (place == 0 ? piece.x : place == 1 ? piece.y : place == 2 ? piece.z : piece.w) = word;
+}
+
+// Four bytes at an even address.
+DEVICE u32 load_halves(const u8* from) {
+    const u16* halves = reinterpret_cast<const u16*>(from);
+    return load(halves) | static_cast<u32>(load(halves + 1)) << 16;
+}
+
+// ---- float formats
+
+// Weights k .. k + items_of - 1 of a row, zeros beyond its end.
+template <int FORMAT, bool VECTOR, bool ONCE>
+DEVICE uint4 float_piece(const u8* row, int k, int width) {
+    if constexpr (VECTOR) {
+        const u8* from = row + static_cast<i64>(k) * (16 / items_of(FORMAT));
+        return load_weights<ONCE>(reinterpret_cast<const uint4*>(from));
+    } else {
+        uint4 piece = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < items_of(FORMAT); ++i) {
+            if (k + i >= width) continue;
+            if constexpr (FORMAT == F32) {
+                set_word(piece, i, load(reinterpret_cast<const u32*>(row) + k + i));
+            } else {
+                u32 half = load(reinterpret_cast<const u16*>(row) + k + i);
+                set_word(piece, i / 2, word_of(piece, i / 2) | half << 16 * (i % 2));
+            }
+        }
+        return piece;
+    }
+}
+
+template <int FORMAT>
+DEVICE void widen_piece(const uint4& piece, float (&out)[items_of(FORMAT)]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 word = word_of(piece, i);
+        if constexpr (FORMAT == F32) {
+            out[i] = __uint_as_float(word);
+        } else if constexpr (FORMAT == F16) {
+            out[2 * i] = half_to_float(static_cast<u16>(word & 0xffff));
+            out[2 * i + 1] = half_to_float(static_cast<u16>(word >> 16));
+        } else {
+            out[2 * i] = bfloat16_to_float(word);
+            out[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+        }
+    }
+}
+
+// x[k .. k + N - 1], zeros beyond the end.
+template <int N, bool VECTOR>
+DEVICE void load_floats(const float* x, int k, int width, float (&out)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        if constexpr (VECTOR) {
+            float4 four = load(reinterpret_cast<const float4*>(x + k + i));
+            out[i] = four.x, out[i + 1] = four.y, out[i + 2] = four.z, out[i + 3] = four.w;
+        } else {
+#pragma unroll
+            for (int j = i; j < i + 4; ++j) out[j] = k + j < width ? load(x + k + j) : 0.0f;
+        }
+    }
+}
+
+// ---- quantized formats
+
+// Groups of chunk `chunk` in a row of `groups`.
+DEVICE int chunk_size(int chunk, int groups) {
+    return least(CHUNK_GROUPS, groups - chunk * CHUNK_GROUPS);
+}
+
+// Bytes of a row's values before those of a chunk, and of all its values.
+template <int FORMAT>
+DEVICE i64 value_bytes(i64 weights) {
+    return FORMAT == Q8 ? weights : weights / 2;
+}
+
+// A word of `valid` <= 4 groups that follow each other, zeros for the others.
+template <bool VECTOR, bool ONCE>
+DEVICE uint4 quarter_piece(const u8* from, int valid) {
+    if constexpr (VECTOR) {
+        return load_weights<ONCE>(reinterpret_cast<const uint4*>(from));
+    } else {
+        uint4 piece = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int q = 0; q < QUARTER; ++q) {
+            if (q < valid) set_word(piece, q, load_halves(from + 4 * q));
+        }
+        return piece;
+    }
+}
+
+// The scale of a group of a row.
+template <int FORMAT>
+DEVICE float group_scale(const u8* row, int width, int group) {
+    const u8* scales = row + value_bytes<FORMAT>(width);
+    return half_to_float(load(reinterpret_cast<const u16*>(scales) + group));
+}
+
+// The scales of `valid` groups from `group` on, a multiple of four; zeros for the others.
+template <int FORMAT, bool VECTOR>
+DEVICE void quarter_scales(const u8* row, int width, int group, int valid, float (&out)[QUARTER]) {
+    if constexpr (VECTOR) {
+        const u8* from = row + value_bytes<FORMAT>(width) + 2 * group;
+        uint2 four = load(reinterpret_cast<const uint2*>(from));
+        out[0] = half_to_float(static_cast<u16>(four.x & 0xffff));
+        out[1] = half_to_float(static_cast<u16>(four.x >> 16));
+        out[2] = half_to_float(static_cast<u16>(four.y & 0xffff));
+        out[3] = half_to_float(static_cast<u16>(four.y >> 16));
+    } else {
+#pragma unroll
+        for (int q = 0; q < QUARTER; ++q) {
+            out[q] = q < valid ? group_scale<FORMAT>(row, width, group + q) : 0.0f;
+        }
+    }
+}
+
+// A word's weights without their scale: four of Q8; of Q4 the four low nibbles, then the high ones.
+template <int FORMAT>
+DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        if constexpr (FORMAT == Q8) {
+            out[b] = unsigned_byte(word ^ 0x80808080u, b) - 128.0f;
+        } else {
+            out[b] = unsigned_byte(word & 0x0f0f0f0fu, b) - 8.0f;
+            out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - 8.0f;
+        }
+    }
+}

@@ -1,0 +1,50 @@
+// RMSNorm and LayerNorm, a block a token; `out` may be `x`.
+#include "common.cuh"
+
+constexpr int NORM_THREADS = 512;
+enum NormKind { RMS_NORM = 0, LAYER_NORM = 1 };
+
+// The sum of all threads' values, the same bits in every thread.
+DEVICE float block_sum(float value) {
+    __shared__ float sums[NORM_THREADS / WARP];
+    value = warp_sum(value);
+    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = value;
+    __syncthreads();
+    float total = 0.0f;
+    for (int warp = 0; warp < NORM_THREADS / WARP; ++warp) total += sums[warp];
+    __syncthreads();  // before the next use of `sums`
+    return total;
+}
+
+DEVICE void norm_token(
+    int kind, const float* x, const float* weight, const float* bias, float epsilon, int width,
+    float* out) {
+    float shift = 0.0f, scale = 1.0f;
+    if (weight) {
+        float sum = 0.0f, squares = 0.0f;
+        if (kind == LAYER_NORM) {
+            for (int i = threadIdx.x; i < width; i += NORM_THREADS) sum += load_own(x + i);
+            shift = block_sum(sum) / width;
+        }
+        for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
+            float value = load_own(x + i) - shift;
+            squares = fmaf(value, value, squares);
+        }
+        scale = 1.0f / sqrtf(block_sum(squares) / width + epsilon);
+    }
+    for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
+        float value = load_own(x + i);
+        if (weight) value = (value - shift) * scale * load(weight + i);
+        if (weight && bias) value += load(bias + i);
+        store(out + i, value);
+    }
+}
+
+#define NORM_TOKENS()                                                                              \
+    ENTRY(NORM_THREADS)                                                                            \
+    norm_tokens(                                                                                   \
+        int kind, const float* x, const float* weight, const float* bias, float epsilon,           \
+        int width, float* out) {                                                                   \
+        i64 start = static_cast<i64>(blockIdx.x) * width;                                          \
+        norm_token(kind, x + start, weight, bias, epsilon, width, out + start);                    \
+    }

@@ -1,0 +1,224 @@
+// Products of a few rows with a few vectors by one warp: lanes lie along the columns.
+//
+// Each product is added up in one order, whatever rows and vectors are computed beside it: a lane
+// takes its pieces in turn, then lanes are summed in a tree.
+#pragma once
+#include "formats.cuh"
+
+// The vectors of a step: x (T, width); for quantized rows instead values (T, width) int8 in the
+// order of rows and scales (T, width / 32), as quantize.cu makes them.
+struct Input {
+    const float* x;
+    const u8* values;
+    const float* scales;
+    int num_tokens;
+    int width;
+
+    // The vector of a place in a tile of tokens; those beyond the last are the last.
+    DEVICE i64 token(int number) const { return least(number, num_tokens - 1); }
+};
+
+DEVICE constexpr int rows_of(int format, int tokens) {
+    return is_quantized(format) ? 2 : tokens >= 4 ? 4 : 1;
+}
+
+// Rows first_row, first_row + row_bytes, ... Rows whose bit in `active` is not set are not read.
+struct Rows {
+    const u8* first_row;
+    i64 row_bytes;
+    u32 active;
+
+    DEVICE const u8* row(int number) const { return first_row + number * row_bytes; }
+    DEVICE bool is_active(int number) const { return active >> number & 1; }
+};
+
+template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
+DEVICE void add_float_products(
+    const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
+    constexpr int ITEMS = items_of(FORMAT);
+    constexpr int UNROLL = ROWS * TOKENS <= 2 ? 4 : TOKENS <= 4 ? 2 : 1;  // pieces in flight
+    for (int begin = 0; begin < in.width; begin += UNROLL * WARP * ITEMS) {
+        uint4 pieces[UNROLL][ROWS];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            int k = begin + (u * WARP + lane) * ITEMS;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                pieces[u][r] = make_uint4(0, 0, 0, 0);
+                if (k < in.width && rows.is_active(r)) {
+                    const u8* row = rows.row(r);
+                    pieces[u][r] = float_piece<FORMAT, VECTOR, TOKENS < 8>(row, k, in.width);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            int k = begin + (u * WARP + lane) * ITEMS;
+            if (k >= in.width) continue;
+            float weights[ROWS][ITEMS];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) widen_piece<FORMAT>(pieces[u][r], weights[r]);
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                float x[ITEMS];
+                const float* vector = in.x + in.token(first_token + t) * in.width;
+                load_floats<ITEMS, VECTOR>(vector, k, in.width, x);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int i = 0; i < ITEMS; ++i) {
+                        sums[r][t] = fmaf(weights[r][i], x[i], sums[r][t]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Signed bytes of 16 times the low nibbles less 8, and of the high ones.
+DEVICE int low_nibbles(u32 word) {
+    return static_cast<int>((word ^ 0x88888888u) << 4 & 0xf0f0f0f0u);
+}
+DEVICE int high_nibbles(u32 word) { return static_cast<int>((word ^ 0x88888888u) & 0xf0f0f0f0u); }
+
+// The vectors' words that belong to four steps of a quarter's weights.
+template <int FORMAT, bool VECTOR>
+DEVICE void load_values(
+    const u8* from, int step_bytes, int valid, uint4 (&out)[FORMAT == Q8 ? 4 : 8]) {
+#pragma unroll
+    for (int s = 0; s < (FORMAT == Q8 ? 4 : 8); ++s) {
+        out[s] = quarter_piece<VECTOR, false>(from + s * step_bytes, valid);
+    }
+}
+
+// Integer products of four steps of weights with a vector's words, a sum for each group.
+template <int FORMAT>
+DEVICE void add_words(
+    const uint4 (&weights)[4], const uint4 (&values)[FORMAT == Q8 ? 4 : 8], int (&sums)[QUARTER]) {
+#pragma unroll
+    for (int q = 0; q < QUARTER; ++q) {
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            u32 word = word_of(weights[s], q);
+            if constexpr (FORMAT == Q8) {
+                int x = static_cast<int>(word_of(values[s], q));
+                sums[q] = __dp4a(static_cast<int>(word), x, sums[q]);
+            } else {
+                int x0 = static_cast<int>(word_of(values[2 * s], q));
+                int x1 = static_cast<int>(word_of(values[2 * s + 1], q));
+                sums[q] = __dp4a(low_nibbles(word), x0, sums[q]);
+                sums[q] = __dp4a(high_nibbles(word), x1, sums[q]);
+            }
+        }
+    }
+}
+
+// A lane's unit is four groups of a chunk: of Q4 all four steps, of Q8 the first or last four.
+template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
+DEVICE void add_quantized_products(
+    const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
+    constexpr int UNITS = FORMAT == Q8 ? 8 : 4;  // of a chunk
+    constexpr float UNIT_SCALE = FORMAT == Q8 ? 1.0f : 0.0625f;
+    int groups = in.width / GROUP;
+    int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * UNITS;
+    for (int unit = lane; unit < num_units; unit += WARP) {
+        int chunk = unit / UNITS, quarter = unit % QUARTER;
+        int half = unit / QUARTER % (UNITS / QUARTER);
+        int size = chunk_size(chunk, groups), valid = least(QUARTER, size - QUARTER * quarter);
+        if (valid <= 0) continue;
+        int step_bytes = 4 * size, place = 16 * quarter + 4 * half * step_bytes;
+        int group = chunk * CHUNK_GROUPS + quarter * QUARTER;
+        i64 offset = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + place;
+        uint4 weights[ROWS][4];
+        float scales[ROWS][QUARTER];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                weights[r][s] = make_uint4(0, 0, 0, 0);
+                if (rows.is_active(r)) {
+                    const u8* from = rows.row(r) + offset + s * step_bytes;
+                    weights[r][s] = quarter_piece<VECTOR, TOKENS < 8>(from, valid);
+                }
+            }
+#pragma unroll
+            for (int q = 0; q < QUARTER; ++q) scales[r][q] = 0.0f;
+            if (rows.is_active(r)) {
+                quarter_scales<FORMAT, VECTOR>(rows.row(r), in.width, group, valid, scales[r]);
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            i64 token = in.token(first_token + t);
+            uint4 values[FORMAT == Q8 ? 4 : 8];
+            float own[QUARTER] = {};
+            const u8* from = in.values + token * in.width + static_cast<i64>(chunk) * CHUNK + place;
+            load_values<FORMAT, VECTOR>(from, step_bytes, valid, values);
+            const float* own_scales = in.scales + token * groups + group;
+            load_floats<QUARTER, VECTOR>(own_scales, 0, valid, own);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                int products[QUARTER] = {};
+                add_words<FORMAT>(weights[r], values, products);
+#pragma unroll
+                for (int q = 0; q < QUARTER; ++q) {
+                    float scale = scales[r][q] * UNIT_SCALE * own[q];
+                    sums[r][t] = fmaf(static_cast<float>(products[q]), scale, sums[r][t]);
+                }
+            }
+        }
+    }
+}
+
+// The product of row p / TOKENS with token p % TOKENS, in lane p of the warp.
+template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
+DEVICE float products(const Rows& rows, const Input& in, int first_token, int lane) {
+    float sums[ROWS][TOKENS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) sums[r][t] = 0.0f;
+    }
+    if constexpr (is_quantized(FORMAT)) {
+        add_quantized_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
+    } else {
+        add_float_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
+    }
+    float own = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (first_token + t >= in.num_tokens) continue;
+            float sum = warp_sum(sums[r][t]);
+            if (lane == r * TOKENS + t) own = sum;
+        }
+    }
+    return own;
+}
+
+// Which rows and tokens a warp of a block takes: `tiles` warps share rows and have a tile of TOKENS
+// tokens each.
+template <int ROWS, int TOKENS>
+struct WarpTile {
+    int lane, tile, set, first_token;
+    i64 first_row;
+    int num_rows;  // of ROWS
+
+    DEVICE WarpTile(int tiles, i64 all_rows) {
+        int warp = threadIdx.x / WARP;
+        lane = threadIdx.x % WARP, tile = warp % tiles, set = warp / tiles;
+        first_token = tile * TOKENS;
+        first_row = (static_cast<i64>(blockIdx.x) * (WARPS / tiles) + set) * ROWS;
+        i64 left = all_rows - first_row;
+        num_rows = left >= ROWS ? ROWS : left > 0 ? static_cast<int>(left) : 0;
+    }
+
+    // What lane p has of `products`.
+    DEVICE int row() const { return lane / TOKENS; }
+    DEVICE int token() const { return first_token + lane % TOKENS; }
+    DEVICE bool is_valid(int num_tokens) const { return row() < num_rows && token() < num_tokens; }
+    DEVICE Rows rows(const u8* weights, i64 row_bytes) const {
+        return Rows{weights + first_row * row_bytes, row_bytes, (1u << num_rows) - 1};
+    }
+};

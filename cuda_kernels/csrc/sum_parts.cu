@@ -1,0 +1,66 @@
+// The hot FFN's last kernel: the sum of all runs, each the sum of its parts, in order.
+//
+// A block takes 32 cells of the output; its warps sum runs side by side, the first adds them up.
+#include "common.cuh"
+
+constexpr int RUN_PARTS = 4;
+
+DEVICE float run_sum(const float* partials, i64 cells, int first, int last) {
+    float sums[RUN_PARTS] = {};
+#pragma unroll
+    for (int i = 0; i < RUN_PARTS; ++i) {
+        if (first + i < last) sums[i] = load(partials + (first + i) * cells);
+    }
+    float sum = sums[0];
+#pragma unroll
+    for (int i = 1; i < RUN_PARTS; ++i) {
+        if (first + i < last) sum += sums[i];
+    }
+    return sum;
+}
+
+// partials (num_partials, T, width), of which `run_partials` (RUN_PARTS or 1) are a run.
+DEVICE void sum_runs(
+    const float* partials, i64 cells, int width, int num_partials, int run_partials,
+    const float* bias, float* out) {
+    __shared__ float sums[WARPS][WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    i64 cell = static_cast<i64>(blockIdx.x) * WARP + lane;
+    int num_runs = (num_partials + run_partials - 1) / run_partials;
+    float total = 0.0f;
+    for (int begin = 0; begin < num_runs; begin += WARPS) {
+        int run = begin + warp;
+        float sum = 0.0f;
+        if (cell < cells && run < num_runs) {
+            int first = run * run_partials;
+            sum = run_sum(partials + cell, cells, first, least(first + run_partials, num_partials));
+        }
+        sums[warp][lane] = sum;
+        __syncthreads();
+        for (int i = 0; i < WARPS && begin + i < num_runs; ++i) total += sums[i][lane];
+        __syncthreads();
+    }
+    if (warp > 0 || cell >= cells) return;
+    if (bias) total += load(bias + static_cast<int>(cell % width));
+    store(out + cell, total);
+}
+
+DEVICE void count_fired(const int* fired_counts, int num_parts, int* num_fired) {
+    if (blockIdx.x > 0 || threadIdx.x >= WARP) return;
+    int count = 0;
+    for (int i = threadIdx.x; i < num_parts; i += WARP) count += load(fired_counts + i);
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        count += __shfl_xor_sync(ALL_LANES, count, offset);
+    }
+    if (threadIdx.x == 0) store(num_fired, count);
+}
+
+#define SUM_PARTS()                                                                                \
+    ENTRY(THREADS)                                                                                 \
+    sum_parts(                                                                                     \
+        const float* partials, i64 cells, int width, int num_partials, int run_partials,           \
+        const float* bias, float* out, const int* fired_counts, int num_parts, int* num_fired) {   \
+        count_fired(fired_counts, num_parts, num_fired);                                           \
+        sum_runs(partials, cells, width, num_partials, run_partials, bias, out);                   \
+    }

@@ -1,0 +1,320 @@
+"""One GPU through CuPy: memory, copies, graphs, events and matrix products of one service.
+
+It is `actors.cuda_device.Device`. Work goes to one stream, in order; copies that run ahead of it to
+a second one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.device import DeviceMemoryError
+
+_SMI_S = 20.0
+# Of cublas_api.h; CuPy does not promise names for them.
+_OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
+_MOST_FLOAT16 = 65504.0
+_EXPRESSIONS = {
+    0: "(g <= 0 ? 0.0f : g)",
+    1: "(g / (1.0f + expf(-g)))",
+    2: "(0.5f * g * (1.0f + erff(g * 0.70710678118654752f)))",
+}
+# The nearest bfloat16, ties to even; a NaN stays one.
+_TO_BFLOAT16 = """
+unsigned int bits = __float_as_uint(x);
+y = (bits & 0x7fffffffu) > 0x7f800000u ? (short)0x7fc0
+                                       : (short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+"""
+
+
+class CupyDevice:
+    """The first GPU that this process sees."""
+
+    def __init__(self) -> None:
+        """Open it. Errors: RuntimeError, in one line, where it cannot be used."""
+        try:
+            import cupy
+            from cupy.cuda import runtime
+        except Exception as problem:  # a CuPy for another CUDA fails in many ways
+            raise RuntimeError(f"CuPy cannot be imported: {_line(problem)}") from problem
+        self.xp = cupy
+        self._runtime = runtime
+        try:
+            self.name = runtime.getDeviceProperties(0)["name"].decode()
+            free_before = _free_bytes_of(runtime.deviceGetPCIBusId(0))
+            runtime.setDevice(0)
+            self._free_at_first = runtime.memGetInfo()[0] if free_before is None else free_before
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._copies = cupy.cuda.Stream(non_blocking=True)
+            self._blas = self._open_blas()
+            self.kernels = self._kernels()
+        except Exception as problem:  # CuPy's and CUDA's errors have no common base
+            raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
+        self._pool = cupy.get_default_memory_pool()
+        self._pinned: list[Any] = []
+        self._functions: dict[tuple[int, bool], Any] = {}
+
+    def _open_blas(self) -> Any:
+        from cupy.cuda import cublas
+
+        return cublas.create()
+
+    def _kernels(self) -> Any:
+        from cuda_kernels.kernels import CudaKernels
+
+        return CudaKernels()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See `Device.empty`."""
+        try:
+            return self.xp.empty(shape, dtype)
+        except Exception as problem:
+            if self._is_memory_error(problem):
+                raise DeviceMemoryError(_line(problem)) from problem
+            raise
+
+    def upload(self, target: Any, source: np.ndarray) -> None:
+        """See `Device.upload`."""
+        if source.nbytes == 0:
+            return
+        source = np.ascontiguousarray(source)
+        self._stream.synchronize()  # nothing that runs may still read what is overwritten
+        kind = self._runtime.memcpyHostToDevice
+        self._runtime.memcpy(target.data.ptr, source.ctypes.data, source.nbytes, kind)
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """See `Device.pinned`."""
+        num_items = int(np.prod(shape))
+        memory = self.xp.cuda.alloc_pinned_memory(max(1, num_items * np.dtype(dtype).itemsize))
+        self._pinned.append(memory)
+        items: np.ndarray = np.frombuffer(memory, dtype, num_items)
+        return items.reshape(shape)
+
+    def register(self, address: int, num_bytes: int) -> str:
+        """See `Device.register`."""
+        try:
+            self._runtime.hostRegister(address, num_bytes, 0)
+        except Exception as problem:
+            return _line(problem)
+        return ""
+
+    def unregister(self, address: int) -> None:
+        """See `Device.unregister`."""
+        self._stream.synchronize()
+        self._copies.synchronize()
+        self._runtime.hostUnregister(address)
+
+    def copy_in(self, target: Any, source: np.ndarray) -> None:
+        """See `Device.copy_in`."""
+        self._copy_in(target, source, self._stream)
+
+    def _copy_in(self, target: Any, source: np.ndarray, stream: Any) -> None:
+        if source.nbytes:
+            kind = self._runtime.memcpyHostToDevice
+            self._runtime.memcpyAsync(
+                target.data.ptr, source.ctypes.data, source.nbytes, kind, stream.ptr
+            )
+
+    def copy_out(self, target: np.ndarray, source: Any) -> None:
+        """See `Device.copy_out`."""
+        kind, to, start = self._runtime.memcpyDeviceToHost, target.ctypes.data, source.data.ptr
+        if target.ndim == 1:
+            self._runtime.memcpyAsync(to, start, target.nbytes, kind, self._stream.ptr)
+            return
+        height, width_bytes = target.shape[0], target.shape[1] * target.itemsize
+        self._runtime.memcpy2DAsync(
+            to,
+            target.strides[0],
+            start,
+            source.strides[0],
+            width_bytes,
+            height,
+            kind,
+            self._stream.ptr,
+        )
+
+    def stream(self) -> Any:
+        """See `Device.stream`."""
+        return self._stream
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """See `Device.capture`."""
+        with self._stream:
+            self._stream.begin_capture()
+            try:
+                work()
+            except BaseException:
+                self._end_failed_capture()
+                raise
+            return self._stream.end_capture()
+
+    def _end_failed_capture(self) -> None:
+        with suppress(Exception):  # the first error is the one that tells
+            self._stream.end_capture()
+
+    def launch(self, graph: Any) -> None:
+        """See `Device.launch`."""
+        graph.launch(self._stream)
+
+    def record(self, *, spin: bool) -> Any:
+        """See `Device.record`."""
+        event = self.xp.cuda.Event(block=not spin, disable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """See `Device.wait`."""
+        event.synchronize()
+
+    def record_copies(self) -> Any:
+        """See `Device.record_copies`."""
+        event = self.xp.cuda.Event(block=True, disable_timing=True)
+        event.record(self._copies)
+        return event
+
+    def copy_ahead(self, target: Any, source: np.ndarray) -> None:
+        """See `Device.copy_ahead`."""
+        self._copy_in(target, source, self._copies)
+
+    def follow_copies(self) -> None:
+        """See `Device.follow_copies`."""
+        self._stream.wait_event(self.record_copies())
+
+    def hold_copies(self, event: Any) -> None:
+        """See `Device.hold_copies`."""
+        self._copies.wait_event(event)
+
+    def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
+        """See `Device.multiply`. cuBLAS has columns where we have rows: it makes out^T = b a^T."""
+        from cupy.cuda import cublas
+
+        runtime = self._runtime
+        kinds = {
+            "float32": runtime.CUDA_R_32F,
+            "uint16": runtime.CUDA_R_16F,
+            "int16": runtime.CUDA_R_16BF,
+        }
+        kind, size = kinds[a.dtype.name], a.dtype.itemsize
+        one, beta = np.float32(1).reshape(1), np.float32(1 if add else 0).reshape(1)
+        (num_tokens, depth), num_out = a.shape, out.shape[1]
+        if 0 in (num_tokens, depth, num_out):
+            return
+        with self._stream:
+            cublas.gemmEx(
+                self._blas,
+                _OP_T if b_has_rows else _OP_N,
+                _OP_N,
+                num_out,
+                num_tokens,
+                depth,
+                one.ctypes.data,
+                b.data.ptr,
+                kind,
+                b.strides[0] // size,
+                a.data.ptr,
+                kind,
+                a.strides[0] // size,
+                beta.ctypes.data,
+                out.data.ptr,
+                runtime.CUDA_R_32F,
+                out.strides[0] // 4,
+                _COMPUTE_32F,
+                _GEMM_DEFAULT,
+            )
+
+    def narrow(self, x: Any, dtype: Any) -> Any:
+        """See `Device.narrow`."""
+        kind = np.dtype(dtype)
+        if kind == np.float32:
+            return x
+        if kind == np.uint16:
+            clipped = self.xp.clip(x, np.float32(-_MOST_FLOAT16), np.float32(_MOST_FLOAT16))
+            return clipped.astype(np.float16).view(np.uint16)
+        out = self.xp.empty(x.shape, np.int16)
+        name = "hotcold_to_bfloat16"
+        self.xp.ElementwiseKernel("float32 x", "int16 y", _TO_BFLOAT16, name)(x, out)
+        return out
+
+    def activate(self, code: int, gates: Any, factors: Any | None) -> None:
+        """See `Device.activate`."""
+        key = code, factors is not None
+        if key not in self._functions:
+            inputs, factor = ("float32 x, float32 f", " * f") if key[1] else ("float32 x", "")
+            self._functions[key] = self.xp.ElementwiseKernel(
+                inputs,
+                "float32 y",
+                f"float g = x; y = {_EXPRESSIONS[code]}{factor};",
+                f"hotcold_activate_{code}_{int(key[1])}",
+            )
+        arrays = (gates,) if factors is None else (gates, factors)
+        self._functions[key](*arrays, gates)
+
+    def mark(self) -> Any:
+        """See `Device.mark`."""
+        event = self.xp.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def elapsed_ms(self, first: Any, last: Any) -> float:
+        """See `Device.elapsed_ms`."""
+        return float(self.xp.cuda.get_elapsed_time(first, last))
+
+    def used_bytes(self) -> int:
+        """See `Device.used_bytes`."""
+        self._stream.synchronize()
+        return max(0, int(self._free_at_first - self._runtime.memGetInfo()[0]))
+
+    def free_bytes(self) -> int:
+        """What the device's driver says is free now."""
+        return int(self._runtime.memGetInfo()[0])
+
+    def limit(self, num_bytes: int) -> None:
+        """See `Device.limit`."""
+        self._pool.set_limit(size=max(1, num_bytes))
+
+    def release(self) -> None:
+        """See `Device.release`."""
+        self._stream.synchronize()
+        self._pool.free_all_blocks()
+
+    def explain(self, error: BaseException) -> str:
+        """See `Device.explain`."""
+        kinds = ("CUDARuntimeError", "CUDADriverError", "CUBLASError")
+        if self._is_memory_error(error) or type(error).__name__ not in kinds:
+            return ""
+        return _line(error)
+
+    def _is_memory_error(self, error: BaseException) -> bool:
+        text = str(error)
+        return isinstance(error, MemoryError) or any(
+            mark in text for mark in ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
+        )
+
+
+def _free_bytes_of(bus_id: str) -> int | None:
+    """What is free before this process takes its first byte; None where nobody tells.
+
+    CUDA itself would take a few hundred MiB before it answers.
+    """
+    query = ["nvidia-smi", f"--id={bus_id}", "--query-gpu=memory.free"]
+    try:
+        found = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_S,
+            check=True,
+        )
+        return int(found.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

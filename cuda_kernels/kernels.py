@@ -1,0 +1,289 @@
+"""The kernels of csrc/, each method one launch or a few; `DeviceKernels` says what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.launch import NULL, CupyLauncher, Launcher
+from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.protocol import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
+from cuda_kernels.sizes import (
+    RUN_PARTS,
+    SPLIT_POSITIONS,
+    THREADS,
+    WARP,
+    FfnLayout,
+    attention_lanes,
+    attention_queries,
+    ceil_div,
+    down_columns_a_thread,
+    down_tiles,
+    ffn_scratch_items,
+    has_whole_pieces,
+    product_rows_a_block,
+    product_tiles,
+)
+from cuda_kernels.source import Entry
+
+__all__ = ["LAYER_NORM", "MOST_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
+
+_NORM_THREADS = 512
+_MOST_HEAD_DIM = 256
+_WARPS = THREADS // WARP
+_GROUP = 32
+_NORM = Entry("norm", "NORM_TOKENS")
+_QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
+_MERGE_SPLITS = Entry("attention", "MERGE_SPLITS")
+_SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
+
+
+class CudaKernels:
+    """`DeviceKernels` on the current device.
+
+    Vectors that meet quantized rows are quantized first, as on the CPU, into room that the first
+    call of their width takes and that stays: 36 bytes a number. One stream may use an instance at
+    a time.
+    Errors:  ValueError for steps of too many tokens and shapes that kernels do not take
+    """
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        """Without a launcher CuPy's, which is imported now. Errors: ImportError."""
+        self._launcher = CupyLauncher() if launcher is None else launcher
+        self._quantized: dict[int, Any] = {}
+
+    def norm(self, kind: int, x: Any, weight: Any, bias: Any, epsilon: float, out: Any) -> None:
+        """See `DeviceKernels`."""
+        arguments = (
+            np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
+            np.int32(x.shape[1]), self._at(out),
+        )  # fmt: skip
+        self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
+
+    def rows_times_vectors(
+        self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
+    ) -> None:
+        """See `DeviceKernels`."""
+        num_tokens, num_rows = _checked_tokens(x), weights.num_rows
+        if num_rows == 0:
+            return
+        vectors, at = self._vectors(weights, x), self._at(weights.data)
+        is_vector = has_whole_pieces(weights.format, weights.width, at, vectors[0])
+        tiles = product_tiles(num_tokens, is_vector)
+        entry = _entry("rows", "ROWS_TIMES_VECTORS", weights.format, is_vector, tiles.tokens)
+        arguments = (
+            at, np.int64(weights.row_bytes), np.int64(num_rows), np.int32(weights.width),
+            self._at(bias), *vectors, np.int32(num_tokens), np.int32(tiles.num_tiles),
+            self._at(residual), self._at(out),
+        )  # fmt: skip
+        grid = ceil_div(num_rows, product_rows_a_block(weights.format, tiles))
+        self._launcher.launch(entry, (grid, 1, 1), THREADS, arguments)
+
+    def rope_store(
+        self,
+        qkv: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        rope_table: Any,
+        positions: Any,
+        slots: Any,
+        page_tables: Any,
+        keys: Any,
+        values: Any,
+    ) -> None:
+        """See `DeviceKernels`."""
+        head_dim = keys.shape[3]
+        arguments = (
+            self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
+            self._at(rope_table), self._at(positions), self._at(slots), self._at(page_tables),
+            np.int32(page_tables.shape[1]), np.int32(keys.shape[2]), self._at(keys),
+            self._at(values),
+        )  # fmt: skip
+        entry = Entry("rope", "ROPE_STORE", (_cache_format(keys),))
+        pairs = (num_heads + 2 * num_kv_heads) * ceil_div(head_dim, 2)
+        self._launcher.launch(
+            entry, (ceil_div(pairs, THREADS), qkv.shape[0], 1), THREADS, arguments
+        )
+
+    def decode_attention(
+        self,
+        qkv: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        keys: Any,
+        values: Any,
+        positions: Any,
+        slots: Any,
+        page_tables: Any,
+        scale: float,
+        max_length: int,
+        scratch: Any,
+        out: Any,
+    ) -> None:
+        """See `DeviceKernels`."""
+        head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
+        if not 0 < head_dim <= _MOST_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} numbers; at most {_MOST_HEAD_DIM} are computed")
+        at = self._at(qkv), self._at(keys), self._at(values)
+        is_vector = head_dim % 8 == 0 and not any(address % 16 for address in at)
+        queries, num_splits = attention_queries(group), ceil_div(max_length, SPLIT_POSITIONS)
+        entry = Entry(
+            "attention",
+            "ATTEND_SPLITS",
+            (_cache_format(keys), _flag(is_vector), attention_lanes(head_dim), queries),
+        )
+        places = self._at(positions), self._at(slots), self._at(page_tables)
+        numbers = np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim)
+        arguments = (
+            at[0], *numbers, at[1], at[2], *places, np.int32(page_tables.shape[1]),
+            np.int32(keys.shape[2]), np.float32(scale), np.int32(num_splits), self._at(scratch),
+        )  # fmt: skip
+        grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
+        self._launcher.launch(entry, grid, THREADS, arguments)
+        merged = (
+            self._at(scratch), numbers[0], numbers[2], self._at(positions), np.int32(num_splits),
+            self._at(out),
+        )  # fmt: skip
+        self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
+
+    def hot_ffn(
+        self,
+        gate: DeviceMatrix,
+        gate_bias: Any,
+        up: DeviceMatrix | None,
+        up_bias: Any,
+        down: DeviceMatrix,
+        down_bias: Any,
+        x: Any,
+        code: int,
+        keep_all: bool,
+        scratch: Any,
+        out: Any,
+        num_fired: Any,
+        tokens: Any = None,
+    ) -> None:
+        """See `DeviceKernels`; bit t of tokens (N,) uint32, where given: wanted for token t."""
+        layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
+        if layout.num_neurons:
+            self._gates(gate, gate_bias, up, up_bias, x, code, keep_all, tokens, layout, scratch)
+            self._down(down, layout, scratch)
+        _, _, counts, partials, _ = self._parts_of(scratch, layout)
+        cells = layout.num_tokens * layout.width
+        run_partials = RUN_PARTS // layout.parts_a_block
+        arguments = (
+            partials, np.int64(cells), np.int32(layout.width), np.int32(layout.num_partials),
+            np.int32(run_partials), self._at(down_bias), self._at(out), counts,
+            np.int32(layout.num_parts), self._at(num_fired),
+        )  # fmt: skip
+        self._launcher.launch(_SUM_PARTS, (ceil_div(cells, WARP), 1, 1), THREADS, arguments)
+
+    def _gates(
+        self,
+        gate: DeviceMatrix,
+        gate_bias: Any,
+        up: DeviceMatrix | None,
+        up_bias: Any,
+        x: Any,
+        code: int,
+        keep_all: bool,
+        tokens: Any,
+        layout: FfnLayout,
+        scratch: Any,
+    ) -> None:
+        vectors = self._vectors(gate, x)
+        at = self._at(gate.data), self._at(None if up is None else up.data)
+        is_vector = has_whole_pieces(gate.format, gate.width, *at, vectors[0])
+        tiles = product_tiles(layout.num_tokens, is_vector)
+        h, is_fired, *_ = self._parts_of(scratch, layout)
+        arguments = (
+            *at, self._at(gate_bias), self._at(up_bias), self._at(tokens),
+            np.int64(gate.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
+            *vectors, np.int32(layout.num_tokens), np.int32(code), np.int32(keep_all),
+            np.int32(tiles.num_tiles), h, is_fired,
+        )  # fmt: skip
+        entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
+        grid = ceil_div(layout.num_neurons, product_rows_a_block(gate.format, tiles))
+        self._launcher.launch(entry, (grid, 1, 1), THREADS, arguments)
+
+    def _down(self, down: DeviceMatrix, layout: FfnLayout, scratch: Any) -> None:
+        at = self._at(down.data)
+        h, is_fired, counts, partials, _ = self._parts_of(scratch, layout)
+        is_vector = has_whole_pieces(down.format, down.width, at, partials)
+        tiles = down_tiles(down.format, layout.num_tokens, is_vector)
+        arguments = (
+            at, np.int64(down.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
+            is_fired, h, np.int32(layout.num_tokens), np.int32(layout.part_size),
+            np.int32(layout.parts_a_block), np.int32(tiles.num_tiles), partials, counts,
+        )  # fmt: skip
+        columns = down_columns_a_thread(down.format, is_vector) * THREADS // tiles.num_tiles
+        grid = (ceil_div(layout.width, columns), layout.num_partials, 1)
+        entry = _entry("down", "DOWN_PARTS", down.format, is_vector, tiles.tokens)
+        self._launcher.launch(entry, grid, THREADS, arguments)
+
+    def attention_scratch_items(
+        self, num_tokens: int, num_heads: int, head_dim: int, max_length: int
+    ) -> int:
+        """See `DeviceKernels`."""
+        return num_tokens * num_heads * ceil_div(max_length, SPLIT_POSITIONS) * (head_dim + 2)
+
+    def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
+        """See `DeviceKernels`."""
+        return ffn_scratch_items(num_tokens, num_neurons, width)
+
+    def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
+        """See `DeviceKernels`."""
+        if first >= last:
+            return
+        at = self._at(weights.data) + np.uint64(first * weights.row_bytes)
+        is_vector = has_whole_pieces(weights.format, weights.width, at, self._at(out))
+        entry = _entry("widen", "WIDEN", weights.format, is_vector)
+        arguments = at, np.int64(weights.row_bytes), np.int32(weights.width), self._at(out)
+        self._launcher.launch(entry, (last - first, 1, 1), THREADS, arguments)
+
+    def _at(self, array: Any) -> np.uint64:
+        """The address of an array; null for none, and for an empty one."""
+        return NULL if array is None or array.size == 0 else self._launcher.pointer(array)
+
+    def _parts_of(self, scratch: Any, layout: FfnLayout) -> list[np.uint64]:
+        """Addresses of what `FfnLayout.offsets` lists."""
+        needed = layout.offsets[-1]
+        if scratch.size < needed:
+            raise ValueError(f"scratch has {scratch.size} items, the hot FFN needs {needed}")
+        base = self._at(scratch)
+        return [base + np.uint64(4 * offset) for offset in layout.offsets]
+
+    def _vectors(self, weights: DeviceMatrix, x: Any) -> tuple[np.uint64, np.uint64, np.uint64]:
+        """What products with `weights` take of x: itself, or its values and scales, made now."""
+        if weights.format not in ("q8", "q4"):
+            return self._at(x), NULL, NULL
+        num_tokens, width = x.shape
+        room = self._quantized.get(width)
+        if room is None:
+            room = self._launcher.empty_bytes(MOST_TOKENS * (width + width // _GROUP * 4))
+            self._quantized[width] = room
+        at, scales = self._at(room), np.uint64(MOST_TOKENS * width)
+        grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
+        arguments = self._at(x), np.int32(width), at, at + scales
+        self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
+        at = self._at(room)
+        return self._at(x), at, at + scales
+
+
+def _entry(file: str, macro: str, weight_format: str, is_vector: bool, *numbers: int) -> Entry:
+    return Entry(file, macro, (weight_format.upper(), _flag(is_vector), *numbers))
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _cache_format(keys: Any) -> str:
+    return "F32" if keys.dtype == np.float32 else "F16"
+
+
+def _checked_tokens(x: Any) -> int:
+    num_tokens = int(x.shape[0])
+    if not 0 < num_tokens <= MOST_TOKENS:
+        raise ValueError(f"{num_tokens} tokens; kernels take 1 to {MOST_TOKENS} at once")
+    return num_tokens

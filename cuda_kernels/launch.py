@@ -1,0 +1,66 @@
+"""Kernels compiled on first use by CuPy and put on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from cuda_kernels.compiled import compiled_file
+from cuda_kernels.source import Entry
+
+Grid = tuple[int, int, int]
+NULL = np.uint64(0)
+
+
+class Launcher(Protocol):
+    """What runs kernels over arrays of its own kind."""
+
+    def empty_bytes(self, count: int) -> Any:
+        """An array of so many uint8, at an address that is a multiple of 16."""
+
+    def pointer(self, array: Any) -> np.uint64:
+        """The address of an array, which the next launch may use."""
+
+    def launch(
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+    ) -> None:
+        """Run a kernel; arguments are uint64 (addresses), int32, int64 and float32."""
+
+
+class CupyLauncher:
+    """The current device's, over CuPy's arrays."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._kernels: dict[Entry, Any] = {}
+
+    def empty_bytes(self, count: int) -> Any:
+        """See `Launcher`."""
+        return self._cupy.empty(count, np.uint8)
+
+    def pointer(self, array: Any) -> np.uint64:
+        """See `Launcher`."""
+        return np.uint64(array.data.ptr)
+
+    def launch(
+        self, entry: Entry, grid: Grid, num_threads: int, arguments: Sequence[np.generic]
+    ) -> None:
+        """See `Launcher`; the first launch of a kernel compiles and loads it."""
+        kernel = self._kernels.get(entry)
+        if kernel is None:
+            kernel = self._kernels[entry] = self._compiled(entry)
+        kernel(grid, (num_threads, 1, 1), tuple(arguments))
+
+    def _compiled(self, entry: Entry) -> Any:
+        return self._cupy.RawModule(path=str(compiled_file(entry))).get_function(entry.name)
+
+
+def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:
+    """What copies an array of the host to the current device, and what copies one back."""
+    import cupy
+
+    return cupy.asarray, cupy.asnumpy

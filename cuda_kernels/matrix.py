@@ -1,0 +1,49 @@
+"""Weight matrices on a device, in the formats of `numba_kernels.formats`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Their places are the numbers by which kernels know them.
+FORMATS = ("f32", "f16", "bf16", "q8", "q4")
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+# Row bytes of a group of 32 weights: its values and a float16 scale.
+GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18}
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """Rows of weights, C-contiguous on a device, with the bytes that they have on the host.
+
+    data (N, items) is float32 for f32, uint16 (float16 bits) for f16, int16 (bfloat16 bits) for
+    bf16; for q8 and q4 uint8, the raw bytes of quantized rows. width counts weights.
+    """
+
+    data: Any
+    format: str
+    width: int
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return int(self.data.shape[0])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return row_bytes(self.format, self.width)
+
+
+def row_bytes(weight_format: str, width: int) -> int:
+    """Bytes of a row of `width` weights.
+
+    Errors:  ValueError for an unknown format, and a quantized row whose width is no multiple of 32
+    """
+    if weight_format in ITEM_BYTES:
+        return ITEM_BYTES[weight_format] * width
+    if weight_format not in GROUP_BYTES:
+        raise ValueError(f"no weights have format {weight_format!r}; there are {FORMATS}")
+    if width % GROUP:
+        raise ValueError(f"rows of {width} weights have no whole groups of {GROUP}")
+    return width // GROUP * GROUP_BYTES[weight_format]

@@ -1,0 +1,111 @@
+"""What a device's kernels are to the service: arrays in, work put on the current stream."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cuda_kernels.matrix import DeviceMatrix
+
+RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.norm
+MOST_TOKENS = 32
+
+
+class DeviceKernels(Protocol):
+    """What a device computes for a step of 1 <= T <= 32 tokens.
+
+    Every method only puts work on the stream that is current: it waits for nothing and allocates
+    nothing, so that it can be captured in a CUDA graph. The first call of each kind compiles its
+    kernel, so it must be made before a capture begins. Arrays are on the device, C-contiguous,
+    float32 where nothing else is said. What a token gets does not depend, to the last bit, on the
+    tokens beside it.
+    """
+
+    def norm(self, kind: int, x: Any, weight: Any, bias: Any, epsilon: float, out: Any) -> None:
+        """out[t] = RMSNorm or LayerNorm of x[t]; a norm without weights copies.
+
+        Shapes:  x, out (T, d), may be one array; weight (d,) or (0,), bias (d,) or (0,)
+        """
+
+    def rows_times_vectors(
+        self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
+    ) -> None:
+        """out[t, n] = weights[n] . x[t] + bias[n] [+ residual[t, n]].
+
+        Shapes:  weights (N, d), bias (N,) or (0,), x (T, d); out, residual (T, N), may be one array
+        """
+
+    def rope_store(
+        self,
+        qkv: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        rope_table: Any,
+        positions: Any,
+        slots: Any,
+        page_tables: Any,
+        keys: Any,
+        values: Any,
+    ) -> None:
+        """Rotate query and key heads in place, write keys and values of this layer to the cache.
+
+        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, dim / 2), or (0, 2, 0) for none;
+                 positions, slots (T,); page_tables (slots, pages); keys, values (M, KV, 64, dim)
+        Dtypes:  positions, slots, page_tables int32; keys, values float32 or uint16 (float16 bits)
+        """
+
+    def decode_attention(
+        self,
+        qkv: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        keys: Any,
+        values: Any,
+        positions: Any,
+        slots: Any,
+        page_tables: Any,
+        scale: float,
+        max_length: int,
+        scratch: Any,
+        out: Any,
+    ) -> None:
+        """Each token's heads attend to the positions up to its own, grouped-query.
+
+        No token stands at position `max_length` or beyond. scratch: `attention_scratch_items`.
+        Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
+        """
+
+    def hot_ffn(
+        self,
+        gate: DeviceMatrix,
+        gate_bias: Any,
+        up: DeviceMatrix | None,
+        up_bias: Any,
+        down: DeviceMatrix,
+        down_bias: Any,
+        x: Any,
+        code: int,
+        keep_all: bool,
+        scratch: Any,
+        out: Any,
+        num_fired: Any,
+    ) -> None:
+        """The FFN of all neurons that lie on the device.
+
+        out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
+
+        A neuron that fires for no token costs its gate row, unless `keep_all`. num_fired is set to
+        the number of those that fire for any. scratch: `ffn_scratch_items`.
+        Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
+                 (d,) or (0,); num_fired (1,) int32
+        """
+
+    def attention_scratch_items(
+        self, num_tokens: int, num_heads: int, head_dim: int, max_length: int
+    ) -> int:
+        """float32 items that `decode_attention` needs as scratch."""
+
+    def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
+        """float32 items that `hot_ffn` needs as scratch."""
+
+    def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
+        """out (n, d) uint16 = rows first..last-1 as float16 bits; infinite where beyond float16."""

@@ -1,0 +1,153 @@
+"""How kernels cut their work: into tiles of tokens, parts of neurons, splits of positions.
+
+The numbers that the order of additions depends on (parts and splits) never depend on the tokens of
+a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuda_kernels.matrix import GROUP, ITEM_BYTES
+
+THREADS = 128  # of a block
+WARP = 32
+SPLIT_POSITIONS = 128
+RUN_PARTS = 4
+_ALIGNED_WIDTH = 8 * GROUP  # so that quantized rows and their scales start at multiples of 16 bytes
+_ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16}
+_PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
+_DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
+_WANTED_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
+_LEAST_PART, _MOST_PART = 16, 128
+_SPREAD_TOKENS = 4  # up to so many, each part is a block's; of more, whole runs
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
+    """Whether rows can be read in aligned pieces of 16 bytes, and vectors of that width too."""
+    whole = _ALIGNED_WIDTH if weight_format not in ITEM_BYTES else _ITEMS_A_PIECE[weight_format]
+    return width % whole == 0 and not any(address % 16 for address in addresses)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`num_tiles` tiles of `tokens` tokens each, computed side by side in one block."""
+
+    tokens: int
+    num_tiles: int
+
+
+def product_tiles(num_tokens: int, is_vector: bool) -> Tiles:
+    """How products of rows with vectors cut a step's tokens."""
+    bucket = _bucket(num_tokens)
+    tokens = min(bucket, 8) if is_vector or bucket == 1 else 8
+    return Tiles(tokens, max(1, bucket // tokens))
+
+
+def product_rows_a_block(weight_format: str, tiles: Tiles) -> int:
+    """Rows of weights that a block of `product_tiles` takes."""
+    rows = _PRODUCT_ROWS[tiles.tokens] if weight_format in ITEM_BYTES else 2
+    return rows * (THREADS // WARP // tiles.num_tiles)
+
+
+def down_tiles(weight_format: str, num_tokens: int, is_vector: bool) -> Tiles:
+    """How sums of down rows cut a step's tokens."""
+    bucket = _bucket(num_tokens)
+    if bucket == 1:
+        return Tiles(1, 1)
+    if not is_vector:
+        return Tiles(4, max(1, bucket // 4))
+    if weight_format not in ITEM_BYTES:
+        return Tiles(min(bucket, 4), max(1, bucket // 4))
+    return Tiles(*_DOWN_TILES[bucket])
+
+
+def down_columns_a_thread(weight_format: str, is_vector: bool) -> int:
+    """Columns of a down row that a thread sums."""
+    if weight_format not in ITEM_BYTES and not is_vector:
+        return 4 if weight_format == "q8" else 8
+    return _ITEMS_A_PIECE[weight_format]
+
+
+@dataclass(frozen=True)
+class FfnLayout:
+    """Parts of neurons, and where the hot FFN's scratch has what, in items of 4 bytes.
+
+    h (N, T), is_fired (N,) int32, fired_counts (parts,) int32, partials (num_partials, T, d)
+    """
+
+    num_tokens: int
+    num_neurons: int
+    width: int
+
+    @property
+    def part_size(self) -> int:
+        """Neurons that are summed one after the other."""
+        wanted = ceil_div(self.num_neurons, _wanted_parts(self.width))
+        return min(max(ceil_div(wanted, _LEAST_PART) * _LEAST_PART, _LEAST_PART), _MOST_PART)
+
+    @property
+    def num_parts(self) -> int:
+        """All of them."""
+        return ceil_div(self.num_neurons, self.part_size)
+
+    @property
+    def parts_a_block(self) -> int:
+        """One, or for many tokens a run: fewer partial sums are written, in the same order."""
+        return 1 if self.num_tokens <= _SPREAD_TOKENS else RUN_PARTS
+
+    @property
+    def num_partials(self) -> int:
+        """Partial sums that are written for each token."""
+        return ceil_div(self.num_parts, self.parts_a_block)
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int, int]:
+        """Where h, is_fired, fired_counts and partials start, and the end."""
+        sizes = (
+            self.num_neurons * self.num_tokens,
+            self.num_neurons,
+            self.num_parts,
+            self.num_partials * self.num_tokens * self.width,
+        )
+        found = [0]
+        for size in sizes:
+            found.append(found[-1] + ceil_div(size, 4) * 4)
+        return found[0], found[1], found[2], found[3], found[4]
+
+
+def ffn_scratch_items(num_tokens: int, num_neurons: int, width: int) -> int:
+    """Items that `FfnLayout` needs for so many tokens and neurons, or fewer of either."""
+    small = min(ceil_div(num_neurons, _LEAST_PART), _wanted_parts(width))
+    num_parts = max(small, ceil_div(num_neurons, _MOST_PART))
+    cells = max(
+        num_parts * min(num_tokens, _SPREAD_TOKENS), ceil_div(num_parts, RUN_PARTS) * num_tokens
+    )
+    room_to_align = 16
+    return num_neurons * (num_tokens + 1) + num_parts + cells * width + room_to_align
+
+
+def _wanted_parts(width: int) -> int:
+    return ceil_div(_WANTED_THREADS, max(1, width // 8))
+
+
+def attention_lanes(head_dim: int) -> int:
+    """Lanes that hold a head."""
+    return 8 if head_dim <= 64 else 16 if head_dim <= 128 else 32
+
+
+def attention_queries(heads_a_group: int) -> int:
+    """Query heads that a block computes for one key-value head."""
+    return 1 if heads_a_group == 1 else 4 if heads_a_group <= 4 else 8
+
+
+def _bucket(num_tokens: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (num_tokens - 1).bit_length()

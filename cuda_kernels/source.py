@@ -1,0 +1,60 @@
+"""The kernels' sources as one text for a compiler, and what is to be instantiated from them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).parent / "csrc"
+# Products and sums are fused where the source says so, and nowhere else: the same bits in every
+# specialisation.
+OPTIONS = ("-std=c++17", "--fmad=false")
+_INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel: a macro of a source file, and its arguments."""
+
+    file: str  # without its ending
+    macro: str
+    arguments: tuple[str | int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The compiled function's name."""
+        return "_".join(map(str, (self.macro.lower(), *self.arguments)))
+
+    @property
+    def line(self) -> str:
+        """What instantiates it, behind the file."""
+        return f"{self.macro}({', '.join(map(str, self.arguments))})"
+
+
+@functools.cache
+def plain_source(file: str) -> str:
+    """A .cu file with the headers that it includes, each once, in their places.
+
+    One text, so that NVRTC needs no folder of headers, and whoever keeps what was compiled can tell
+    by the text whether it is still right.
+    """
+    return _inlined(f"{file}.cu", set())
+
+
+def _inlined(name: str, done: set[str]) -> str:
+    done.add(name)
+    lines = []
+    for line in (CSRC / name).read_text().splitlines():
+        found = _INCLUDE.fullmatch(line)
+        if not found:
+            lines.append(line.replace("#pragma once", ""))
+        elif found[1] not in done:
+            lines.append(_inlined(found[1], done))
+    return "\n".join(lines)
+
+
+def entry_source(entry: Entry) -> str:
+    """The source of one kernel."""
+    return f"{plain_source(entry.file)}\n{entry.line}\n"

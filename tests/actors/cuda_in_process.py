@@ -1,0 +1,67 @@
+"""A system in one process whose GPU service is on a device made of NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.arena import ArenaLayout
+from actors.cuda_load import CudaLoading
+from actors.kv_pool import num_pages_of
+from actors.messages import CacheSpec, GpuShare, ServiceSpec
+from actors.service import Service
+from tests.actors.in_process import InProcessSystem
+from tests.actors.numpy_device import NumpyDevice
+
+
+@dataclass
+class CudaInProcess(InProcessSystem):
+    """As `InProcessSystem`; attention before `first_layer`, and the head, may stay on the host."""
+
+    device: Any = field(default_factory=NumpyDevice)
+    first_layer: int = 0
+    has_head: bool = True
+
+    def gpu_spec(self) -> ServiceSpec:
+        """What the GPU service is to load."""
+        config = self.config
+        layout = ArenaLayout(
+            1 + self.num_services,
+            self.max_tokens,
+            config.hidden_size,
+            config.ffn_size,
+            config.vocab_size,
+            self.max_tokens,
+            self.num_slots,
+            num_pages_of(self.num_positions),
+            config.num_layers,
+            bundle_bytes=self.bundle_bytes,
+        )
+        return ServiceSpec(
+            "gpu",
+            0,
+            self.num_threads,
+            str(self.path),
+            cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
+            neuron_ids=self.hot_ids(),
+            weight_dtype=self.weight_dtype,
+            gpu=GpuShare(0, self.first_layer, self.has_head, layout),
+        )
+
+    def _gpu(self) -> Service:
+        loading = CudaLoading(self.device, self.config, self.gpu_spec())
+        return loading.fill(lambda num_bytes: None)
+
+
+def a_third(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+    """Hot neurons: every third one, none in layer 1."""
+    ids = np.arange(0, ffn_size, 3, dtype=np.int32)
+    return [ids[:0] if layer == 1 else ids for layer in range(num_layers)]
+
+
+def model_path(system: CudaInProcess) -> Path:
+    """The checkpoint's folder."""
+    return system.path

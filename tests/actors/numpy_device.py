@@ -1,0 +1,390 @@
+"""A device made of NumPy: the GPU service's logic without a GPU.
+
+What is put on the stream is done only when somebody waits for it, so that whoever reads too early
+reads something else; memory has an end; launches can be made to fail. Numbers are computed plainly,
+from the definitions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cuda_kernels.device import DeviceMemoryError
+from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.protocol import DeviceKernels
+from numba_kernels.convert import to_float32
+from numba_kernels.formats import Q4, Q8
+
+_ALIGNMENT = 256  # of CuPy's arrays, at least
+GARBAGE = 255  # what new memory holds: a NaN in every float format
+_DTYPES = {"q8": Q8, "q4": Q4}
+
+
+class LaunchError(RuntimeError):
+    """As CUDA's errors: after it the process is of no use."""
+
+
+def as_floats(matrix: DeviceMatrix) -> np.ndarray:
+    """A matrix's weights as float32."""
+    data = matrix.data
+    if matrix.format in _DTYPES:
+        data = np.ascontiguousarray(data).view(_DTYPES[matrix.format])
+    return to_float32(data) if data.shape[0] else np.zeros((0, matrix.width), np.float32)
+
+
+def half_bits(x: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """x in the format of a KV cache."""
+    return x if like.dtype == np.float32 else x.astype(np.float16).view(np.uint16)
+
+
+def from_half_bits(cache: np.ndarray) -> np.ndarray:
+    """A KV cache's items as float32."""
+    return cache if cache.dtype == np.float32 else cache.view(np.float16).astype(np.float32)
+
+
+def activated(code: int, x: np.ndarray) -> np.ndarray:
+    """relu, silu or gelu, by torch."""
+    functions = [torch.relu, torch.nn.functional.silu, torch.nn.functional.gelu]
+    return functions[code](torch.from_numpy(np.ascontiguousarray(x))).numpy()
+
+
+class Queue:
+    """Work in the order in which it was put there; done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._num_done = 0
+
+    @property
+    def end(self) -> int:
+        """How much was ever put there."""
+        return self._num_done + len(self._work)
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Add work."""
+        self._work.append(work)
+
+    def has_done(self, number: int) -> bool:
+        """Whether the first `number` pieces of work are done."""
+        return self._num_done >= number
+
+    def drop(self) -> None:
+        """Forget what is left."""
+        self._num_done = self.end
+        self._work.clear()
+
+    def run(self, number: int) -> None:
+        """Do the first `number` pieces of work, as far as they are not done."""
+        while self._num_done < number:
+            work = self._work.popleft()
+            self._num_done += 1
+            work()
+
+
+class NumpyKernels:
+    """`cuda_kernels.protocol.DeviceKernels`; each call is one launch of `device`."""
+
+    def __init__(self, device: NumpyDevice) -> None:
+        self._device = device
+
+    def norm(self, kind, x, weight, bias, epsilon, out):
+        assert x.shape[0] <= 32 and x.shape == out.shape
+
+        def run() -> None:
+            if not weight.shape[0]:
+                out[:] = x
+                return
+            centred = x if kind == 0 else x - x.mean(axis=1, keepdims=True)
+            scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + np.float32(epsilon))
+            out[:] = centred * scale * weight + (bias if bias.shape[0] else 0)
+
+        self._device.run(run)
+
+    def rows_times_vectors(self, weights, bias, x, out, residual=None):
+        assert x.shape[0] <= 32 and out.shape == (x.shape[0], weights.num_rows)
+
+        def run() -> None:
+            found = x @ as_floats(weights).T
+            if bias.shape[0]:
+                found = found + bias
+            out[:] = found if residual is None else found + residual
+
+        self._device.run(run)
+
+    def rope_store(
+        self, qkv, num_heads, num_kv_heads, table, positions, slots, tables, keys, values
+    ):
+        assert qkv.shape[0] <= 32
+
+        def run() -> None:
+            dim = keys.shape[3]
+            heads = qkv.reshape(qkv.shape[0], -1, dim)
+            first_value = num_heads + num_kv_heads
+            if table.shape[0]:
+                cos, sin = (table[positions, part][:, None] for part in (0, 1))
+                turned = heads[:, :first_value]
+                a, b = turned[..., : dim // 2].copy(), turned[..., dim // 2 :].copy()
+                turned[..., : dim // 2] = a * cos - b * sin
+                turned[..., dim // 2 :] = b * cos + a * sin
+            for t, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+                page, row = tables[slot, position // 64], position % 64
+                keys[page, :, row] = half_bits(heads[t, num_heads:first_value], keys)
+                values[page, :, row] = half_bits(heads[t, first_value:], values)
+
+        self._device.run(run)
+
+    def decode_attention(
+        self, qkv, num_heads, num_kv_heads, keys, values, positions, slots, tables, scale,
+        max_length, scratch, out,
+    ):  # fmt: skip
+        assert qkv.shape[0] <= 32
+        assert scratch.size >= self.attention_scratch_items(32, num_heads, keys.shape[3], 1)
+
+        def run() -> None:
+            dim = keys.shape[3]
+            heads = qkv.reshape(qkv.shape[0], -1, dim)[:, :num_heads]
+            for t, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+                length = int(position) + 1
+                assert length <= max_length, "the grid would end before the sequence does"
+                pages = tables[slot, : -(-length // 64)]
+                near = [
+                    from_half_bits(cache[pages]).transpose(1, 0, 2, 3)
+                    .reshape(num_kv_heads, -1, dim)[:, :length]
+                    .repeat(num_heads // num_kv_heads, axis=0)
+                    for cache in (keys, values)
+                ]  # fmt: skip
+                scores = np.einsum("hd,hpd->hp", heads[t], near[0]) * np.float32(scale)
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                weights /= weights.sum(axis=1, keepdims=True)
+                out[t] = np.einsum("hp,hpd->hd", weights, near[1]).reshape(-1)
+
+        self._device.run(run)
+
+    def hot_ffn(
+        self, gate, gate_bias, up, up_bias, down, down_bias, x, code, keep_all, scratch, out,
+        num_fired,
+    ):  # fmt: skip
+        assert x.shape[0] <= 32
+        assert scratch.size >= self.ffn_scratch_items(x.shape[0], gate.num_rows, x.shape[1])
+
+        def run() -> None:
+            h = activated(code, x @ as_floats(gate).T + (gate_bias if gate_bias.size else 0))
+            num_fired[0] = h.shape[1] if keep_all else np.count_nonzero((h != 0).any(axis=0))
+            if up is not None:
+                h = h * (x @ as_floats(up).T + (up_bias if up_bias.size else 0))
+            out[:] = h @ as_floats(down) + (down_bias if down_bias.size else 0)
+
+        self._device.run(run)
+
+    def attention_scratch_items(self, num_tokens, num_heads, head_dim, max_length):
+        return num_tokens * num_heads * 2
+
+    def ffn_scratch_items(self, num_tokens, num_neurons, width):
+        return num_tokens * num_neurons
+
+    def widen(self, weights, first, last, out):
+        def run() -> None:
+            part = DeviceMatrix(weights.data[first:last], weights.format, weights.width)
+            out[:] = as_floats(part).astype(np.float16).view(np.uint16)
+
+        self._device.run(run)
+
+
+@dataclass
+class NumpyDevice:
+    """See `actors.cuda_device.Device`. Counts what is held, for as long as it is held."""
+
+    memory_bytes: int = 1 << 40
+    context_bytes: int = 0
+    refuses_registration: bool = False
+    fails_at: Callable[[int], bool] = lambda launch: False  # of the number of the launch
+    name: str = "a stand-in"
+    make_kernels: Callable[[NumpyDevice], DeviceKernels] = NumpyKernels
+    num_launches: int = 0
+    num_captured: int = 0
+    log: list[str] = field(default_factory=list)  # copies and graphs, as they are put there
+
+    def __post_init__(self) -> None:
+        self.xp: Any = np
+        self.kernels: DeviceKernels = self.make_kernels(self)
+        self._held: dict[int, int] = {}
+        self._reserved = 0  # as a pool does it, which keeps what was given back
+        self._limit = self.memory_bytes
+        self._stream, self._copies = Queue(), Queue()
+        self._recording: list[Callable[[], None]] | None = None
+        self._at_once = False
+        self._broken = False
+        self.registered: dict[int, int] = {}
+
+    def empty(self, shape, dtype):
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        held = self.held_bytes() + num_bytes
+        if held > self._limit or held + self.context_bytes > self.memory_bytes:
+            raise DeviceMemoryError(f"out of memory: {num_bytes} more than {self.held_bytes()}")
+        memory = np.full(num_bytes + _ALIGNMENT, GARBAGE, np.uint8)
+        self._held[id(memory)] = num_bytes
+        self._reserved = max(self._reserved, self.held_bytes())
+        weakref.finalize(memory, self._held.pop, id(memory))
+        first = -memory.ctypes.data % _ALIGNMENT
+        return memory[first : first + num_bytes].view(dtype).reshape(shape)
+
+    def held_bytes(self) -> int:
+        """Of all arrays that somebody holds."""
+        return sum(self._held.values())
+
+    def upload(self, target, source):
+        self._finish_all()
+        assert target.shape == source.shape and target.dtype == source.dtype
+        target[...] = source
+
+    def pinned(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def register(self, address, num_bytes):
+        if self.refuses_registration:
+            return "operation not supported"
+        self.registered[address] = num_bytes
+        return ""
+
+    def unregister(self, address):
+        for queue in (self._stream, self._copies):
+            queue.drop()
+        del self.registered[address]
+
+    def copy_in(self, target, source):
+        assert source.flags.c_contiguous and target.flags.c_contiguous
+        assert target.dtype == source.dtype and target.size == source.size
+        self.log.append(f"in {source.nbytes}")
+        self._put(lambda: np.copyto(target, source.reshape(target.shape)))
+
+    def copy_out(self, target, source):
+        assert target.shape == source.shape and target.dtype == source.dtype, (
+            target.shape, source.shape,
+        )  # fmt: skip
+        self.log.append(f"out {target.nbytes}")
+        self._put(lambda: np.copyto(target, source))
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Functions of NumPy run at once, so all that was put there before comes first."""
+        assert self._recording is None
+        was, self._at_once = self._at_once, True
+        self._finish_all()
+        try:
+            yield
+        finally:
+            self._at_once = was
+
+    def capture(self, work):
+        self._recording = []
+        try:
+            work()
+            return self._recording
+        finally:
+            self._recording = None
+            self.num_captured += 1
+
+    def launch(self, graph):
+        self.log.append("graph")
+        for part in graph:
+            self._put(part)
+
+    def run(self, kernel: Callable[[], None]) -> None:
+        """A kernel's launch."""
+        if self._recording is not None:
+            self._recording.append(lambda: self._launched(kernel))
+        else:
+            self._put(lambda: self._launched(kernel))
+
+    def _launched(self, kernel: Callable[[], None]) -> None:
+        self.num_launches += 1
+        self._broken |= self.fails_at(self.num_launches)
+        if self._broken:
+            raise LaunchError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+        kernel()
+
+    def _put(self, work: Callable[[], None]) -> None:
+        assert self._recording is None, "a graph of the service holds kernels only"
+        if self._at_once:
+            work()
+        else:
+            self._stream.put(work)
+
+    def record(self, *, spin):
+        return self._stream, self._stream.end
+
+    def wait(self, event):
+        queue, number = event
+        queue.run(number)
+
+    def _finish_all(self) -> None:
+        for queue in (self._stream, self._copies):
+            queue.run(queue.end)
+
+    def record_copies(self):
+        return self._copies, self._copies.end
+
+    def copy_ahead(self, target, source):
+        assert source.flags.c_contiguous and target.size == source.size
+        self.log.append(f"ahead {source.nbytes}")
+        self._copies.put(lambda: np.copyto(target, source.reshape(target.shape)))
+
+    def follow_copies(self):
+        number = self._copies.end
+        self._put(lambda: self._copies.run(number))
+
+    def hold_copies(self, event):
+        queue, number = event
+        self._copies.put(lambda: queue.run(number))
+
+    def multiply(self, a, b, out, *, b_has_rows, add):
+        assert self._at_once and a.dtype == b.dtype
+        wide = [self._wide(x) for x in (a, b)]
+        found = wide[0] @ (wide[1].T if b_has_rows else wide[1])
+        out[...] = out + found if add else found
+
+    @staticmethod
+    def _wide(x: np.ndarray) -> np.ndarray:
+        return x if x.dtype == np.float32 else to_float32(np.ascontiguousarray(x))
+
+    def narrow(self, x, dtype):
+        if dtype == np.float32:
+            return x
+        if dtype == np.uint16:
+            return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16)
+        return torch.from_numpy(np.array(x)).to(torch.bfloat16).view(torch.int16).numpy()
+
+    def activate(self, code, gates, factors):
+        gates[...] = activated(code, gates) * (1 if factors is None else factors)
+
+    def mark(self):
+        self._put(lambda: None)
+        return self._stream.end
+
+    def elapsed_ms(self, first, last):
+        assert self._stream.has_done(last), "the event has not come"
+        return float(last - first)
+
+    def used_bytes(self):
+        return self.context_bytes + self._reserved
+
+    def free_bytes(self):
+        return self.memory_bytes - self.used_bytes()
+
+    def limit(self, num_bytes):
+        self._limit = num_bytes
+
+    def release(self):
+        self._finish_all()
+        self._reserved = self.held_bytes()
+
+    def explain(self, error):
+        return str(error) if isinstance(error, LaunchError) else ""

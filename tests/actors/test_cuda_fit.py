@@ -1,0 +1,185 @@
+"""What a GPU takes of a model: within its budget, as much as fits, and said where it is less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from actors import cuda_fit, gpu_choice
+from actors.cuda_fit import fit_system
+from actors.cuda_load import CudaLoading
+from actors.gpu_choice import choose_device
+from actors.messages import Fitted, SystemConfig
+from actors.preflight import SystemOptions, prepare_system, system_need
+from actors.service_host import ServiceHost
+from actors.shards import service_specs
+from model.config import ModelConfig
+from model.errors import MemoryBudgetError, ServiceError, UsageError
+from tests import tiny_models
+from tests.actors.numpy_device import NumpyDevice
+from tests.tiny_models import make_tiny
+
+CONTEXT_BYTES = 10_000
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
+    """A small model; what is left aside of a real GPU would be larger than all of it."""
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_PRODUCTS_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    wide = {"wide": lambda: tiny_models._opt(ffn_dim=1500)}
+    with mock.patch.dict(tiny_models.VARIANTS, wide):
+        path = make_tiny("wide", tmp_path / "model")
+    return SystemConfig(
+        str(path),
+        num_cpu_actors=2,
+        num_threads=2,
+        context_length=64,
+        max_batch=1,
+        prefill_chunk=4,
+        device="cuda",
+    )
+
+
+def fit(
+    system: SystemConfig, memory_bytes: int = 1 << 40
+) -> tuple[NumpyDevice, Fitted, CudaLoading]:
+    config = ModelConfig.from_directory(system.model_path)
+    device = NumpyDevice(memory_bytes, CONTEXT_BYTES)
+    loading, fitted = fit_system(device, system, config)
+    assert loading.spec.gpu is not None
+    return device, fitted, loading
+
+
+def bytes_of_all(system: SystemConfig) -> int:
+    """What a GPU with room for everything gives."""
+    device, _, loading = fit(system)
+    assert loading
+    return device.used_bytes()
+
+
+def test_all_of_it_where_there_is_room(system: SystemConfig) -> None:
+    config = ModelConfig.from_directory(system.model_path)
+    _, fitted, loading = fit(system)
+    assert fitted.note == "" and fitted.system.num_hot_neurons == 3 * config.ffn_size
+    assert [ids.size for ids in loading.spec.neuron_ids or []] == [config.ffn_size] * 3
+    assert (fitted.system.num_host_layers, fitted.system.head_on_host) == (0, False)
+
+
+def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
+    """Less and less memory: first fewer neurons, then no head, then fewer layers, then an error."""
+    found, whole = [], bytes_of_all(system)
+    for budget in np.linspace(whole, CONTEXT_BYTES, 25).astype(int).tolist():
+        for limited in (replace(system, gpu_memory_bytes=budget), system):
+            memory = 1 << 40 if limited.gpu_memory_bytes else budget
+            try:
+                device, fitted, loading = fit(limited, memory)
+            except MemoryBudgetError as error:
+                assert "give --gpu-memory" in str(error) and "\n" not in str(error)
+                found.append((-1, 0, 0))
+                continue
+            assert loading and device.used_bytes() <= budget
+            new = fitted.system
+            assert bool(fitted.note) == bool(new.num_host_layers or new.head_on_host)
+            found.append((new.num_hot_neurons, -new.num_host_layers, -new.head_on_host))
+    assert found[::2] == found[1::2]  # a budget is as good as a smaller GPU
+    assert found == sorted(found, key=lambda entry: (entry[0] >= 0, *entry[1:], entry[0]))[::-1]
+    hot = {entry[0] for entry in found}
+    assert len(hot) > 5 and -1 in hot
+    assert {entry[2] for entry in found} == {0, -1} and len({entry[1] for entry in found}) > 1
+
+
+def test_reckoning_that_was_too_bold_is_made_good(
+    system: SystemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays take more than was reckoned, as where an allocator rounds up: the trial finds out."""
+    whole = bytes_of_all(system)
+    budget = int(0.8 * whole)
+    exact = fit(replace(system, gpu_memory_bytes=budget))[1].system.num_hot_neurons
+    plain = NumpyDevice.empty
+    taken: list[np.ndarray] = []
+
+    def rounded(self: NumpyDevice, shape: tuple[int, ...], dtype: object) -> np.ndarray:
+        array = plain(self, shape, dtype)
+        spare = plain(self, (array.nbytes // 8,), np.uint8)
+        taken.append(spare)
+        return array
+
+    give_back = NumpyDevice.release
+
+    def release(self: NumpyDevice) -> None:
+        taken.clear()
+        give_back(self)
+
+    monkeypatch.setattr(NumpyDevice, "empty", rounded)
+    monkeypatch.setattr(NumpyDevice, "release", release)
+    device, fitted, loading = fit(replace(system, gpu_memory_bytes=budget))
+    assert loading and device.used_bytes() <= budget
+    assert 0 < fitted.system.num_hot_neurons < exact
+
+
+def test_the_services_hold_what_the_gpu_does_not(system: SystemConfig) -> None:
+    whole = bytes_of_all(system)
+    _, fitted, _ = fit(replace(system, gpu_memory_bytes=int(0.9 * whole)))
+    config = ModelConfig.from_directory(system.model_path)
+    specs = service_specs(fitted.system, config)
+    for layer in range(config.num_layers):
+        ids = [spec.neuron_ids[layer] for spec in specs if spec.neuron_ids is not None]
+        assert sorted(np.concatenate(ids)) == list(range(config.ffn_size))
+    counts = [sum(ids.size for ids in spec.neuron_ids or []) for spec in specs]
+    assert counts[0] == fitted.system.num_hot_neurons and min(counts) > 0
+
+
+class NoGpuHost(ServiceHost):
+    """A service's process on a machine whose GPU cannot be opened."""
+
+    def _open_device(self) -> NumpyDevice:
+        raise RuntimeError("the GPU cannot be used: cudaErrorInsufficientDriver\nmore")
+
+
+def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
+    """The CPU does it, unless the GPU was asked for."""
+    config = ModelConfig.from_directory(system.model_path)
+    host = NoGpuHost(replace(service_specs(system, config)[0], share=None))
+    fitted = host.fit(system)
+    assert fitted.system == replace(system, device="cpu")
+    assert fitted.note.endswith("cudaErrorInsufficientDriver")
+    assert service_specs(fitted.system, config)[0].gpu is None
+    with pytest.raises(ServiceError, match=r"cudaErrorInsufficientDriver$"):
+        host.fit(replace(system, requires_gpu=True))
+
+
+def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: "no NVIDIA driver on this machine")
+    assert choose_device("auto", None) == choose_device("auto", 0) == "cpu"
+    for device, memory in (("cuda", None), ("auto", 1 << 30)):
+        with pytest.raises(UsageError, match=r"no NVIDIA driver .*leave it out"):
+            choose_device(device, memory)
+    for device, memory in (("cpu", 1 << 30), ("cuda", 0)):
+        with pytest.raises(UsageError, match="leave one of them out"):
+            choose_device(device, memory)
+    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
+    assert choose_device("auto", None) == choose_device("cuda", 1 << 30) == "cuda"
+    assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
+
+
+def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny("llama-relu", tmp_path)
+    alone = prepare_system(path, SystemOptions(device="cpu"))
+    assert alone[0].device == "cpu"
+    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
+    system, config = prepare_system(path, SystemOptions())
+    assert (system.device, system.requires_gpu) == ("cuda", False)
+    plain, beside = system_need(*alone), system_need(system, config)
+    assert beside.kv_cache_bytes == beside.ffn_bytes == 0 < plain.ffn_bytes
+    assert beside.process_bytes == plain.process_bytes
+    few = plain.kv_cache_bytes + plain.attention_bytes + 1000
+    system, _ = prepare_system(path, SystemOptions(gpu_memory_bytes=few))
+    assert system.requires_gpu and system.gpu_memory_bytes == few
+    beside = system_need(system, config)
+    assert beside.attention_bytes == 0
+    assert beside.head_bytes + beside.ffn_bytes == plain.head_bytes + plain.ffn_bytes - 1000

@@ -1,0 +1,197 @@
+"""The GPU service's logic on a device made of NumPy, compared with transformers' own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.failures import RequestError, is_lost_device
+from actors.steps import KERNEL_TOKENS
+from numba_kernels.mailbox import NUM_COMPUTED
+from tests.actors.batching import random_predictor
+from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.in_process import InProcessSystem
+from tests.actors.numpy_device import NumpyDevice
+from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
+from tests.unit.test_reference import relative_difference
+
+Tiny = Callable[..., TinyCheckpoint]
+# Tokens of each step, in turn: graphs of several sizes, steps that are filled up, and prompts.
+WAYS = {"token by token": [1], "a few at once": [2, 8, 3, 5], "many": [40], "chunks": [34, 5, 1]}
+# Every order of a layer, biases, grouped heads, a projected head, each activation.
+VARIANTS = [
+    "llama-gqa",
+    "llama-silu",
+    "opt-prenorm",
+    "opt-postnorm",
+    "falcon-bias",
+    "falcon-grouped-1norm",
+    "falcon-gelu",
+]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[CudaInProcess]:
+    with CudaInProcess(tiny(request.param).path, num_services=2, hot=a_third) as running:
+        running.tiny = tiny(request.param)  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_equal_transformers(system: CudaInProcess, way: str) -> None:
+    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
+    for mode in ("dense", "exact"):
+        found = system.logits(mode, checkpoint.ids, WAYS[way])
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+@pytest.mark.parametrize(("first_layer", "has_head"), [(1, True), (2, False), (0, False)])
+def test_what_the_gpu_has_no_room_for_is_on_the_host(
+    tiny: Tiny, variant: str, first_layer: int, has_head: bool
+) -> None:
+    checkpoint = tiny(variant)
+    options: dict[str, Any] = {"hot": a_third, "first_layer": first_layer, "has_head": has_head}
+    with CudaInProcess(checkpoint.path, num_threads=2, **options) as system:
+        for sizes in ([1], [3, 5], [40]):
+            found = system.logits("exact", checkpoint.ids, sizes)
+            assert relative_difference(found, checkpoint.logits) < 1e-4
+    assert not system.device.registered
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(tiny: Tiny, dtype: str) -> None:
+    checkpoint = tiny("llama-mlp-bias", dtype)
+    kv_dtype = "float16" if dtype == "float16" else "float32"
+    with CudaInProcess(checkpoint.path, kv_dtype=kv_dtype, hot=a_third) as system:
+        found = system.logits("exact", checkpoint.ids, [3, 5])
+        assert relative_difference(found, checkpoint.logits) < 4e-3
+        found = system.logits("exact", checkpoint.ids, [40])  # its products round activations
+        difference = relative_difference(found, checkpoint.logits)
+        assert difference < 2 * checkpoint.bfloat16_difference
+
+
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
+@pytest.mark.parametrize("name", ["q-llama-tied", "q-opt-postnorm", "q-falcon-grouped"])
+def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path) -> None:
+    """As the CPU's service with the same weights, which rounds activations to eight bits."""
+    path, ids = make_model(name, tmp_path / "model"), np.arange(3, 43)
+    found = []
+    for kind, hot in ((InProcessSystem, None), (CudaInProcess, a_third)):
+        with kind(path, hot=hot, weight_dtype=weight_dtype) as system:
+            found.append([system.logits("exact", ids, sizes) for sizes in ([1], [7], [40])])
+    for expected, logits in zip(*found, strict=True):
+        assert relative_difference(logits, expected) < 0.1
+        assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.8
+
+
+def test_predicted_modes_compute_hot_neurons_unasked(tiny: Tiny) -> None:
+    """Cold neurons are those that the predictor chooses; the same as a CPU's service."""
+    checkpoint, found = tiny("llama-relu"), []
+    for kind in (InProcessSystem, CudaInProcess):
+        with kind(checkpoint.path, 2, hot=a_third) as system:
+            predictor = random_predictor(system, "lowrank")
+            found.append(system.logits("exact", checkpoint.ids, [1, 4], predictor=predictor))
+    assert relative_difference(found[1], found[0]) < 1e-4
+    assert relative_difference(found[1], checkpoint.logits) > 1e-2  # it does leave neurons out
+
+
+def test_memory_that_cannot_be_registered_is_copied_through(tiny: Tiny) -> None:
+    checkpoint, device = tiny("opt-postnorm"), NumpyDevice(refuses_registration=True)
+    with CudaInProcess(checkpoint.path, hot=a_third, device=device) as system:
+        for sizes in ([1], [3, 5], [40]):
+            found = system.logits("exact", checkpoint.ids, sizes)
+            assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
+    """What a token costs once graphs are made."""
+    checkpoint = tiny("llama-relu")
+    ids = checkpoint.ids.tolist()
+    with CudaInProcess(checkpoint.path, hot=a_third) as system:
+        engine, log = system.engine("exact"), system.device.log
+        for position in range(3):
+            engine.step(ids[position : position + 1], [position], [0])
+        num_captured = system.device.num_captured
+        log.clear()
+        engine.step(ids[3:4], [3], [0])
+        row, place = 4 * system.config.hidden_size, log.pop(0)
+        assert place.startswith("in ")  # where the token stands, once a step
+        layer = [f"in {row}", "graph", f"out {2 * row}"]
+        hot = ["graph", f"out {row}", "out 4"]
+        head = [f"in {row}", "graph", f"out {4 * system.config.vocab_size}"]
+        assert log == layer + hot + layer + layer + hot + head
+        assert system.device.num_captured == num_captured
+
+
+def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) -> None:
+    """Another mode, other tokens, or a layer asked again are computed anew."""
+    checkpoint = tiny("llama-relu")
+    with CudaInProcess(checkpoint.path, hot=a_third) as system:
+        engine, wires = system.engine("exact"), system.exchange.wires
+        engine.step(checkpoint.ids[:2].tolist(), [0, 1], [0, 0])
+        wires.ffn_input[:2] = np.random.default_rng(0).standard_normal(wires.ffn_input[:2].shape)
+        engine._ask_ffn(4, 0, 2, None)
+        expected = wires.partials[0, :2].copy()
+        assert 0 < wires.replies[0, NUM_COMPUTED] < 30
+        dense = system.engine("dense")
+        for asking in (engine, engine, dense):
+            asking._ask_ffn(4, 0, 2, None)
+            np.testing.assert_array_equal(wires.partials[0, :2], expected)
+        assert wires.replies[0, NUM_COMPUTED] == 30
+
+
+def test_a_step_that_is_filled_up_computes_no_more_neurons(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    counts = []
+    for kind in (InProcessSystem, CudaInProcess):
+        with kind(checkpoint.path, hot=a_third) as system:
+            engine = system.engine("exact")
+            engine.step(checkpoint.ids[:11].tolist(), range(11), [0] * 11)
+            counts.append(engine.times.num_neurons)
+    assert counts[0] == counts[1]
+
+
+def test_services_count_who_fires(tiny: Tiny) -> None:
+    checkpoint, counts = tiny("llama-relu"), []
+    for kind in (InProcessSystem, CudaInProcess):
+        with kind(checkpoint.path, hot=a_third) as system:
+            engine = system.engine("dense")
+            for sizes in (KERNEL_TOKENS + 8, 5):
+                engine.place(checkpoint.ids[:sizes].tolist(), range(sizes), [0] * sizes)
+                engine.run_layer(0, sizes)
+                engine._ask_ffn(5, 0, sizes, None)
+            counts.append(system.services[0].fired_counts.copy())  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(counts[0], counts[1])
+    assert counts[0].sum() > 0
+
+
+def test_a_failing_launch_is_one_line(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    with CudaInProcess(checkpoint.path, hot=a_third) as system:
+        system.logits("exact", checkpoint.ids, [1])
+        failing = system.device.num_launches + 9
+        system.device.fails_at = lambda launch: launch == failing
+        for _ in range(2):  # and it stays
+            with pytest.raises(RequestError, match="the GPU failed: cudaErrorIllegal") as caught:
+                system.logits("exact", checkpoint.ids, [1])
+            assert "\n" not in str(caught.value)
+            assert is_lost_device(str(caught.value))
+
+
+def test_other_errors_end_only_their_request(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    with CudaInProcess(checkpoint.path, hot=a_third, num_slots=2) as system:
+        ids = checkpoint.ids.tolist()
+        with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
+            system.engine("dense").step(ids, range(40), [0] * 39 + [1])
+        system.exchange.wires.requests[0, 0] = 99
+        with pytest.raises(RequestError, match="no operation 99"):
+            system.exchange.ask([0])
+        found = system.logits("exact", checkpoint.ids, [1])
+        assert relative_difference(found, checkpoint.logits) < 1e-4

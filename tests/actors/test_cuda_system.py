@@ -1,0 +1,114 @@
+"""A whole system on a real Ray with a GPU service, on a device made of NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from actors import cuda_fit
+from actors.launch import start_local_ray
+from actors.messages import GenerateRequest, SystemConfig
+from actors.system import System
+from model.config import ModelConfig
+from model.sampling import SamplingParams
+from tests.actors.batching import Asking
+from tests.actors.stand_in_host import start_stand_in
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+
+pytestmark = pytest.mark.timeout(400)
+Tiny = Callable[..., TinyCheckpoint]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=3, arena_bytes=0)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny: Tiny) -> TinyCheckpoint:
+    return tiny("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("device") / "broken"
+
+
+@pytest.fixture(scope="module")
+def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
+    """Half of the neurons fit on the device."""
+    config = ModelConfig.from_directory(checkpoint.path)
+    asked = SystemConfig(
+        str(checkpoint.path),
+        num_cpu_actors=1,
+        num_threads=2,
+        context_length=256,
+        max_batch=4,
+        kv_positions=1024,
+        kv_dtype="float32",
+        prefill_chunk=64,
+        device="cuda",
+    )
+    sizes = cuda_fit._Sizes.of(asked, config)
+    parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
+    budget = parts + config.num_layers * config.ffn_size // 2 * sizes.neuron
+    with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:
+        yield it
+
+
+def request(checkpoint: TinyCheckpoint, size: int = 10) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=np.resize(checkpoint.ids, size).tolist())
+
+
+def test_the_same_tokens_and_what_it_says_of_itself(
+    system: System, checkpoint: TinyCheckpoint
+) -> None:
+    assert system.complete(request(checkpoint)).ids[:20] == checkpoint.greedy_ids[:20]
+    found: SystemConfig = system.call("describe")
+    config = ModelConfig.from_directory(checkpoint.path)
+    total = config.num_layers * config.ffn_size
+    assert found.device == "cuda" and total // 4 < found.num_hot_neurons <= total // 2
+    assert system.call("driver_load").device == "cuda (a stand-in)"
+    assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons
+    assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes
+    system.complete(request(checkpoint))
+    report = system.call("device_report", False)
+    assert report.keys() == {"used_bytes", "copies", "attention", "hot neurons", "head"}
+    assert all(value > 0 for value in report.values())
+
+
+def test_a_gpu_that_fails_is_replaced(
+    system: System, checkpoint: TinyCheckpoint, broken: Path
+) -> None:
+    """With the neurons that it had; running requests go on, a long prompt among them."""
+    requests = [request(checkpoint, size) for size in (10, 100, 33)]
+    expected = [system.complete(each).ids for each in requests]
+    pids = system.call("processes")
+    asked = [Asking(partial(system.complete, each)) for each in requests]
+    broken.touch()
+    assert [one.end().ids for one in asked] == expected
+    if broken.exists():  # they were faster
+        assert system.complete(requests[0]).ids == expected[0]
+    assert not broken.exists()
+    new = system.call("processes")
+    assert new["gpu"] != pids["gpu"] and new["cpu0"] == pids["cpu0"]
+    assert system.complete(requests[1]).ids == expected[1]
+
+
+def test_another_number_of_services_leaves_the_gpu_its_neurons(
+    system: System, checkpoint: TinyCheckpoint
+) -> None:
+    before = system.call("telemetry").neurons.num_hot
+    pids = system.call("processes")
+    system.call("scale", 2)
+    assert system.complete(request(checkpoint)).ids[:20] == checkpoint.greedy_ids[:20]
+    assert system.call("processes")["gpu"] == pids["gpu"]
+    assert (system.call("telemetry").neurons.num_hot == before).all()

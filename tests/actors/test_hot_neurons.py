@@ -1,0 +1,146 @@
+"""Hot neurons in the GPU service: the same answers, wherever a plan puts neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors import planning
+from actors.driver import Driver
+from actors.hot_neurons import hot_counts
+from actors.messages import GenerateRequest, SystemConfig
+from actors.planning import plan_request
+from actors.preflight import SystemOptions, prepare_system
+from actors.scoring import AuditedEngine
+from actors.shards import service_specs
+from model.artifact import ModelIdentity
+from model.sampling import SamplingParams
+from placement.hottest import hottest_neurons
+from placement.plan import plan_path, write_plan
+from placement.planner import make_plan
+from tests.actors.batching import complete
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_planning import MACHINE, OPTIONS, WITH_GPU
+from tests.conftest import TinyCheckpoint
+from tests.tiny_models import make_tiny
+from tests.unit.test_reference import relative_difference
+
+Tiny = Callable[..., TinyCheckpoint]
+SIZES = ([1], [7, 3], [40])  # tokens of each step, in turn
+
+
+def hot_ids(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+    """A third of layer 0, none of layer 1, some of the others."""
+    rng = np.random.default_rng(5)
+    shares = [ffn_size // 3, 0, *[11] * (num_layers - 2)][:num_layers]
+    return [np.sort(rng.choice(ffn_size, k, replace=False)).astype(np.int32) for k in shares]
+
+
+@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-postnorm", "falcon-bias"])
+def test_hot_and_cold_equal_all_cold(tiny: Tiny, variant: str) -> None:
+    checkpoint = tiny(variant)
+    with InProcessSystem(checkpoint.path, 2, 2, hot=hot_ids) as system:
+        for mode in ("dense", "exact"):
+            for sizes in SIZES:
+                found = system.logits(mode, checkpoint.ids, sizes)
+                assert relative_difference(found, checkpoint.logits) < 1e-4
+        engine = system.engine("dense")
+        engine.step(checkpoint.ids[:1].tolist(), [0], [0])
+        config = system.config
+        assert engine.times.num_neurons == config.num_layers * config.ffn_size
+
+
+def test_neurons_that_fire_are_counted_wherever_they_are(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    counts = []
+    for hot in (None, hot_ids):
+        with InProcessSystem(checkpoint.path, 2, 1, hot=hot) as system:
+            engine = system.engine("exact")
+            audited = AuditedEngine(engine)
+            for position, token in enumerate(checkpoint.ids[:12].tolist()):
+                engine.step([token], [position], [0])
+            for position, token in enumerate(checkpoint.ids[:12].tolist()):
+                audited.step([token], [position], [0])
+            counts.append((engine.times.num_neurons, audited.counts.num_fired.tolist()))
+    assert counts[0] == counts[1]
+
+
+def test_bad_numbers_of_hot_neurons_are_the_gpus(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 1, 1, hot=hot_ids) as system:
+        system.services[0]._hot.arrays.down[:] = np.nan  # type: ignore[attr-defined]
+        with pytest.raises(Exception, match="not finite in layer 0") as caught:
+            system.logits("dense", checkpoint.ids[:2], [1])
+        assert caught.value.service == 0  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
+    """A system of two CPU services with a plan that has a GPU."""
+    monkeypatch.setattr(planning, "measured_before", lambda: MACHINE)
+    path = make_tiny("llama-relu", tmp_path / "model")
+    system, config = prepare_system(path, OPTIONS)
+    request = plan_request(system, None, None, WITH_GPU.digest, None)
+    plan = make_plan(config, WITH_GPU, None, request)
+    places = np.random.default_rng(1).choice(3, plan.neuron_device.shape).astype(np.int16)
+    file = plan_path(path, plan.request)
+    write_plan(file, ModelIdentity.of(path), replace(plan, neuron_device=places))
+    return replace(system, plan_path=str(file))
+
+
+@pytest.mark.parametrize(("num_hot", "num_cpus"), [(-1, 2), (20, 2), (0, 2), (-1, 1), (30, 1)])
+def test_every_neuron_has_one_place(planned: SystemConfig, num_hot: int, num_cpus: int) -> None:
+    system = replace(planned, num_hot_neurons=num_hot, num_cpu_actors=num_cpus)
+    config = prepare_system(Path(system.model_path), SystemOptions())[1]
+    specs = service_specs(system, config)
+    for layer in range(config.num_layers):
+        ids = [spec.neuron_ids[layer] for spec in specs if spec.neuron_ids is not None]
+        assert sorted(np.concatenate(ids)) == list(range(config.ffn_size))
+    hot = specs[0].neuron_ids
+    planned_hot = service_specs(planned, config)[0].neuron_ids
+    assert planned_hot is not None
+    total = sum(ids.size for ids in planned_hot)
+    assert sum(ids.size for ids in hot or []) == (total if num_hot < 0 else num_hot)
+    for layer, own in enumerate(hot or []):
+        assert np.isin(own, planned_hot[layer]).all()
+    shards = [spec.neuron_ids or [] for spec in specs[1:]]
+    assert hot_counts(config, shards).tolist() == (
+        [ids.size for ids in hot] if hot else [0] * config.num_layers
+    )
+
+
+def test_a_driver_adds_hot_neurons(planned: SystemConfig, tmp_path: Path) -> None:
+    """From the plan to tokens; telemetry shows them as hot."""
+    checkpoint = TinyCheckpoint(Path(planned.model_path))
+    config = prepare_system(checkpoint.path, SystemOptions())[1]
+    specs = service_specs(planned, config)
+    hot = specs[0].neuron_ids
+    assert hot is not None
+    with InProcessSystem(checkpoint.path, specs=specs) as running:
+        shards = [spec.neuron_ids or [] for spec in specs[1:]]
+        driver = Driver(planned, running.exchange, shards)
+        try:
+            sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+            prompt = checkpoint.ids[:10].tolist()
+            found = complete(driver, GenerateRequest(sampling, prompt_ids=prompt))
+            assert found.ids == checkpoint.greedy_ids[:16]
+            neurons = driver.telemetry().neurons
+            assert neurons.num_hot.sum(axis=1).tolist() == [ids.size for ids in hot]
+        finally:
+            driver.close()
+
+
+def test_hottest_neurons() -> None:
+    frequency = np.array([[0.1, 0.9, 0.5, 0.0], [0.8, 0.2, 0.3, 0.7]])
+    found = hottest_neurons((2, 4), 3, frequency)
+    assert [ids.tolist() for ids in found] == [[1], [0, 3]]
+    allowed = np.array([[True, False, True, True], [False, True, False, False]])
+    found = hottest_neurons((2, 4), 9, frequency, allowed)
+    assert [ids.tolist() for ids in found] == [[0, 2, 3], [1]]
+    even = hottest_neurons((3, 100), 30)
+    assert [ids.size for ids in even] == [10] * 3
+    assert all(np.diff(ids).max() < 30 for ids in even)

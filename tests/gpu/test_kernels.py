@@ -1,0 +1,130 @@
+"""The kernels' suite on a real GPU, and what only a GPU can show: graphs and great sizes.
+
+python -m pytest -n 0 tests/gpu/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuda_kernels.device import list_gpus
+from cuda_kernels.matrix import DeviceMatrix
+from tests.kernels import (
+    backends,
+    test_company,
+    test_device_kernels,
+    test_ffn,
+    test_norm_and_attention,
+    test_quantized,
+    test_rows,
+)
+from tests.kernels.arrays import random_bits, random_floats
+from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.quantized_rows import KINDS, random_rows
+from tests.kernels.reference import narrowed, widened
+
+_GPUS, _REASON = list_gpus()
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+if not _GPUS:
+    pytest.skip(f"no GPU: {_REASON}", allow_module_level=True)
+
+
+_SUITE = (
+    test_company,
+    test_device_kernels,
+    test_ffn,
+    test_norm_and_attention,
+    test_quantized,
+    test_rows,
+)
+
+
+def _tests_of(module: Any) -> dict[str, Callable[..., None]]:
+    """The module's tests of what devices compute."""
+    own = module.__name__.removeprefix("tests.kernels.")
+    return {
+        f"{own}_{name.removeprefix('test_')}": function
+        for name, function in vars(module).items()
+        if name.startswith("test_")
+        and inspect.signature(function).parameters.keys() & {"backend", "device"}
+    }
+
+
+for _module in _SUITE:
+    globals().update(_tests_of(_module))
+
+
+@pytest.fixture
+def device() -> DeviceCalls:
+    return backends.cuda_calls()
+
+
+@pytest.fixture
+def backend(device: DeviceCalls) -> SimpleNamespace:
+    return backends.device_backend(device)
+
+
+def test_a_matrix_of_more_than_2_to_31_numbers(device: DeviceCalls) -> None:
+    """4.4 GB: the last rows lie beyond every 32-bit offset."""
+    import cupy
+
+    if cupy.cuda.runtime.memGetInfo()[0] < 5 << 30:
+        pytest.skip("less than 5 GiB of the GPU are free")
+    height, width = 270_000, 8192
+    rows, x = random_bits(1, np.uint16, 16, width), random_floats(2, 2, width)
+    data = cupy.zeros((height, width), np.uint16)
+    data[-16:] = cupy.asarray(rows)
+    matrix, out = DeviceMatrix(data, "f16", width), cupy.empty((2, height), np.float32)
+    device.kernels.rows_times_vectors(matrix, None, cupy.asarray(x), out)
+    assert not out[:, :-16].any()
+    np.testing.assert_allclose(out[:, -16:].get(), x @ widened(rows).T, atol=2e-3)
+    halves = cupy.empty((16, width), np.uint16)
+    device.kernels.widen(matrix, height - 16, height, halves)
+    assert (halves.get() == rows).all()
+
+
+@pytest.mark.parametrize("kind", ["f16", *KINDS])
+def test_a_graph_gives_the_same_bits(device: DeviceCalls, kind: str) -> None:
+    """The hot FFN of a llama-7b layer, captured, then run over other inputs."""
+    import cupy
+
+    height, width = 11008, 4096
+    if kind == "f16":
+        values = [narrowed(random_floats(s, height, width) / 64, np.uint16) for s in (1, 2, 3)]
+    else:
+        values = [
+            np.concatenate([random_rows(s, kind, 64, width).rows] * (height // 64))
+            for s in (1, 2, 3)
+        ]
+    gate, up, down = (device_matrix(matrix, device.to_device) for matrix in values)
+    x, out = cupy.asarray(random_floats(4, 4, width)), cupy.empty((4, width), np.float32)
+    scratch = cupy.empty(device.kernels.ffn_scratch_items(4, height, width), np.float32)
+    count = cupy.empty(1, np.int32)
+
+    def run() -> None:
+        device.kernels.hot_ffn(gate, None, up, None, down, None, x, 0, False, scratch, out, count)
+
+    run()
+    expected = [out.get()]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        run()
+        graph = stream.end_capture()
+    for seed in (4, 5):
+        x[...] = cupy.asarray(random_floats(seed, 4, width))
+        cupy.cuda.runtime.deviceSynchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        found: Any = out.get()
+        if seed == 5:
+            run()
+            expected.append(out.get())
+        assert (found == expected[-1]).all()
+    assert 0 < int(count[0]) < height and not (expected[0] == expected[1]).all()

@@ -1,0 +1,78 @@
+"""The kernel packages that the suite runs over: Numba's, CUDA's on this CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from cuda_kernels.device import list_gpus
+from cuda_kernels.kernels import CudaKernels, DeviceKernels
+from cuda_kernels.launch import cupy_copies
+from numba_kernels.attention import decode_attention, rope, rope_table
+from numba_kernels.convert import to_bfloat16
+from numba_kernels.ffn import sparse_ffn
+from numba_kernels.norm import layer_norm, rms_norm
+from numba_kernels.rows import rows_times_vectors
+from numba_kernels.sampling import sample
+from tests.kernels.device_calls import DeviceCalls
+from tests.kernels.emulation.build import all_entries, build_library
+from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
+
+_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "rows_times_vectors", "sparse_ffn")
+
+
+def numba_backend() -> SimpleNamespace:
+    """Every wrapper of numba_kernels that has a reference."""
+    return SimpleNamespace(
+        decode_attention=decode_attention,
+        layer_norm=layer_norm,
+        rms_norm=rms_norm,
+        rope=rope,
+        rope_table=rope_table,
+        rows_times_vectors=rows_times_vectors,
+        sample=sample,
+        sparse_ffn=sparse_ffn,
+        to_bfloat16=to_bfloat16,
+    )
+
+
+def emulated_library(base: Path) -> Path:
+    """All kernels, compiled for this CPU by the first process that asks.
+
+    Errors:  FileNotFoundError without a compiler
+    """
+    folder = base / "emulated-kernels"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / "kernels.so"
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                build_library(Path(own), all_entries()).rename(library)
+        return library
+
+
+def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
+    """CUDA's kernels on the CPU."""
+    kernels: DeviceKernels = CudaKernels(EmulatedLauncher(library, is_reversed))
+    return DeviceCalls(kernels, aligned, np.array)
+
+
+@functools.cache
+def cuda_calls() -> DeviceCalls:
+    """CUDA's kernels on the first GPU."""
+    return DeviceCalls(CudaKernels(), *cupy_copies())
+
+
+def device_backend(calls: DeviceCalls) -> SimpleNamespace:
+    """A device's wrappers."""
+    wrappers = {name: getattr(calls, name) for name in _SHARED}
+    return SimpleNamespace(**wrappers, rope_table=rope_table)  # tables are made on the host
+
+
+DEVICES = ["emulated", *(["cuda"] if list_gpus()[0] else [])]

@@ -1,0 +1,204 @@
+"""A device's kernels as functions of NumPy arrays: names and arguments of numba_kernels' wrappers.
+
+Arguments are checked as there, copied to the device, computed, and what comes out is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
+from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.sizes import FfnLayout
+from numba_kernels.checks import (
+    activation_code,
+    float_array,
+    optional_floats,
+    require,
+    row_ids,
+    weight_rows,
+)
+from numba_kernels.formats import Q8, is_quantized, row_width
+
+_FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
+
+
+@dataclass(frozen=True)
+class DeviceCalls:
+    """The wrappers over one device: how arrays get there and back, and its kernels."""
+
+    kernels: Any  # DeviceKernels whose hot_ffn takes `tokens` too
+    to_device: Callable[[np.ndarray], Any]
+    to_host: Callable[[Any], np.ndarray]
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+        x = float_array("x", x, (x.size,))
+        return self._norm(RMS_NORM, x, float_array("weight", weight, x.shape), None, epsilon)
+
+    def layer_norm(
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
+    ) -> np.ndarray:
+        x = float_array("x", x, (x.size,))
+        return self._norm(LAYER_NORM, x, float_array("weight", weight, x.shape), bias, epsilon)
+
+    def _norm(
+        self, kind: int, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
+    ) -> np.ndarray:
+        shift = self.to_device(optional_floats("bias", bias, x.size))
+        out = self.to_device(x[None])  # and in place
+        self.kernels.norm(kind, out, self.to_device(weight), shift, epsilon, out)
+        return self.to_host(out)[0]
+
+    def rope(self, heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+        """As queries of a token that has one key and one value besides, at position 1."""
+        require(heads.ndim == 2, "heads must have 2 dimensions")
+        require(heads.shape[1] % 2 == 0, "head_dim must be even")
+        heads = float_array("heads", heads, heads.shape)
+        cos_sin = float_array("cos_sin", cos_sin, (2, heads.shape[1] // 2))
+        table = np.stack([np.full_like(cos_sin, np.nan), cos_sin])
+        qkv = self.to_device(np.concatenate([heads, heads[:2]]).reshape(1, -1))
+        cache = np.zeros((2, 1, 1, 64, heads.shape[1]), np.float32)
+        place, first = np.ones(1, np.int32), np.zeros(1, np.int32)
+        self.kernels.rope_store(
+            qkv, len(heads), 1, *map(self.to_device, (table, place, first, first[None], *cache))
+        )
+        return self.to_host(qkv).reshape(-1, heads.shape[1])[: len(heads)]
+
+    def rows_times_vectors(
+        self, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
+    ) -> np.ndarray:
+        weights = weight_rows("weights", weights)
+        width = row_width(weights.dtype, weights.shape[1])
+        x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
+        shift = self.to_device(optional_floats("bias", bias, weights.shape[0]))
+        out = np.empty((x.shape[0], weights.shape[0]), np.float32)
+        matrix = self._matrix(weights)
+        for t in range(0, len(x), MOST_TOKENS):
+            part = self.to_device(out[t : t + MOST_TOKENS])
+            self.kernels.rows_times_vectors(
+                matrix, shift, self.to_device(x[t : t + MOST_TOKENS]), part
+            )
+            out[t : t + MOST_TOKENS] = self.to_host(part)
+        return out
+
+    def sparse_ffn(
+        self,
+        gate: np.ndarray,
+        up: np.ndarray | None,
+        down: np.ndarray,
+        x: np.ndarray,
+        ids: np.ndarray | None = None,
+        tokens: np.ndarray | None = None,
+        *,
+        gate_bias: np.ndarray | None = None,
+        up_bias: np.ndarray | None = None,
+        activation_fn: str = "relu",
+        skip_silent: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        gate = weight_rows("gate", gate)
+        num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
+        up = None if up is None else weight_rows("up", up, width)
+        down = weight_rows("down", down, width)
+        require(up is None or len(up) == num_neurons, f"up must have {num_neurons} rows")
+        require(len(down) == num_neurons, f"down must have {num_neurons} rows")
+        require(all(gate.dtype == m.dtype for m in (up, down) if m is not None), "one dtype")
+        x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
+        require(len(x) <= MOST_TOKENS, f"x has {len(x)} rows, more tokens than {MOST_TOKENS}")
+        biases = [
+            optional_floats("gate_bias", gate_bias, num_neurons),
+            optional_floats("up_bias", up_bias, 0 if up is None else num_neurons),
+        ]
+        code = activation_code(activation_fn)
+        own = np.arange(num_neurons, dtype=np.int32)
+        if ids is not None:
+            own = row_ids("ids", ids, num_neurons)
+        if tokens is not None:
+            require(tokens.dtype == np.uint32, "tokens must be uint32")
+            require(ids is not None and tokens.shape == own.shape, "tokens go with ids")
+        if not len(x) or not own.size:
+            return np.zeros((len(x), width), np.float32), own[:0]
+        wanted = None
+        if (
+            ids is not None
+        ):  # a device computes all neurons: those that are not listed, for no token
+            wanted = np.zeros(num_neurons, np.uint32)
+            wanted[own] = 0xFFFFFFFF if tokens is None else tokens
+        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, code, not skip_silent)
+        return out, own[is_fired[own]] if skip_silent else own
+
+    def _ffn(
+        self,
+        matrices: tuple[np.ndarray, np.ndarray | None, np.ndarray],
+        biases: list[np.ndarray],
+        x: np.ndarray,
+        wanted: np.ndarray | None,
+        code: int,
+        keep_all: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        gate, up, down = (m if m is None else self._matrix(m) for m in matrices)
+        layout = FfnLayout(len(x), len(matrices[0]), x.shape[1])
+        items = self.kernels.ffn_scratch_items(len(x), len(matrices[0]), x.shape[1])
+        scratch = self.to_device(np.full(items, np.nan, np.float32))
+        out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.zeros(1, np.int32))
+        self.kernels.hot_ffn(
+            gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
+            self.to_device(x), code, keep_all, scratch, out, count,
+            None if wanted is None else self.to_device(wanted),
+        )  # fmt: skip
+        first = layout.offsets[1]
+        is_fired = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32) != 0
+        require(self.to_host(count)[0] == is_fired.sum(), "num_fired differs from the flags")
+        return self.to_host(out), is_fired
+
+    def decode_attention(
+        self,
+        queries: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        length: int,
+        pages: np.ndarray | None = None,
+    ) -> np.ndarray:
+        require(keys.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
+        require(keys.shape == values.shape, "keys and values must have one shape")
+        require(keys.dtype == values.dtype, "keys and values must have one dtype")
+        if pages is None:
+            require(keys.ndim == 3, "without pages keys must be (G, P, hd)")
+            keys, values, pages = keys[None], values[None], np.zeros(1, np.int32)
+        require(keys.ndim == 4, "with pages keys must be (M, G, P, hd)")
+        require(pages.dtype == np.int32 and pages.ndim == 1, "pages must be a list of int32")
+        require(keys.shape[2] % 4 == 0 or len(keys) == 1, "pages of whole fours")
+        require(all(0 <= page < len(keys) for page in pages), "pages must be those of the cache")
+        require(queries.ndim == 2 and queries.shape[1] == keys.shape[3], "queries must be (H, hd)")
+        num_groups, head_dim = keys.shape[1], keys.shape[3]
+        require(num_groups > 0 and len(queries) % num_groups == 0, "heads must be whole groups")
+        require(0 < length <= pages.size * keys.shape[2], "length must lie in the pages")
+        queries = float_array("queries", queries, queries.shape)
+        others = np.zeros((2 * num_groups, head_dim), np.float32)
+        qkv = np.concatenate([queries, others]).reshape(1, -1)
+        items = self.kernels.attention_scratch_items(1, len(queries), head_dim, length)
+        out = self.to_device(np.empty((1, queries.size), np.float32))
+        one = np.zeros(1, np.int32)
+        arrays = (np.ascontiguousarray(keys), np.ascontiguousarray(values), one + length - 1, one)
+        self.kernels.decode_attention(
+            self.to_device(qkv), len(queries), num_groups,
+            *map(self.to_device, (*arrays, pages[None])), head_dim**-0.5, length,
+            self.to_device(np.full(items, np.nan, np.float32)), out,
+        )  # fmt: skip
+        return self.to_host(out).reshape(queries.shape)
+
+    def _matrix(self, rows: np.ndarray) -> DeviceMatrix:
+        return device_matrix(rows, self.to_device)
+
+
+def device_matrix(rows: np.ndarray, to_device: Callable[[np.ndarray], Any]) -> DeviceMatrix:
+    """Rows of a format of numba_kernels, copied to a device."""
+    width = row_width(rows.dtype, rows.shape[1])
+    if not is_quantized(rows.dtype):
+        name = _FORMATS[str(rows.dtype)]
+        return DeviceMatrix(to_device(np.ascontiguousarray(rows)), name, width)
+    data = to_device(np.ascontiguousarray(rows).view(np.uint8))
+    return DeviceMatrix(data, "q8" if rows.dtype == Q8 else "q4", width)

@@ -1,0 +1,287 @@
+"""A device's kernels as the service calls them: steps of several tokens, over a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from cuda_kernels.matrix import DeviceMatrix, row_bytes
+from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
+from numba_kernels.formats import QUANTIZED
+from numba_kernels.quantize import dequantize_rows
+from tests.kernels import reference
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.quantized_rows import KINDS, random_rows
+
+PAGE = 64
+RELU = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens of several sequences, whose keys and values stand in a paged cache."""
+
+    qkv: np.ndarray
+    num_heads: int
+    num_kv_heads: int
+    table: np.ndarray  # rope
+    positions: np.ndarray
+    slots: np.ndarray
+    page_tables: np.ndarray
+    cache: np.ndarray  # (2, pages, KV, 64, dim)
+
+    @property
+    def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.positions, self.slots, self.page_tables
+
+    def token(self, t: int) -> Step:
+        """The step of one token alone."""
+        rows = slice(t, t + 1)
+        places = self.positions[rows], self.slots[rows], self.page_tables
+        counts = self.num_heads, self.num_kv_heads
+        return Step(self.qkv[rows], *counts, self.table, *places, self.cache)
+
+    def run(self, device: DeviceCalls, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The heads' outputs, and the cache afterwards."""
+        kernels, put = device.kernels, device.to_device
+        qkv, cache = put(self.qkv), [put(part) for part in self.cache]
+        places, counts = [put(place) for place in self.places], (self.num_heads, self.num_kv_heads)
+        kernels.rope_store(qkv, *counts, put(self.table), *places, *cache)
+        dim, num_tokens = self.cache.shape[-1], len(self.qkv)
+        items = kernels.attention_scratch_items(num_tokens, self.num_heads, dim, max_length)
+        scratch = put(np.full(items, np.nan, np.float32))
+        out = put(np.empty((num_tokens, self.num_heads * dim), np.float32))
+        kernels.decode_attention(qkv, *counts, *cache, *places, dim**-0.5, max_length, scratch, out)
+        return device.to_host(out), np.stack([device.to_host(part) for part in cache])
+
+
+def make_step(dtype: type, heads: tuple[int, int], dim: int, positions: list[int]) -> Step:
+    """Two tokens of slot 0, one after the other, the others of slots of their own."""
+    num_heads, num_kv_heads = heads
+    num_slots, pages_a_slot = len(positions) - 1, max(positions) // PAGE + 1
+    pages = np.random.default_rng(1).permutation(num_slots * pages_a_slot + 1)[1:]
+    cache = random_bits(2, dtype, 2, pages.size + 1, num_kv_heads, PAGE, dim)
+    return Step(
+        qkv=random_floats(3, len(positions), (num_heads + 2 * num_kv_heads) * dim),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        table=random_floats(4, max(positions) + 1, 2, dim // 2),
+        positions=np.array(positions, np.int32),
+        slots=np.array([0, *range(num_slots)], np.int32),
+        page_tables=pages.reshape(num_slots, pages_a_slot).astype(np.int32),
+        cache=cache,
+    )
+
+
+def expected_step(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """What `Step.run` must give."""
+    cache, dim = step.cache.copy(), step.cache.shape[-1]
+    heads = step.qkv.reshape(len(step.qkv), -1, dim).astype(np.float64)
+    first_value = step.num_heads + step.num_kv_heads
+    for t, position in enumerate(step.positions):
+        heads[t, :first_value] = reference.rope(heads[t, :first_value], step.table[position])
+        page = step.page_tables[step.slots[t], position // PAGE]
+        for part, first in enumerate((step.num_heads, first_value)):
+            own = heads[t, first : first + step.num_kv_heads].astype(np.float32)
+            cache[part, page, :, position % PAGE] = reference.narrowed(own, cache.dtype.type)
+    out = np.empty((len(heads), step.num_heads * dim))
+    for t, position in enumerate(step.positions):
+        pages = cache[:, step.page_tables[step.slots[t]]].transpose(0, 2, 1, 3, 4)
+        keys, values = pages.reshape(2, step.num_kv_heads, -1, dim)
+        queries = heads[t, : step.num_heads]
+        found = reference.decode_attention(queries, keys, values, position + 1)
+        out[t] = found.reshape(-1)
+    return out, cache
+
+
+SHAPES = [((8, 8), 64), ((8, 2), 128), ((6, 1), 20), ((16, 1), 256), ((2, 1), 8)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+@pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
+def test_attention_step(device: DeviceCalls, dtype: type, heads: tuple[int, int], dim: int) -> None:
+    step = make_step(dtype, heads, dim, [199, 200, 0, 127, 128, 300])
+    found, cache = step.run(device, 301)
+    expected, expected_cache = expected_step(step)
+    tolerance = 2e-5 if dtype is np.float32 else 2e-3  # a key may round to the next float16
+    np.testing.assert_allclose(found, expected, atol=tolerance)
+    np.testing.assert_allclose(
+        reference.widened(cache), reference.widened(expected_cache), rtol=1e-3, atol=1e-3
+    )
+    changed = (cache != step.cache).any(axis=-1).sum()
+    assert changed == 2 * len(step.qkv) * step.num_kv_heads
+    for t in range(2, 6):  # alone, and where the grid allows for longer sequences
+        alone, _ = step.token(t).run(device, 301 if t == 5 else 1000)
+        assert (alone[0] == found[t]).all()
+
+
+def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls) -> None:
+    step = make_step(np.float32, (2, 1), 8, [20_000, 20_001])
+    found, _ = step.run(device, 20_002)
+    np.testing.assert_allclose(found, expected_step(step)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+def test_without_rope_only_the_cache_changes(device: DeviceCalls, dtype: type) -> None:
+    step = make_step(dtype, (4, 2), 6, [5, 6, 70])
+    qkv, cache = device.to_device(step.qkv), [device.to_device(part) for part in step.cache]
+    places = [device.to_device(place) for place in step.places]
+    none = device.to_device(np.empty((0, 2, 0), np.float32))
+    device.kernels.rope_store(qkv, 4, 2, none, *places, *cache)
+    assert (device.to_host(qkv) == step.qkv).all()
+    heads = reference.narrowed(step.qkv.reshape(3, 8, 6), dtype)
+    for t, position in enumerate(step.positions):
+        page = step.page_tables[step.slots[t], position // PAGE]
+        for part, first in ((0, 4), (1, 6)):
+            found = device.to_host(cache[part])[page, :, position % PAGE]
+            assert (found == heads[t, first : first + 2]).all()
+
+
+def random_matrix(seed: int, kind: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in a format, and the float64 numbers that they stand for."""
+    if kind in KINDS:
+        rows = random_rows(seed, kind, height, width)
+        return rows.rows, rows.weights
+    bits = random_bits(seed, BITS[kind], height, width)
+    return bits, reference.widened(bits)
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> None:
+    rows, weights = random_matrix(1, kind, 37, 264)
+    x, bias = random_floats(2, num_tokens, 264), random_floats(3, 37)
+    residual = random_floats(4, num_tokens, 37)
+    out = device.to_device(residual)
+    matrix = device_matrix(rows, device.to_device)
+    put = device.to_device
+    device.kernels.rows_times_vectors(matrix, put(bias), put(x), out, out)
+    np.testing.assert_allclose(device.to_host(out), x @ weights.T + bias + residual, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
+    rows, _ = random_matrix(5, kind, 21, 1280)
+    x = random_floats(6, 5, 1280)
+    aligned = device_matrix(rows, device.to_device)
+    flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
+    room = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
+    moved = DeviceMatrix(
+        room[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, 1280
+    )
+    found = []
+    for matrix in (aligned, moved):
+        assert matrix.row_bytes == row_bytes(matrix.format, 1280) == rows.strides[0]
+        out = device.to_device(np.empty((5, 21), np.float32))
+        device.kernels.rows_times_vectors(matrix, None, device.to_device(x), out)
+        found.append(device.to_host(out))
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32])
+def test_hot_ffn_of_many_parts(device: DeviceCalls, kind: str, num_tokens: int) -> None:
+    """Parts of 16 neurons, so runs of parts too; steps of every number of tokens agree."""
+    height, width = 333, 256
+    matrices = [random_matrix(seed, kind, height, width) for seed in (7, 8, 9)]
+    x, down_bias = random_floats(10, num_tokens, width), random_floats(11, width)
+    gate, up, down = (m[1] for m in matrices)
+    gate_bias = random_floats(12, height) - np.float32(2 * np.sqrt(width) * gate.std())
+    found, count = run_hot_ffn(device, [m[0] for m in matrices], gate_bias, x, down_bias)
+    vectors = x if kind in BITS else rounded(x)
+    h = np.maximum(vectors @ gate.T + gate_bias, 0)
+    assert count == (h != 0).any(axis=0).sum() and 0 < count < height
+    expected = (h * (vectors @ up.T)) @ down + down_bias
+    sizes = (h * (np.abs(vectors) @ np.abs(up).T)) @ np.abs(down)
+    sizes += (np.abs(x) @ np.abs(gate).T * np.abs(vectors @ up.T)) @ np.abs(down)  # h's rounding
+    assert (np.abs(found - expected) <= 4e-6 * sizes + 1e-5).all()
+    alone, _ = run_hot_ffn(device, [m[0] for m in matrices], gate_bias, x[-1:], down_bias)
+    assert (alone[0] == found[-1]).all()
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """x as it meets quantized rows."""
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    values = np.rint(groups * (np.float32(127) / largest)).astype(np.float64)
+    return (values * (largest / np.float32(127))).reshape(x.shape)
+
+
+def run_hot_ffn(
+    device: DeviceCalls,
+    rows: list[np.ndarray],
+    gate_bias: np.ndarray,
+    x: np.ndarray,
+    down_bias: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    kernels, put = device.kernels, device.to_device
+    gate, up, down = (device_matrix(matrix, put) for matrix in rows)
+    scratch = put(np.full(kernels.ffn_scratch_items(32, 400, x.shape[1]), np.nan, np.float32))
+    out, count = put(np.full_like(x, np.nan)), put(np.full(1, -1, np.int32))
+    kernels.hot_ffn(
+        gate, put(gate_bias), up, None, down, put(down_bias), put(x), RELU, False, scratch, out,
+        count,
+    )  # fmt: skip
+    return device.to_host(out), int(device.to_host(count)[0])
+
+
+def test_no_hot_neurons(device: DeviceCalls) -> None:
+    bias = random_floats(1, 24)
+    rows = [np.empty((0, 24), np.uint16)] * 3
+    found, count = run_hot_ffn(device, rows, bias[:0], random_floats(2, 3, 24), bias)
+    assert count == 0 and (found == bias).all()
+
+
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("width", [32, 96, 512, 768, 1056])
+def test_widen(device: DeviceCalls, kind: str, width: int) -> None:
+    rows, weights = random_matrix(13, kind, 9, width)
+    out = device.to_device(np.zeros((4, width), np.uint16))
+    device.kernels.widen(device_matrix(rows, device.to_device), 3, 7, out)
+    if rows.dtype in QUANTIZED:
+        weights = dequantize_rows(rows)
+    expected = weights[3:7].astype(np.float32)
+    found = device.to_host(out)
+    assert (found == reference.narrowed(expected, np.uint16)).all()
+
+
+def test_widen_of_every_float16_and_of_what_is_beyond(device: DeviceCalls) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).reshape(32, -1)
+    with np.errstate(invalid="ignore"):
+        between = reference.widened(halves).astype(np.float32) * np.float32(1.0003)
+    for rows in (
+        halves,
+        between,
+        np.array([[70000, -1e9, 65519.9, 65520, 2e-8, 1e-30]], np.float32),
+    ):
+        out = device.to_device(np.zeros(rows.shape, np.uint16))
+        device.kernels.widen(device_matrix(rows, device.to_device), 0, len(rows), out)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = reference.widened(rows).astype(np.float32).astype(np.float16)
+        np.testing.assert_array_equal(device.to_host(out).view(np.float16), expected)
+
+
+def test_too_many_tokens_and_too_wide_heads_are_refused(device: DeviceCalls) -> None:
+    put = device.to_device
+    matrix = device_matrix(np.ones((3, 8), np.float32), put)
+    with pytest.raises(ValueError, match="33 tokens"):
+        device.kernels.rows_times_vectors(
+            matrix, None, put(np.ones((33, 8), np.float32)), put(np.ones((33, 3), np.float32))
+        )
+    with pytest.raises(ValueError, match="heads of 264 numbers"):
+        make_step(np.float32, (1, 1), 264, [3, 4]).run(device, 5)
+
+
+def test_scratch_is_enough_for_fewer_tokens_and_neurons() -> None:
+    for width in (64, 4096, 8192):
+        for most in (10, 300, 5000, 11008, 28672):
+            for tokens in (1, 3, 4, 5, 8, 32):
+                room = ffn_scratch_items(tokens, most, width)
+                for neurons in {1, 9, most // 7, most // 3, most // 2 + 1, most - 1, most}:
+                    for t in {1, min(4, tokens), tokens}:
+                        layout = FfnLayout(t, neurons, width)
+                        assert layout.offsets[-1] <= room
+                        assert layout.num_partials >= 1 and layout.part_size <= 128
