@@ -22,7 +22,6 @@ from actors.messages import (
     DriverLoad,
     GenerateRequest,
     LoadProgress,
-    ProductChoice,
     ServiceSpec,
     SystemConfig,
     TokenEvent,
@@ -42,6 +41,7 @@ from actors.scaling import (
 )
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
+from actors.steps import ProductChoice
 from actors.telemetry import WATCH_S, Telemetry
 from actors.vitals import VitalSigns
 from actors.watch import ActorWatch
