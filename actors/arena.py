@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.messages import ProductChoice
+from actors.steps import ProductChoice
 from numba_kernels.doorbell import WORDS_A_CELL
 from numba_kernels.mailbox import (
     CELLS_A_SERVICE,

@@ -23,7 +23,6 @@ from actors.messages import (
     Fitted,
     GenerateRequest,
     LoadProgress,
-    ProductChoice,
     ServiceSpec,
     SystemConfig,
     TokenEvent,
@@ -44,6 +43,7 @@ from actors.scaling import (
 )
 from actors.scoring import WindowScores
 from actors.shards import arena_layout, service_specs
+from actors.steps import ProductChoice
 from actors.telemetry import WATCH_S, Telemetry
 from actors.vitals import VitalSigns
 from actors.watch import ActorWatch

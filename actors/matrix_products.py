@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from actors.messages import ProductChoice
 from actors.product_choice import choose_products
+from actors.steps import ProductChoice
 from numba_kernels.convert import widen_kernel
 from numba_kernels.formats import is_quantized, row_width
 from numba_kernels.products import products_kernel, quantize_kernel

@@ -1,28 +1,18 @@
 """What crosses process borders, all in one place."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from actors.arena import ArenaLayout
+from actors.steps import ProductChoice
 from model.sampling import SamplingParams
 from placement.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 MODES = ("dense", "exact", *PREDICTED_MODES)
 EXCHANGES = ("arena", "calls")
-
-
-class ProductChoice(NamedTuple):
-    """How long prompts are multiplied.
-
-    bfloat16: 16-bit weights multiply in bfloat16, else in float32
-    integers: quantized weights multiply as integers, else as `bfloat16` says
-    """
-
-    bfloat16: bool
-    integers: bool
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from actors.messages import ProductChoice
+from actors.steps import ProductChoice
 from numba_kernels.formats import Q8, row_items
 from numba_kernels.rows import rows_times_vectors
 

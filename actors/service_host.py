@@ -15,8 +15,9 @@ import ray
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.host_files import require_same_model, weight_bytes
-from actors.messages import Fitted, ProductChoice, ServiceSpec, SystemConfig
+from actors.messages import Fitted, ServiceSpec, SystemConfig
 from actors.service import Service
+from actors.steps import ProductChoice
 from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
 from model.errors import HotcoldError, ServiceError

@@ -18,9 +18,10 @@ from actors.exchange import ArenaExchange, Exchange
 from actors.gpu_service import CacheSpec, load_gpu_service
 from actors.hot_neurons import hot_counts
 from actors.kv_pool import num_pages_of
-from actors.messages import ProductChoice, ServiceSpec
+from actors.messages import ServiceSpec
 from actors.service import Service
 from actors.shards import deal_neurons
+from actors.steps import ProductChoice
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import ServiceError

@@ -16,8 +16,9 @@ import pytest
 import ray
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, ProductChoice, SystemConfig
+from actors.messages import GenerateRequest, Generation, SystemConfig
 from actors.recovery import MOST_FAILURES
+from actors.steps import ProductChoice
 from actors.system import System
 from model.errors import ServiceError
 from model.sampling import SamplingParams

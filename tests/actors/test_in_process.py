@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.failures import RequestError
-from actors.messages import ProductChoice
-from actors.steps import KERNEL_TOKENS
+from actors.steps import KERNEL_TOKENS, ProductChoice
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
