@@ -52,8 +52,8 @@ class Streaming:
     def begin(self, layer: int, x: Any) -> None:
         """Round 0, with x (T, d) on the device: the neurons that are there already."""
         part, bias = self._model.ffn[layer], self._model.down_bias[layer]
-        self._x, self._out = x, self._device.empty(x.shape, np.float32)
         with self._device.stream():
+            self._x, self._out = x, self._device.empty(x.shape, np.float32)
             if part is None:
                 self._out[...] = 0
             else:

@@ -83,9 +83,8 @@ class CupyDevice:
         if source.nbytes == 0:
             return
         source = np.ascontiguousarray(source)
-        self._stream.synchronize()  # nothing that runs may still read what is overwritten
-        kind = self._runtime.memcpyHostToDevice
-        self._runtime.memcpy(target.data.ptr, source.ctypes.data, source.nbytes, kind)
+        self._copy_in(target, source, self._stream)
+        self._stream.synchronize()
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """See `Device.pinned`."""

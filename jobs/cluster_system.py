@@ -27,6 +27,7 @@ _COMPARED = {
     "kv_dtype": "--kv-dtype",
     "exchange": "--exchange",
     "pin": "--pin",
+    "device": "--device",
     "hosts": "--hosts",
 }
 

@@ -9,9 +9,9 @@ from placement.machine import GpuDevice, Machine
 from placement.numa import node_groups, num_sharing
 from placement.problem import shares
 
-# Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, the rest is for buffers
-# of one step and for what the allocator rounds up.
-GPU_RESERVE_BYTES = 768 << 20
+# Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of
+# steps and prompts the rest (`actors/cuda_fit.py` knows it better, once the GPU is open).
+GPU_RESERVE_BYTES = 1 << 30
 
 
 def make_columns(

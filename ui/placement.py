@@ -67,7 +67,7 @@ def placement_of(system: SystemConfig, config: ModelConfig, plan_file: str = "")
 
 def _dealt(system: SystemConfig, config: ModelConfig) -> tuple[list[str], np.ndarray]:
     """Owners (L, N) int16 where no plan says them."""
-    specs = service_specs(system, config)[1:]
+    specs = [spec for spec in service_specs(system, config) if spec.neuron_ids is not None]
     owner = np.zeros((config.num_layers, config.ffn_size), np.int16)
     for index, spec in enumerate(specs):
         for layer, ids in enumerate(spec.neuron_ids or []):

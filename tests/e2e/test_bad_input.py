@@ -271,6 +271,8 @@ CASES = [
     option("--stop", ""),
     option("--stop", "x", "--stop", "tokenizer.json"),
     option("--gpu-memory", "8GiB", "--gpu-memory", "leave it out"),
+    option("--device", "cuda", "--device", "leave it out"),
+    option("--device", "tpu", "--device", "auto", status=USAGE),
     option("--cpu-memory", "lots", "--cpu-memory", "8GiB", status=USAGE),
     option("--cpu-memory", "-8GiB", "--cpu-memory", "8GiB", status=USAGE),
     option("--cpu-memory", "9" * 400, "--cpu-memory", "8GiB", status=USAGE),
