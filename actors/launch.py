@@ -18,9 +18,12 @@ _CONCURRENT_STREAMS = 64  # requests that wait or run
 _CONTROL_CALLS = 8  # and, whatever their number, calls that ask for the group CONTROL
 CONTROL = "control"
 
-DriverActor = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS})(DriverHost)
-ServiceActor = ray.remote(ServiceHost)
-RelayActor = ray.remote(RelayHost)
+# Ray otherwise keeps a record of every call, and there are many: 250 MB after an hour.
+_UNRECORDED = {"enable_task_events": False}
+
+DriverActor = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS}, **_UNRECORDED)(DriverHost)
+ServiceActor = ray.remote(**_UNRECORDED)(ServiceHost)
+RelayActor = ray.remote(**_UNRECORDED)(RelayHost)
 
 
 def start_local_ray(num_cpus: int, arena_bytes: int) -> None:
