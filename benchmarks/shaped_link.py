@@ -32,9 +32,10 @@ class ShapedLink:
     Errors:  OSError or CalledProcessError where this process may not make namespaces
     """
 
-    def __init__(self, prefix: str, bits_per_s: float = 1e9, delay_s: float = 0.0) -> None:
-        """`prefix` begins the namespaces' names, at most ten characters."""
+    def __init__(self, bits_per_s: float = 1e9, delay_s: float = 0.0) -> None:
+        """The namespaces are named after this process, which has one link at a time."""
         self.bits_per_s, self.delay_s = bits_per_s, delay_s
+        prefix = f"hotcold{os.getpid() % 1_000_000}"
         self.namespaces = [f"{prefix}-a", f"{prefix}-b"]
         subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
         self.addresses = [f"{subnet}.1", f"{subnet}.2"]
@@ -119,7 +120,7 @@ class ShapedLink:
 def is_permitted() -> str:
     """ "" where links can be made, else why not, in a few words."""
     try:
-        ShapedLink(f"hc{os.getpid() % 100000}").close()
+        ShapedLink().close()
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except (OSError, subprocess.CalledProcessError) as error:

@@ -47,7 +47,7 @@ class TwoNodes:
 
 
 @contextlib.contextmanager
-def two_nodes(num_cpus: int, prefix: str = "hotcold") -> Iterator[TwoNodes]:
+def two_nodes(num_cpus: int) -> Iterator[TwoNodes]:
     """Start both nodes, with `num_cpus` Ray CPUs each; at the end no process of them is left.
 
     It does not wait: `hosts_client` does.
@@ -56,7 +56,7 @@ def two_nodes(num_cpus: int, prefix: str = "hotcold") -> Iterator[TwoNodes]:
     folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
-    with ShapedLink(prefix) as link:
+    with ShapedLink() as link:
         head, other = link.addresses
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         environment = kept | {

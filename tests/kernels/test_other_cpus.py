@@ -22,7 +22,6 @@ HASWELL = (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def run_for(cpu: str, features: str, cache: Path, *arguments: str) -> str:
@@ -56,11 +55,13 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="runs x86 code")
 @pytest.mark.parametrize(
-    ("features", "expected"),
-    [(HASWELL, ["avx2", "f16c", "fma"]), ("", [])],
-    ids=["avx2", "plain integer products"],
+    ("kind", "features", "expected"),
+    [
+        *((kind, HASWELL, ["avx2", "f16c", "fma"]) for kind in KINDS),
+        *((kind, "", []) for kind in ("f16", "q8")),  # q4's integer products are q8's
+    ],
+    ids=[*(f"{kind}-avx2" for kind in KINDS), "f16-plain", "q8-plain"],
 )
-@kinds
 def test_older_x86(kind: str, features: str, expected: list[str], tmp_path: Path) -> None:
     file = tmp_path / "found.safetensors"
     assert run_for("haswell", features, tmp_path, "results", kind, str(file)).split() == expected
