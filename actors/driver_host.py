@@ -27,6 +27,7 @@ from actors.messages import (
     TokenEvent,
 )
 from actors.outbox import Letter
+from actors.places import OwnPlace
 from actors.profiling import counts_by_neuron
 from actors.recovering_exchange import RecoveringExchange
 from actors.recovery import RecoveryPolicy
@@ -118,10 +119,9 @@ class DriverHost:
             shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
             self._driver = Driver(self._system, self._connect(), shards)
             self._watch.starting = False
-            if self._hosts is None:
-                self._exchange.start()
-            else:
+            if self._hosts is not None:
                 self._hosts.ready()
+            self._exchange.start()
             self._stage = "ready"
         except BaseException as error:
             self._failure = error
@@ -163,6 +163,7 @@ class DriverHost:
             exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
         elif self._system.hosts:
             self._arena_ref = ray.put(layout.new_arena())
+            refs = [self._arena_ref]
             names = [spec.name for spec in self._specs]
             self._hosts = Hosts(self._system, names, self._handles, self._spawn_relay)
             exchange = self._hosts.connect(layout, self._arena_ref, self._watch)
@@ -172,8 +173,10 @@ class DriverHost:
             refs = [self._arena_ref]
             self._each("attach", layout, refs)
             exchange = ArenaExchange(layout.wires(self._arena), self._watch)
-        if self._hosts is None:
-            self._replacer.connected(layout, refs, exchange.wires if refs else None)
+        own = OwnPlace(refs, exchange.wires if refs else None)
+        relays = {} if self._hosts is None else self._hosts.relay_of
+        places = [relays.get(service, own) for service in range(len(self._specs))]
+        self._replacer.connected(layout, places)
         exchange.wires.requests[:, OPERATION] = PING
         exchange.ask(range(len(self._specs)))  # returns once the compiled loops run
         self._exchange = RecoveringExchange(exchange, self._replacer, self._policy)
@@ -251,9 +254,8 @@ class DriverHost:
     def processes(self) -> dict[str, int]:
         """Process ids by service name, the driver's too."""
         names = [spec.name for spec in self._specs]
+        self._ready()
         pids = self._replacer.process_ids()
-        if len(pids) < len(names):  # where none is ever replaced
-            pids = ray.get([handle.ping.remote() for handle in self._handles], timeout=5)
         return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
 
     def scale(self, num_cpu_actors: int) -> SystemConfig:

@@ -12,8 +12,8 @@ import ray
 from actors.arena import ArenaLayout
 from actors.exchange import ArenaExchange
 from actors.failures import service_error
+from actors.hosts_exchange import HostsExchange, Relay
 from actors.messages import SystemConfig
-from actors.relay import HostsExchange, Relay
 from actors.watch import ActorWatch
 from model.errors import UsageError
 
@@ -60,44 +60,40 @@ class Hosts:
             Relay(
                 host,
                 spawn_relay(list(names), list(handles), node_id),
-                tuple(range(1 + number, num_services, num_hosts)),
+                range(1 + number, num_services, num_hosts),
             )
             for number, (host, node_id) in enumerate(
                 zip(system.hosts, node_ids(system.hosts), strict=True)
             )
             if number > 0
         ]
+        self.relay_of = {service: relay for relay in self.relays for service in relay.services}
 
     def connect(self, layout: ArenaLayout, arena_ref: Any, watch: ActorWatch) -> HostsExchange:
         """Attach services to the arena of their host, the first host's to `arena_ref`.
 
         Errors:  HotcoldError of a service or a relay that fails
         """
-        opened = {relay.handle.open_arena.remote(layout): relay.host for relay in self.relays}
-        arenas = _answers({call: f"relay on {host}" for call, host in opened.items()})
-        refs = {
-            service: arena
-            for relay, arena in zip(self.relays, arenas, strict=True)
-            for service in relay.services
-        }
+        for relay in self.relays:
+            relay.open_arena(layout)
+        refs = {service: relay.arena_refs for service, relay in self.relay_of.items()}
         calls = {
             handle.attach.remote(layout, refs.get(service, [arena_ref])): f"{name} service"
             for service, (name, handle) in enumerate(zip(self._names, self._handles, strict=True))
         }
         _answers(calls)
         self._arena = ray.get(arena_ref)  # held, so that the pages stay mapped
-        local = ArenaExchange(layout.wires(self._arena), watch)
-        self._exchange = HostsExchange(local, self.relays)
-        return self._exchange
+        return HostsExchange(ArenaExchange(layout.wires(self._arena), watch), self.relays)
 
     def ready(self) -> None:
         """All kernels are compiled: from now on silence is a fault."""
-        self._exchange.ready()
+        for relay in self.relays:
+            relay.ready()
 
     def kill(self) -> None:
         """End the relays' processes."""
         for relay in self.relays:
-            ray.kill(relay.handle, no_restart=True)
+            relay.kill()
 
 
 def _answers(calls: Mapping[Any, str]) -> list[Any]:

@@ -52,8 +52,7 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     """
     num_cpus = spec.num_threads if spec.index > 0 and spec.reserves_cpus else 0
     options: dict[str, Any] = {"num_cpus": num_cpus, "max_concurrency": 4, "max_task_retries": 0}
-    # The driver says when it is enough; with several hosts it replaces none.
-    options["max_restarts"] = 0 if spec.model_digest else -1
+    options["max_restarts"] = -1  # the driver says when it is enough
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)

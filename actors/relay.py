@@ -1,14 +1,7 @@
-"""CPU services on other hosts: a relay on each, asked by actor calls, fans out over an arena there.
-
-The driver asks the services of its own host through the arena that it shares with them. A question
-to another host is one actor call, whatever the number of services there: what they all read travels
-once, and each partial output comes back by itself, to be added in the services' order as always.
-"""
+"""The relay of another host: asked by actor calls, it fans out over an arena there."""
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,12 +9,10 @@ import ray
 from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.exchange import ArenaExchange
-from actors.failures import RequestError, service_error
-from actors.watch import LOOK_S, ActorWatch
+from actors.places import withdraw_request
+from actors.service_process import ServiceProcess
+from actors.watch import ActorWatch
 from model.errors import ServiceError
-from numba_kernels.mailbox import Wires
-
-_OF_ALL = "ffn_input"  # what every service of a request reads
 
 
 class RelayHost:
@@ -31,6 +22,7 @@ class RelayHost:
         """`names[s]` and `handles[s]` are of service s, on this host or not."""
         self._watch = ActorWatch(names, handles)
         self._exchange: ArenaExchange | None = None
+        self._processes: dict[int, ServiceProcess] = {}
 
     def open_arena(self, layout: ArenaLayout) -> list[Any]:
         """Put an arena into this host's object store; its ref in a list, so that it stays a ref."""
@@ -41,13 +33,22 @@ class RelayHost:
 
     def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:
         """Ask the services that have a question, by their numbers. Errors: as of `Exchange.ask`."""
-        if self._exchange is None:
-            raise ServiceError("a relay was asked before it had an arena")
-        wires = self._exchange.wires
+        exchange = self._require_exchange()
+        wires = exchange.wires
         for service, question in questions.items():
             question.write(wires, service)
-        self._exchange.ask(list(questions))
+        exchange.ask(list(questions))
         return {service: Answer.read(wires, service) for service in questions}
+
+    def expect(self, service: int, pid: int) -> None:
+        """The service is in process `pid` of this host, which has been asked nothing yet."""
+        self._processes[service] = ServiceProcess(pid, is_local=True)
+        self._watch.expect(service, self._processes[service])
+        withdraw_request(self._require_exchange().wires, service)
+
+    def end(self, service: int) -> None:
+        """End the service's process, stopped or not, and wait."""
+        self._processes[service].kill()
 
     def ready(self) -> None:
         """The services have compiled their kernels: from now on silence is a fault."""
@@ -57,83 +58,7 @@ class RelayHost:
         """The process id; an answer says that the process lives."""
         return os.getpid()
 
-
-@dataclass(frozen=True)
-class Relay:
-    """What the driver knows of a relay: its host's address, its actor, the services it asks."""
-
-    host: str
-    handle: Any
-    services: tuple[int, ...]
-
-
-class HostsExchange:
-    """The own host's services through the arena, the others' through their relays."""
-
-    def __init__(self, local: ArenaExchange, relays: Sequence[Relay]) -> None:
-        """`local` reaches every service that has no relay; its wires are the driver's."""
-        self.wires: Wires = local.wires
-        self._local = local
-        self._relays = relays
-        names = [f"relay on {relay.host}" for relay in relays]
-        self._watch = ActorWatch(names, [relay.handle for relay in relays])
-        self._remote = {service for relay in relays for service in relay.services}
-
-    @property
-    def next_number(self) -> int:
-        """See `Exchange.next_number`; of the own host's doorbells."""
-        return self._local.next_number
-
-    def replace(self, service: int, cause: str) -> bool:
-        """See `Exchange.replace`: nothing is replaced where there are several hosts."""
-        return False
-
-    def ask(self, services: Sequence[int]) -> int:
-        """Ask all hosts at once. See `Exchange.ask`."""
-        started = time.monotonic_ns()
-        if self._remote.isdisjoint(services):
-            return self._local.ask(services)
-        calls = self._call(services)
-        failure: RequestError | None = None
-        own = [service for service in services if service not in self._remote]
-        try:
-            if own:
-                self._local.ask(own)
-        except RequestError as error:  # told when no service works on the request any more
-            failure = error
-        for index, call in calls.items():
-            try:
-                self._collect(index, call, started)
-            except RequestError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return time.monotonic_ns() - started
-
-    def ready(self) -> None:
-        """All kernels are compiled: from now on silence is a fault."""
-        self._watch.starting = False
-        for relay in self._relays:
-            relay.handle.ready.remote()
-
-    def _call(self, services: Sequence[int]) -> dict[int, Any]:
-        """Start the calls; object refs by the relays' indices."""
-        calls = {}
-        for index, relay in enumerate(self._relays):
-            asked = [service for service in relay.services if service in services]
-            questions = {service: Question.read(self.wires, service) for service in asked}
-            for service in asked[1:]:
-                questions[service].inputs.pop(_OF_ALL, None)
-            if asked:
-                calls[index] = relay.handle.answer.remote(questions)
-        return calls
-
-    def _collect(self, index: int, call: Any, started_ns: int) -> None:
-        while not ray.wait([call], timeout=LOOK_S)[0]:
-            self._watch.check([index], (time.monotonic_ns() - started_ns) * 1e-9)
-        try:
-            answers: dict[int, Answer] = ray.get(call)
-        except ray.exceptions.RayError as error:
-            raise service_error(f"relay on {self._relays[index].host}", error) from error
-        for service, answer in answers.items():
-            answer.write(self.wires, service)
+    def _require_exchange(self) -> ArenaExchange:
+        if self._exchange is None:
+            raise ServiceError("a relay was asked before it had an arena")
+        return self._exchange

@@ -12,12 +12,12 @@ from actors.arena import ArenaLayout
 from actors.call_exchange import Question
 from actors.failures import ServiceLost, cause_of, service_error
 from actors.messages import ServiceSpec
+from actors.places import Place
 from actors.recovery import RecoveryPolicy
 from actors.service_process import ServiceProcess
 from actors.watch import LOOK_S, ActorWatch
 from model.errors import HotcoldError, ServiceError
-from numba_kernels.doorbell import WORDS_A_CELL
-from numba_kernels.mailbox import DONE, NUM_REQUEST_WORDS, OPERATION, PING, REQUEST, Wires, cell
+from numba_kernels.mailbox import NUM_REQUEST_WORDS, OPERATION, PING
 
 # Unanswered looks at which a process that starts, loads or compiles counts as stuck.
 _PATIENCE_LOOKS = 100
@@ -40,19 +40,18 @@ class ServiceReplacer:
         self._watch = watch
         self._policy = policy
         self._layout: ArenaLayout | None = None
-        self._arena_refs: list[Any] = []
-        self._wires: Wires | None = None
+        self._places: Sequence[Place] = ()
         self._processes: dict[int, ServiceProcess] = {}
         self._closing = threading.Event()
         self.stage = ""  # what is being done, for those who watch
         self.num_replaced = 0
 
-    def connected(self, layout: ArenaLayout, arena_refs: list[Any], wires: Wires | None) -> None:
-        """Services are loaded and will be attached; `wires` are those that they share, if any.
+    def connected(self, layout: ArenaLayout, places: Sequence[Place]) -> None:
+        """Services are loaded, and nothing has been asked of them; `places[s]` is of service s.
 
         Errors:  ServiceError
         """
-        self._layout, self._arena_refs, self._wires = layout, arena_refs, wires
+        self._layout, self._places = layout, places
         for service in range(len(self._specs)):
             self._expect(service, self._find(service))
 
@@ -89,16 +88,12 @@ class ServiceReplacer:
             self.stage = ""
 
     def _replace_once(self, service: int) -> None:
-        handle = self._handles[service]
+        handle, place = self._handles[service], self._places[service]
         process = self._end_old(service)
         # Known before it is loaded, so that the next attempt ends it if it fails.
         self._expect(service, process)
         self._await(service, handle.load.remote())
-        if self._wires is not None:  # nothing is asked of it
-            words = self._wires.words
-            seen = words[cell(service, DONE) * WORDS_A_CELL]
-            words[cell(service, REQUEST) * WORDS_A_CELL] = seen
-        self._await(service, handle.attach.remote(self._layout, self._arena_refs))
+        self._await(service, handle.attach.remote(self._layout, place.arena_refs))
         request = np.zeros(NUM_REQUEST_WORDS, np.int64)
         request[OPERATION] = PING  # answered once the compiled loops run
         self._await(service, handle.answer.remote(Question(request, {})))
@@ -106,8 +101,8 @@ class ServiceReplacer:
     def _end_old(self, service: int) -> ServiceProcess:
         """End what is left of the process; the one that Ray has put in its place."""
         old, handle = self._processes[service], self._handles[service]
-        old.kill()
-        deadline, has_asked = time.monotonic() + _NEW_PROCESS_S, old.is_local
+        has_asked = self._places[service].end(service, old)
+        deadline = time.monotonic() + _NEW_PROCESS_S
         while time.monotonic() < deadline and not self._closing.wait(LOOK_S):
             found: ServiceProcess | None = None
             try:
@@ -117,7 +112,7 @@ class ServiceReplacer:
                 lives_on = isinstance(error.__cause__, ray.exceptions.GetTimeoutError)
             if found is not None and not lives_on:
                 return found
-            if lives_on and not has_asked:  # on another node, where Ray alone can end it
+            if lives_on and not has_asked:
                 ray.kill(handle, no_restart=False)
                 has_asked = True
         self._require_open()
@@ -133,6 +128,7 @@ class ServiceReplacer:
     def _expect(self, service: int, process: ServiceProcess) -> None:
         self._processes[service] = process
         self._watch.expect(service, process)
+        self._places[service].expect(service, process)
 
     def _await(self, service: int, call: Any, most_looks: int | None = None) -> Any:
         """What a call returns. Errors: ServiceLost where the service dies, is stuck or fails."""

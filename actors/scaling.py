@@ -19,6 +19,7 @@ from actors.cluster import await_actors
 from actors.exchange import ArenaExchange, Exchange
 from actors.failures import service_error
 from actors.messages import ServiceSpec, SystemConfig
+from actors.places import OwnPlace
 from actors.recovery import RecoveryPolicy
 from actors.replacement import ServiceReplacer
 from actors.shards import arena_layout, service_specs
@@ -97,7 +98,8 @@ def connect_more(
             exchange = ArenaExchange(wires, watch)
         else:
             exchange = CallExchange(wires, watch, [spec.name for spec in specs], handles)
-        replacer.connected(layout, arena_refs, wires if arena_refs else None)
+        place = OwnPlace(arena_refs, wires if arena_refs else None)
+        replacer.connected(layout, [place] * len(specs))
         wires.requests[:, OPERATION] = PING
         exchange.ask(range(1, len(specs)))  # returns once the compiled loops run
         watch.starting = False

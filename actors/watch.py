@@ -18,6 +18,7 @@ _STOPPED_LOOKS = 15  # where the operating system says that the process is stopp
 _PATIENCE_LOOKS = 50
 STARTING_LOOKS = 1200
 DRIVER_LOOKS = 50  # it encodes the prompts
+RELAY_LOOKS = 50
 _LONGEST_REQUEST_S = 600.0
 
 

@@ -3,6 +3,8 @@
     {"nodes": 2}                                waits until the cluster has so many nodes
     {"system": {...}}                           stops the running system, starts one of SystemConfig
     {"prompt_ids": [...], "num_tokens": 64}     completes it greedily
+    {..., "signals": {"PID": 9}}                the same; sends signals once tokens have come
+    {"processes": true}                         tells the process id of each service
 
 Each line is answered by one of JSON on the output, by {"error": ...} if it fails.
 """
@@ -72,6 +74,8 @@ def main() -> None:
                 answer = {"processes": running.call("processes")}
             elif "nodes" in command:
                 answer = {"nodes": _await_nodes(command["nodes"])}
+            elif "processes" in command and running is not None:
+                answer = {"processes": running.call("processes")}
             else:
                 answer = _complete(running, **command)
         except HotcoldError as error:
@@ -81,11 +85,22 @@ def main() -> None:
         running.stop()
 
 
-def _complete(running: System | None, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+def _complete(
+    running: System | None,
+    prompt_ids: list[int],
+    num_tokens: int,
+    signals: dict[str, int] | None = None,
+) -> dict[str, Any]:
     if running is None:
         return {"error": "no system runs"}
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    return running.complete(GenerateRequest(sampling, prompt_ids=prompt_ids)).as_json()
+    left, result = dict(signals or {}), None
+    for event in running.generate(GenerateRequest(sampling, prompt_ids=prompt_ids)):
+        while left:
+            pid, number = left.popitem()
+            os.kill(int(pid), number)
+        result = event.result
+    return {"error": "the stream ended without a result"} if result is None else result.as_json()
 
 
 def _await_nodes(count: int) -> list[str]:

@@ -6,10 +6,12 @@ As root on Linux. Two Ray nodes in network namespaces share this machine's cores
 CPU service on each, and a link of 1 Gbit/s and the given round trips. What a second host adds in
 bandwidth is not to be seen here, only what the way there costs: `docs/cluster.md` puts the two
 together. Lines of "calls" ask every service by an actor call of its own, with neither relay nor
-arena. Every system must give the same tokens.
+arena. Every system must give the same tokens, with --faults too while one CPU service of the second
+host is killed and one of the first is stopped.
 """
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -43,6 +45,7 @@ class _Plan:
     repeat: int
     num_cpu_actors: int  # of all hosts together
     round_trips_ms: tuple[float, ...]
+    faults: bool
 
 
 @click.command()
@@ -53,6 +56,7 @@ class _Plan:
 @click.option("--round-trip", "round_trips_ms", type=float, multiple=True, help="Milliseconds.")
 @click.option("--system", "systems", type=click.Choice([*_SYSTEMS]), multiple=True)
 @click.option("--prompt-ids", help="Token ids like 1,2,3; some spread-out ones without it.")
+@click.option("--faults", is_flag=True, help="Lose a service of each host while tokens come.")
 @click.option("--json", "report", type=click.Path(dir_okay=False, path_type=Path))
 def main(
     model: str | None,
@@ -62,6 +66,7 @@ def main(
     round_trips_ms: tuple[float, ...],
     systems: tuple[str, ...],
     prompt_ids: str | None,
+    faults: bool,
     report: Path | None,
 ) -> None:
     """Print the table; write it with --json FILE too."""
@@ -72,7 +77,7 @@ def main(
     ids = [(7 + 31 * i) % vocabulary for i in range(_PROMPT_TOKENS)]
     if prompt_ids is not None:
         ids = [int(part) for part in prompt_ids.split(",")]
-    plan = _Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS)
+    plan = _Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS, faults)
     rows: list[dict[str, Any]] = []
     with two_nodes(num_cpus=cpu_actors) as cluster:
         client = cluster.client()
@@ -82,7 +87,8 @@ def main(
                 rows += _measure(cluster, client, name, plan)
         finally:
             client.end()
-    if any(row["ids"] != rows[0]["ids"] for row in rows):
+    found = [ids for row in rows for ids in [row["ids"], *row.get("lost", {"ids": []})["ids"]]]
+    if any(ids != found[0] for ids in found):
         raise click.ClickException("the systems gave different tokens")
     _print(rows)
     if report is not None:
@@ -123,7 +129,27 @@ def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[
                 "hosts": places,
             }
         )
+    if plan.faults and num_hosts > 1:
+        rows[-1]["lost"] = _lose_services(cluster, client, plan, processes["processes"])
     return rows
+
+
+def _lose_services(
+    cluster: TwoNodes, client: Client, plan: _Plan, before: dict[str, int]
+) -> dict[str, Any]:
+    """Kill and stop a service of either host while tokens come: the tokens, who was replaced."""
+    ends = {name: cluster.link.end_of(pid) for name, pid in before.items() if "cpu" in name}
+    killed, stopped = (next(name for name in ends if ends[name] == end) for end in (1, 0))
+    signals = {before[killed]: signal.SIGKILL, before[stopped]: signal.SIGSTOP}
+    request: dict[str, Any] = {"prompt_ids": plan.prompt_ids, "num_tokens": plan.tokens}
+    disturbed = client.tell(**request, signals=signals)
+    later = client.tell(**request)  # meets a fault that came after the last token
+    after = client.tell(processes=True)["processes"]
+    return {
+        "ids": [disturbed["ids"], later["ids"]],
+        "replaced": [name for name in after if after[name] != before[name]],
+        "hosts": {name: cluster.link.end_of(pid) for name, pid in after.items()},
+    }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

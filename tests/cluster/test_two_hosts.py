@@ -32,18 +32,21 @@ def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[st
 def test_the_same_tokens_as_on_one_host(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path
 ) -> None:
-    """Two services a host; services are where they should be, the tokens are transformers'."""
+    """Two services a host, where they should be, tokens as transformers'; one of each is lost."""
     if reason := run_program("shaped_link").stderr.strip():
         pytest.skip(reason)
     checkpoint, report = tiny("llama-relu"), tmp_path / "report.json"
     arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
-    arguments += ["--system", "two hosts, relay", "--json", report]
+    arguments += ["--system", "two hosts, relay", "--faults", "--json", report]
     prompt = ",".join(map(str, checkpoint.ids[:10]))
     done = run_program("two_hosts", checkpoint.path, "--prompt-ids", prompt, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads(report.read_text())
     assert row["ids"] == checkpoint.greedy_ids
-    assert row["hosts"] == {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
+    assert row["lost"]["ids"] == [checkpoint.greedy_ids] * 2
+    places = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
+    assert row["hosts"] == row["lost"]["hosts"] == places
+    assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
     # Each layer waits for the far host once, and the link delays packets by half of that each way.
     assert row["ms_a_layer"] >= 1
 

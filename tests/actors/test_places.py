@@ -1,0 +1,168 @@
+"""Services of several hosts that fail, without Ray: who is told of it, and what is asked again."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from actors.arena import ArenaLayout
+from actors.call_exchange import Answer
+from actors.exchange import ArenaExchange
+from actors.failures import AnswerFailed, RequestError, ServiceLost
+from actors.hosts_exchange import HostsExchange
+from actors.places import OwnPlace
+from actors.relay import RelayHost
+from actors.service_process import ServiceProcess
+from model.errors import HotcoldError, ServiceError
+from numba_kernels.doorbell import WORDS_A_CELL
+from numba_kernels.mailbox import DONE, NUM_REPLY_WORDS, OPERATION, PING, REQUEST, Wires, cell
+
+LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
+
+
+def new_wires() -> Wires:
+    return LAYOUT.wires(LAYOUT.new_arena())
+
+
+class Local:
+    """Stands in for the arena's exchange."""
+
+    def __init__(self, failure: HotcoldError | None) -> None:
+        self.wires, self.next_number = new_wires(), 1
+        self.failure = failure
+        self.asked: list[int] = []
+
+    def ask(self, services: Sequence[int]) -> int:
+        self.asked += services
+        if self.failure is not None:
+            raise self.failure
+        return 1
+
+
+@dataclass
+class Far:
+    """Stands in for a relay: answers BUSY_NS 7, or fails, when its result is fetched."""
+
+    services: tuple[int, ...]
+    failure: HotcoldError | None = None
+    fetched: list[Any] = field(default_factory=list)
+
+    def begin(self, method: str, questions: dict[int, Any]) -> dict[int, Any]:
+        return questions
+
+    def result(self, questions: dict[int, Any]) -> dict[int, Answer]:
+        self.fetched += questions
+        if self.failure is not None:
+            raise pickle.loads(pickle.dumps(self.failure))  # as it comes from another process
+        return {service: Answer(np.full(NUM_REPLY_WORDS, 7), {}) for service in questions}
+
+
+def ask_all(local: Local, *relays: Far) -> HostsExchange:
+    exchange = HostsExchange(local, relays)  # type: ignore[arg-type]
+    exchange.wires.requests[:, OPERATION] = PING
+    exchange.ask([1, 2, 3])
+    return exchange
+
+
+def test_answers_of_all_hosts_are_fetched() -> None:
+    local = Local(None)
+    exchange = ask_all(local, Far((2,)), Far((3,)))
+    assert local.asked == [1]
+    assert exchange.wires.replies[:, 1].tolist() == [0, 0, 7, 7]
+
+
+LOST = ServiceLost(2, "the cpu1 service died; start again")
+FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "farthest", "told"),
+    [
+        (ServiceLost(1, "x"), None, None, (ServiceLost, 1)),
+        (None, LOST, None, (ServiceLost, 2)),
+        (None, LOST, FAILED, (ServiceLost, 2)),
+        (None, FAILED, LOST, (ServiceLost, 2)),
+        (AnswerFailed(1, "x"), LOST, None, (ServiceLost, 2)),
+        (AnswerFailed(1, "x"), None, FAILED, (AnswerFailed, 1)),
+        (None, None, FAILED, (AnswerFailed, 3)),
+    ],
+)
+def test_the_lost_service_is_told_when_nobody_works_any_more(
+    near: HotcoldError | None,
+    far: HotcoldError | None,
+    farthest: HotcoldError | None,
+    told: tuple[type[Any], int],
+) -> None:
+    relays = Far((2,), far), Far((3,), farthest)
+    with pytest.raises((RequestError, ServiceLost)) as caught:
+        ask_all(Local(near), *relays)
+    error: Any = caught.value
+    assert (type(error), error.service) == told
+    assert [relay.fetched for relay in relays] == [[2], [3]]
+
+
+def test_a_lost_relay_names_no_service() -> None:
+    """Nobody could be put in its place: what is raised is not a ServiceLost."""
+    with pytest.raises(ServiceError, match="the relay on x died") as caught:
+        ask_all(Local(None), Far((2, 3), ServiceError("the relay on x died")))
+    assert not isinstance(caught.value, ServiceLost)
+
+
+def request_and_done(wires: Wires, service: int) -> list[int]:
+    cells = cell(service, REQUEST), cell(service, DONE)
+    return [int(wires.words[index * WORDS_A_CELL]) for index in cells]
+
+
+@pytest.fixture
+def stopped() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that was stopped by a signal."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_place_ends_the_old_process_and_withdraws_its_request(
+    is_far: bool, stopped: subprocess.Popen[bytes]
+) -> None:
+    wires = new_wires()
+    for service in (1, 2):
+        wires.words[cell(service, REQUEST) * WORDS_A_CELL] = 5
+        wires.words[cell(service, DONE) * WORDS_A_CELL] = 4
+    if is_far:
+        handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: None))
+        relay = RelayHost(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)
+        relay._exchange = ArenaExchange(wires, relay._watch)
+        relay.expect(2, stopped.pid)
+        relay.end(2)
+        with pytest.raises(ServiceLost, match="the cpu1 service died") as caught:
+            relay._watch.check([2], 0.0)
+        assert caught.value.service == 2
+    else:
+        place, process = OwnPlace([], wires), ServiceProcess(stopped.pid, is_local=True)
+        assert place.end(2, process)
+        place.expect(2, process)
+    assert not psutil.pid_exists(stopped.pid)
+    assert request_and_done(wires, 2) == [4, 4]
+    assert request_and_done(wires, 1) == [5, 4]
+
+
+def test_a_process_of_another_host_is_not_ended_from_here(
+    stopped: subprocess.Popen[bytes],
+) -> None:
+    """Its number may be that of some other process here."""
+    place = OwnPlace([], None)
+    assert not place.end(1, ServiceProcess(stopped.pid, is_local=False))
+    assert stopped.poll() is None
