@@ -42,14 +42,22 @@ class _Sizes:
     work: int
 
     @classmethod
-    def of(cls, system: SystemConfig, config: ModelConfig) -> _Sizes:
+    def of(cls, system: SystemConfig, config: ModelConfig, device: Device) -> _Sizes:
         positions = num_kv_pages(system) * PAGE_POSITIONS
         item_bytes = 4 if system.kv_dtype == "float32" else 2
         cache = kv_cache_bytes(config, positions, item_bytes)
-        tokens = arena_layout(system, config).max_tokens
+        layout, kernels = arena_layout(system, config), device.kernels
+        tokens = layout.max_tokens
         width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size
         prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * neurons)
-        step = KERNEL_TOKENS * (8 * width + 2 * qkv + neurons + config.vocab_size)
+        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
+        step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
+        step += kernels.attention_scratch_items(
+            KERNEL_TOKENS,
+            config.num_heads,
+            config.head_dim,
+            layout.pages_a_slot * PAGE_POSITIONS,
+        )
         return cls(
             layer=-(-(attention_bytes(config) + cache) // config.num_layers),
             head=head_bytes(config),
@@ -73,7 +81,7 @@ def fit_system(
     budget = system.gpu_memory_bytes or free - RESERVE_BYTES
     room = min(budget, free) - device.used_bytes() - LATE_BYTES
     stored = stored_config(Checkpoint(Path(system.model_path)), config, system.weight_dtype)
-    sizes = _Sizes.of(system, stored)
+    sizes = _Sizes.of(system, stored, device)
     wanted = _wanted(system, config)
     guess = room
     while True:

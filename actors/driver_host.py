@@ -29,6 +29,7 @@ from actors.messages import (
 )
 from actors.outbox import Letter
 from actors.places import OwnPlace
+from actors.preflight import system_need
 from actors.profiling import counts_by_neuron
 from actors.recovering_exchange import RecoveringExchange
 from actors.recovery import RecoveryPolicy
@@ -52,7 +53,7 @@ from model.config import ModelConfig
 from model.errors import HotcoldError, ServiceError
 from model.weights_check import stored_config
 from numba_kernels.mailbox import OPERATION, PING, STOP
-from placement.memory import weight_bytes
+from placement.memory import require_memory, weight_bytes
 
 _START_S = 60.0  # for a service's process to start
 
@@ -149,6 +150,8 @@ class DriverHost:
             raise service_error("gpu service", error) from error
         self._system, self._device_name = fitted.system, fitted.device_name
         self._notes = (fitted.note,) if fitted.note else ()
+        if self._system.device == "cpu":  # then it takes more of the host's memory
+            require_memory(system_need(self._system, self._config))
         self._specs = service_specs(self._system, self._config)
         self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
 

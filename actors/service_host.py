@@ -57,8 +57,8 @@ class ServiceHost:
             device = self._open_device()
             config = ModelConfig.from_directory(system.model_path)
             self._loading, fitted = fit_system(device, system, config)
-        except (RuntimeError, HotcoldError) as problem:
-            line = str(problem).splitlines()[0]
+        except Exception as problem:  # CuPy's and CUDA's have no common base
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
             if system.requires_gpu:
                 raise problem if isinstance(problem, HotcoldError) else ServiceError(line) from None
             return Fitted(replace(system, device="cpu"), f"the CPU computes everything: {line}")
@@ -79,7 +79,8 @@ class ServiceHost:
         config = ModelConfig.from_directory(self.spec.model_path)
         self._settle(weight_bytes(self.spec, config))
         service = self._loader(config)(self._count)
-        if self._place is not None:
+        # One that waits for a GPU goes where a core is free: all of them have threads that work.
+        if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
         self._service = service
 

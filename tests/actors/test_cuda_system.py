@@ -17,6 +17,7 @@ from actors.system import System
 from model.config import ModelConfig
 from model.sampling import SamplingParams
 from tests.actors.batching import Asking
+from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
@@ -56,7 +57,7 @@ def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
         prefill_chunk=64,
         device="cuda",
     )
-    sizes = cuda_fit._Sizes.of(asked, config)
+    sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
     parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
     budget = parts + config.num_layers * config.ffn_size // 2 * sizes.neuron
     with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:

@@ -37,6 +37,7 @@ def started(path: Path, **options: object) -> SystemConfig:
         ({"kv_positions": 3000}, "has --kv-tokens 100, not 3000"),
         ({"kv_dtype": "float32"}, "has --kv-dtype float16, not float32"),
         ({"exchange": "calls"}, "has --exchange arena, not calls"),
+        ({"device": "cuda"}, "has --device cpu, not cuda"),
         ({"weight_dtype": "q8"}, "has the weights as stored (float16), not --dtype q8"),
     ],
 )
@@ -57,7 +58,8 @@ def test_the_options_are_spelled_as_commands_spell_them() -> None:
     named = cluster_system._COMPARED
     assert named.items() <= spelled.items()
     shared = {field.name for field in fields(SystemConfig)} & set(vars(SystemOptions()))
-    assert shared == {*named, "weight_dtype"}
+    # Memory limits count where a system starts.
+    assert shared == {*named, "weight_dtype", "gpu_memory_bytes"}
 
 
 def test_other_dtypes(model: Path, tmp_path: Path) -> None:
