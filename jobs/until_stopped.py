@@ -37,8 +37,8 @@ class Signals:
         self._is_waiting = True
         self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
-            self._changed.wait(1.0)
-            look()
+            if not self._changed.wait(1.0):
+                look()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
