@@ -210,7 +210,7 @@ class DriverHost:
         return self._ready().load()
 
     def cancel(self, request_id: str) -> None:
-        """End a running request within a token."""
+        """End a request; see `Driver.cancel`."""
         self._ready().cancel(request_id)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
