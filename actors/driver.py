@@ -3,7 +3,9 @@
 A single thread runs the engine (`actors.line`), so a slow reader never holds the model.
 """
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,7 @@ from model.weights import load_embedding
 from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import read_predictors
 
+_EARLY_CANCELS = 256  # ids of requests cancelled before they came that are kept, the last ones
 _Result = TypeVar("_Result")
 
 
@@ -71,6 +74,8 @@ class Driver:
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
         self._streams: list[Stream] = []
+        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
+        self._naming = threading.Lock()  # held while one of the two is read and changed
         self._scheduler = Scheduler(engine, self._pool)
         self._line = Line(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
@@ -83,7 +88,7 @@ class Driver:
         Errors:  PromptError, RequestError, ServiceError
         """
         stream = Stream(request.request_id)
-        self._streams.append(stream)
+        self._expect(stream)
         try:
             self._submit(request, stream)
             while True:
@@ -103,7 +108,7 @@ class Driver:
         Errors:  PromptError, UsageError, ServiceError
         """
         stream = self._outbox.stream(request.request_id, self._streams.remove)
-        self._streams.append(stream)
+        self._expect(stream)
         try:
             self._submit(request, stream)
         except BaseException:
@@ -125,9 +130,22 @@ class Driver:
         self._line.submit(Run(self.generator, checked, stream))
 
     def cancel(self, request_id: str) -> None:
-        """End a request that waits or runs within a token; its reason is then "cancelled"."""
-        for stream in list(self._streams):
-            if stream.request_id == request_id:
+        """End a request that waits, runs or has yet to come; its reason is then "cancelled".
+
+        One that runs ends within a token.
+        """
+        with self._naming:
+            found = [stream for stream in self._streams if stream.request_id == request_id]
+            for stream in found:
+                stream.cancelled.set()
+            if not found:
+                self._cancelled_early.append(request_id)
+
+    def _expect(self, stream: Stream) -> None:
+        with self._naming:
+            self._streams.append(stream)
+            if stream.request_id in self._cancelled_early:
+                self._cancelled_early.remove(stream.request_id)
                 stream.cancelled.set()
 
     def between_requests(self, function: Callable[[], _Result]) -> _Result:

@@ -232,7 +232,7 @@ class DriverHost:
         return replace(self._ready().load(), device=self._device_name)
 
     def cancel(self, request_id: str) -> None:
-        """End a running request within a token."""
+        """End a request; see `Driver.cancel`."""
         self._ready().cancel(request_id)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:

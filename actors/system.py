@@ -103,9 +103,9 @@ class System:
         Errors:  PromptError; RequestError if it failed and the system goes on; ServiceError
         """
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
-        stream = self._driver.generate.options(num_returns="streaming").remote(request)
         finished = False
         try:
+            stream = self._driver.generate.options(num_returns="streaming").remote(request)
             while not finished:
                 self._await(stream)
                 ref = next(stream, None)
@@ -115,6 +115,7 @@ class System:
                 finished = event.result is not None
                 yield event
         except ray.exceptions.RayError as error:
+            finished = True
             raise service_error("driver", error) from error
         finally:
             if not finished:

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import sys
+import uuid
+from contextlib import AbstractContextManager
 from typing import Any
 
 import click
@@ -13,6 +15,7 @@ from actors.prompts import Prompts
 from actors.system import System
 from jobs.loading import running_system
 from jobs.options import sampling_options, split_sampling, split_system_options, system_options
+from jobs.until_stopped import on_interrupt
 from model.errors import PromptError
 from model.locate import locate_model
 from model.sampling import SamplingParams
@@ -81,19 +84,22 @@ class _Conversation:
     def _answer(self, line: str) -> None:
         messages = [*self._messages, {"role": "user", "content": line}]
         answer = ""
-        stream = self._running.generate(GenerateRequest(self._sampling, messages=messages))
+        request = GenerateRequest(self._sampling, messages=messages, request_id=uuid.uuid4().hex)
         try:
-            for event in stream:
-                answer += event.text
-                click.echo(event.text, nl=False)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            stream.close()  # type: ignore[attr-defined]
-            if not self._is_terminal:
-                raise
+            with self._stopped_by_interrupt(request.request_id):
+                for event in self._running.generate(request):
+                    answer += event.text
+                    click.echo(event.text, nl=False)
+                    sys.stdout.flush()
         except PromptError as error:  # the conversation has outgrown the context
             has_past = len(self._messages) > len(self._opening)
             click.echo(f"{error}{'; /reset starts anew' if has_past else ''}", err=True)
             return
         click.echo()
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _stopped_by_interrupt(self, request_id: str) -> AbstractContextManager[None]:
+        """At a terminal Ctrl-C ends the answer; in a pipe it ends the program."""
+        if not self._is_terminal:
+            return contextlib.nullcontext()
+        return on_interrupt(lambda: self._running.cancel(request_id))

@@ -78,7 +78,7 @@ def train_predictors(
     from predictors.predictor_file import predictors_path, write_predictors
 
     path = locate_model(model)
-    config = read_model(path)
+    config = read_model(path, weight_dtype)
     identity = ModelIdentity.of(path)
     started = time.monotonic()
     target = out or predictors_path(
@@ -91,9 +91,7 @@ def train_predictors(
 
         predictors = import_powerinfer(folder, config)
     else:
-        predictors = _train(
-            path, config, identity, inputs_file, kind, target_recall, weight_dtype or ""
-        )
+        predictors = _train(path, config, identity, inputs_file, kind, target_recall)
     write_predictors(target, identity, predictors)
     seconds = time.monotonic() - started
     _print_report(predictors)
@@ -126,7 +124,6 @@ def _train(
     inputs_file: Path | None,
     kind: str,
     target_recall: float,
-    weight_dtype: str,
 ) -> Predictors:
     from rich.progress import Progress
 
@@ -140,7 +137,7 @@ def _train(
     console = stderr_console()
     with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("layers", total=config.num_layers)
-        for layer in train_predictors(path, config, inputs, kind, target_recall, weight_dtype):
+        for layer in train_predictors(path, config, inputs, kind, target_recall):
             made.append(layer)
             bar.advance(task)
     return gather(made, inputs, target_recall)

@@ -1,8 +1,13 @@
-"""Ctrl-C and SIGTERM for a command that serves: once to end in good order, twice at once."""
+"""Ctrl-C and SIGTERM where they shall not interrupt just anything.
+
+For a command that serves: once to end in good order, twice at once. For a command that waits for
+something long: to end that.
+"""
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -37,8 +42,8 @@ class Signals:
         self._is_waiting = True
         self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
-            self._changed.wait(1.0)
-            look()
+            if not self._changed.wait(1.0):
+                look()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
@@ -55,3 +60,29 @@ class Signals:
         self._changed.set()
         if not self._is_waiting:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
+    """Within it Ctrl-C calls `act`, in another thread, and interrupts nothing. In the main thread.
+
+    An interrupt may come anywhere, also within what was meant to clean up after the one before.
+    """
+    pressed = threading.Event()
+    has_ended = False
+
+    def wait() -> None:
+        pressed.wait()
+        if not has_ended:
+            act()
+
+    waiting = threading.Thread(target=wait, name="interrupts", daemon=True)
+    waiting.start()
+    earlier = signal.signal(signal.SIGINT, lambda number, frame: pressed.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+        has_ended = True
+        pressed.set()
+        waiting.join()

@@ -111,7 +111,7 @@ class _Search:
         computed = _estimates(layer, data.check.inputs) > thresholds
         quality = Quality.of(computed, data.check.fires)
         layer = replace(layer, thresholds=thresholds.numpy())
-        return _Candidate(layer, quality, layer.num_bytes + quality.computed * data.gate_bytes)
+        return _Candidate(layer, quality, data.token_bytes(layer.num_bytes, quality.computed))
 
 
 def _larger(size: int, most: int) -> int | None:

@@ -17,7 +17,7 @@ def fit_sign(data: LayerData, target_recall: float) -> tuple[SignLayer, Quality]
     and those of the gate rows that it lets through.
     """
     found = [_fit(data, target_recall, num_planes) for num_planes in (1, 2)]
-    return min(found, key=lambda pair: pair[0].num_bytes + pair[1].computed * data.gate_bytes)
+    return min(found, key=lambda pair: data.token_bytes(pair[0].num_bytes, pair[1].computed))
 
 
 def _fit(data: LayerData, target_recall: float, num_planes: int) -> tuple[SignLayer, Quality]:

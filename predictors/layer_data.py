@@ -9,13 +9,13 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import ArtifactError
+from model.weight_formats import row_bytes
 from model.weights import load_gate
-from numba_kernels.formats import Q4, Q8, is_quantized, row_items
+from numba_kernels.formats import is_quantized
 from numba_kernels.quantize import dequantize_rows
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64
-_QUANTIZED = {"q8": Q8, "q4": Q4}
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,11 @@ class LayerData:
 
     @classmethod
     def load(
-        cls,
-        checkpoint: Checkpoint,
-        config: ModelConfig,
-        layer: int,
-        inputs: np.ndarray,
-        weight_dtype: str = "",
+        cls, checkpoint: Checkpoint, config: ModelConfig, layer: int, inputs: np.ndarray
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
 
-        `weight_dtype`: "q8" or "q4" where the gate will be quantized while it is loaded.
+        `config.dtype` is the format in which the gate will lie in memory, as stored or not.
 
         Tokens are dealt to the sets in turn, so that each sees all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens
@@ -78,11 +73,11 @@ class LayerData:
         is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
         is_check = ~is_fit & ~is_calibrate
         splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
-        gate_bytes = gate_bits.nbytes
-        if weight_dtype:
-            items = row_items(_QUANTIZED[weight_dtype], config.hidden_size)
-            gate_bytes = gate_bits.shape[0] * items
-        return cls(gate, gate_bytes, *splits)
+        return cls(gate, gate.shape[0] * row_bytes(config, gate.shape[1]), *splits)
+
+    def token_bytes(self, predictor_bytes: int, computed: float) -> float:
+        """Bytes that a token reads: the predictor's, and those of the gate rows it lets through."""
+        return predictor_bytes + computed * self.gate_bytes
 
 
 def as_float32(bits: np.ndarray) -> Tensor:

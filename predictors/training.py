@@ -23,17 +23,12 @@ TRAINING_KINDS = tuple(_FITS)
 
 
 def train_predictors(
-    model_path: Path,
-    config: ModelConfig,
-    inputs: LayerInputs,
-    kind: str,
-    target_recall: float,
-    weight_dtype: str = "",
+    model_path: Path, config: ModelConfig, inputs: LayerInputs, kind: str, target_recall: float
 ) -> Iterator[tuple[AnyLayer, Quality]]:
     """Yield each layer's predictor and how good it is on tokens that it was not fitted to.
 
     `kind` "best" takes, for each layer, the kind that reads the fewest bytes a token. What a gate
-    row takes depends on its format: `weight_dtype` is "q8" or "q4" for quantized ones.
+    row takes depends on its format, `config.dtype`.
     Errors:  UsageError, CheckpointError, ArtifactError
     """
     if kind not in _FITS:
@@ -47,13 +42,9 @@ def train_predictors(
         )
     checkpoint = Checkpoint(model_path)
     for layer in range(config.num_layers):
-        data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer], weight_dtype)
+        data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer])
         found = [fit(data, target_recall) for fit in _FITS[kind]]
-        yield min(found, key=lambda pair: _token_bytes(data, *pair))
-
-
-def _token_bytes(data: LayerData, layer: AnyLayer, quality: Quality) -> float:
-    return layer.num_bytes + quality.computed * data.gate_bytes
+        yield min(found, key=lambda pair: data.token_bytes(pair[0].num_bytes, pair[1].computed))
 
 
 def gather(

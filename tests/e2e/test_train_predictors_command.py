@@ -223,6 +223,12 @@ def test_an_unknown_kind(run: Run, small: Path) -> None:
     assert status == 2 and out == "" and "'oracle' is not one of" in err
 
 
+def test_rows_of_no_whole_groups(run: Run, small: Path, tmp_path: Path) -> None:
+    found = run("train-predictors", small, "--dtype", "q4", "--out", tmp_path / "p")
+    refused(found, "--dtype q4 takes weights in groups of 32", "rows of 48")
+    assert not (tmp_path / "p").exists()
+
+
 def test_silu_is_never_zero(run: Run, tmp_path: Path) -> None:
     model = make_tiny("llama-silu", tmp_path)
     write_random_inputs(model, artifact_path(model, "inputs.safetensors"))
