@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 import click
 
@@ -42,11 +41,11 @@ def _count(running: System, ids: list[int], state: ProfileState, every_s: float)
             inputs = running.call("profile_window", ids[first:last], task.recorded(first, last))
             state.add_inputs(first, inputs)
             show(last)
-            is_end = last == len(ids) or interrupted.is_set()
+            is_end = last == len(ids) or interrupted
             if is_end or time.monotonic() - saved_s >= every_s:
                 state.save(before + running.call("fired_counts"), last)
                 saved_s = time.monotonic()
-            if interrupted.is_set() and last < len(ids):
+            if interrupted and last < len(ids):
                 click.echo(
                     f"stopped at token {last} of {len(ids)}; the same command goes on from there",
                     err=True,
@@ -86,14 +85,14 @@ def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _interrupts_noted() -> Iterator[threading.Event]:
-    """The first Ctrl-C only sets the event, so that a window can be finished; the second is one."""
-    noted = threading.Event()
+def _interrupts_noted() -> Iterator[list[int]]:
+    """The first Ctrl-C is only put in the list, so that a window can be finished; the second is one."""
+    noted: list[int] = []
 
-    def note(*signal_and_frame: Any) -> None:
-        if noted.is_set():
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
             raise KeyboardInterrupt
-        noted.set()
+        noted.append(number)
         click.echo("finishing this window (Ctrl-C again stops at once)", err=True)
 
     before = signal.signal(signal.SIGINT, note)

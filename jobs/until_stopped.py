@@ -2,8 +2,12 @@
 
 For a command that serves: once to end in good order, twice at once. For a command that waits for
 something long: to end that.
+
+What a handler tells goes through a SimpleQueue: a handler may interrupt another one, or the very
+call that waits for it, and of all there is to wait with only that may be entered twice.
 """
 
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +26,7 @@ class Signals:
         self._earlier: dict[int, Any] = {}
         self._is_waiting = False
         self._count = 0
-        self._changed = threading.Event()
+        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item for each
 
     def __enter__(self) -> "Signals":
         self._earlier = self._take()
@@ -42,14 +46,20 @@ class Signals:
         self._is_waiting = True
         self._take()  # once more: Ray took SIGTERM for itself when it started
         while not self._count:
-            if not self._changed.wait(1.0):
+            if not self._has_come(1.0):
                 look()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
         while self._count < 2 and condition():
-            self._changed.wait(_LOOK_S)
-            self._changed.clear()
+            self._has_come(_LOOK_S)
+
+    def _has_come(self, timeout_s: float) -> bool:
+        try:
+            self._changed.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
 
     def _take(self) -> dict[int, Any]:
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -57,7 +67,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        self._changed.set()
+        self._changed.put(None)
         if not self._is_waiting:
             raise KeyboardInterrupt
 
@@ -68,21 +78,18 @@ def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
 
     An interrupt may come anywhere, also within what was meant to clean up after the one before.
     """
-    pressed = threading.Event()
-    has_ended = False
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for Ctrl-C, False at the end
 
     def wait() -> None:
-        pressed.wait()
-        if not has_ended:
+        if told.get():
             act()
 
     waiting = threading.Thread(target=wait, name="interrupts", daemon=True)
     waiting.start()
-    earlier = signal.signal(signal.SIGINT, lambda number, frame: pressed.set())
+    earlier = signal.signal(signal.SIGINT, lambda number, frame: told.put(True))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, earlier)
-        has_ended = True
-        pressed.set()
+        told.put(False)
         waiting.join()

@@ -133,6 +133,7 @@ def test_keys_at_a_terminal(words: Path) -> None:
                 screen.type(pressed)
                 screen.wait_for(PROMPT)
             screen.type("w3")
+            screen.wait_for("w3")
             screen.press_until("\x03", "Ctrl-D ends it")  # at the prompt it only gives up the line
             screen.wait_for(PROMPT)
             screen.type("/reset\n")
