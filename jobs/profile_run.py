@@ -86,7 +86,7 @@ def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _interrupts_noted() -> Iterator[list[int]]:
-    """The first Ctrl-C is only put in the list, so that a window can be finished; the second is one."""
+    """The first Ctrl-C is only noted, so that a window can be finished; the second is one."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
