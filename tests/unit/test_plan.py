@@ -169,7 +169,7 @@ def test_other_plans_are_refused(tmp_path: Path) -> None:
     assert "'another'" in refusal(path, OTHER)
     other = replace(REQUEST, gpu_memory_bytes=8 << 30, mode="dense", profile_digest="123456789abc")
     text = refusal(path, IDENTITY, other)
-    assert "was made for --mode exact, --gpu-memory 0.752 GiB, no profile" in text
+    assert "was made for --mode exact, --gpu-memory 1.002 GiB, no profile" in text
     assert "not --mode dense, --gpu-memory 8 GiB, profile 123456789abc" in text
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
