@@ -27,7 +27,7 @@ from actors.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.outbox import Letter, Outbox
+from actors.outbox import Letter, Outbox, OwnStream
 from actors.profiling import ProfilingEngine
 from actors.scheduler import Scheduler
 from actors.scoring import WindowScores, score_window
@@ -85,19 +85,21 @@ class Driver:
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
 
+        Tokens of a moment come as one event; see `actors.outbox`.
+
         Errors:  PromptError, RequestError, ServiceError
         """
-        stream = Stream(request.request_id)
+        stream = OwnStream(request.request_id)
         self._expect(stream)
         try:
             self._submit(request, stream)
             while True:
-                event = stream.events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if event.result is not None:
-                    return
+                for event in stream.take():
+                    if isinstance(event, BaseException):
+                        raise event
+                    yield event
+                    if event.result is not None:
+                        return
         finally:
             stream.cancelled.set()
             self._streams.remove(stream)

@@ -1,6 +1,5 @@
 """One request, from prompt to last token: what it still needs, and what it has produced."""
 
-import queue
 import threading
 import time
 from contextlib import suppress
@@ -28,14 +27,11 @@ class Stream:
     """Between a request's reader and the engine's thread."""
 
     request_id: str
-    events: "queue.SimpleQueue[TokenEvent | BaseException]" = field(
-        default_factory=queue.SimpleQueue
-    )
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def put(self, event: TokenEvent | BaseException) -> None:
         """Hand an event to the reader, or the error that is the last of them."""
-        self.events.put(event)
+        raise NotImplementedError
 
 
 class Generator:

@@ -115,7 +115,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt as text, as chat messages, or as token ids: exactly one of them."""
+    """A prompt as text, as chat messages, or as token ids: exactly one of them.
+
+    `request_id` is for cancelling; no other request may have had it.
+    """
 
     sampling: SamplingParams
     prompt: str | None = None

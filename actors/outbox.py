@@ -1,11 +1,12 @@
-"""Events of all of a server's requests, handed out together.
+"""How readers get what requests produce: events of a moment handed out together.
 
-Each call between two processes costs about as much as a token of a small model. So a server does
-not follow each request by a stream of its own: it takes what all of them have produced, some times
-a second, and the same call shows that the driver lives.
+Each call between two processes costs about as much as a token of a small model. So a reader takes
+what has come some times a second. And a server does not follow each request by a stream of its own:
+it takes what all of them have produced, and the same call shows that the driver lives.
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 
@@ -57,6 +58,33 @@ def joined(letters: list[Letter]) -> list[Letter]:
     return [*events.items(), *errors]
 
 
+class OwnStream(Stream):
+    """A request's events for a reader of its own."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self._events: queue.SimpleQueue[TokenEvent | BaseException] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._taken_at = 0.0
+
+    def put(self, event: TokenEvent | BaseException) -> None:
+        """See `Stream.put`."""
+        self._events.put(event)
+        if _is_last(event):
+            self._ended.set()
+
+    def take(self) -> list[TokenEvent | BaseException]:
+        """What has come since the last call, as one event and perhaps the error behind it.
+
+        Waits for the first; the first of all and the last are handed out at once.
+        """
+        first = self._events.get()
+        self._ended.wait(max(0.0, self._taken_at + PACE_S - time.monotonic()))
+        events = [first, *(self._events.get() for _ in range(self._events.qsize()))]
+        self._taken_at = time.monotonic()
+        return [event for _, event in joined([(self.request_id, event) for event in events])]
+
+
 class _OutboxStream(Stream):
     def __init__(
         self,
@@ -71,5 +99,9 @@ class _OutboxStream(Stream):
     def put(self, event: TokenEvent | BaseException) -> None:
         """See `Stream.put`."""
         self._letters.put((self.request_id, event))
-        if isinstance(event, BaseException) or event.result is not None:
+        if _is_last(event):
             self._on_end(self)
+
+
+def _is_last(event: TokenEvent | BaseException) -> bool:
+    return isinstance(event, BaseException) or event.result is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,15 +54,17 @@ def test_tokens_do_not_depend_on_company(
     with batching(tiny(variant), mode, **options) as (_, driver):
         alone = [complete(driver, request).ids for request in requests]
         random = np.random.default_rng(3)
-        for _ in range(2):
+        for turn in range(2):
             order = random.permutation(len(requests)).tolist()
             cancelled = set(random.choice(order, 6, replace=False).tolist())
+            names = [f"{number} in turn {turn}" for number in range(len(requests))]
             running = {}
             for number in order:
-                running[number] = ask(driver, requests[number])
+                request = replace(requests[number], request_id=names[number])
+                running[number] = ask(driver, request)
                 threading.Event().wait(float(random.exponential(0.004)))
                 for other in cancelled & set(running):
-                    driver.cancel(requests[other].request_id)
+                    driver.cancel(names[other])
             results = {number: asked.end() for number, asked in running.items()}
             for number, result in results.items():
                 assert isinstance(result, Generation), result

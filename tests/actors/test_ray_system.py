@@ -119,7 +119,8 @@ def test_greedy_tokens(running: System, llama: TinyCheckpoint) -> None:
 
 def test_stream_shows_every_token(running: System, llama: TinyCheckpoint) -> None:
     events = list(running.generate(greedy(llama)))
-    assert len(events) == GREEDY_TOKENS
+    assert sum(event.num_tokens for event in events) == GREEDY_TOKENS
+    assert [event.result is not None for event in events] == [False] * (len(events) - 1) + [True]
     words = "".join(event.text for event in events).split()
     assert words == [f"w{token_id}" for token_id in llama.greedy_ids]
 
