@@ -16,8 +16,8 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tensor_reader import Touch
 from model.weights import load_ffn
+from numba_kernels.batch_ffn import empty_lists
 from numba_kernels.checks import activation_code
-from numba_kernels.ffn import SPARE
 from numba_kernels.mailbox import (
     COUNT_FFN,
     FFN,
@@ -70,8 +70,9 @@ class CpuService(Service):
             sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
             fired_ids=np.zeros((self.num_threads, most), np.int32),
             fired_tokens=np.zeros((self.num_threads, most), np.uint32),
-            gates=np.zeros((self.num_threads, tokens * (most + SPARE)), np.float32),
+            gates=np.zeros((self.num_threads, tokens * most), np.float32),
             counts=np.zeros(self.num_threads, np.int64),
+            lists=empty_lists(self.num_threads, tokens),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),
             buckets=self.buckets,
             bucket_sizes=sizes.astype(np.uint32),

@@ -15,7 +15,8 @@ from numba import njit
 
 from jobs.console import json_option, print_json, stderr_console
 from model.memory import aligned_empty
-from numba_kernels.ffn import NO_TOKENS, SPARE, gate_kernel, up_down_kernel
+from numba_kernels.batch_ffn import empty_lists, thread_lists
+from numba_kernels.ffn import NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.formats import Q4, Q8, row_items
 from numba_kernels.rows import rows_kernel, share
 from numba_kernels.vector_ir import prefetch_row
@@ -69,17 +70,18 @@ def _dense_part(weights, x, room, thread, out, first, last):  # type: ignore[no-
 @njit(nogil=True)  # not cached: Numba would not notice changed kernels
 def _sparse_part(gate, up, down, x, room, thread, ids, first, last, fired, wanted, gates, sums):  # type: ignore[no-untyped-def]
     """The FFN of every layer over ids[first:last], all of which fire."""
-    rows = gate.shape[0] // ids.shape[0]
+    rows, lists = gate.shape[0] // ids.shape[0], thread_lists(empty_lists(1, 1), 0, 1)
     for layer in range(ids.shape[0]):
         begin, end = layer * rows, (layer + 1) * rows
         ready = prepared(gate, x, room, thread)
         count = gate_kernel(
             gate[begin:end], _NO_BIAS, ids[layer], NO_TOKENS, ready, 0, True, first, last, fired,
-            wanted, gates, 1,
+            wanted, gates, 1, lists,
         )  # fmt: skip
         up_down_kernel(
-            up[begin:end], _NO_BIAS, down[begin:end], fired, wanted, count, gates, ready, sums
-        )
+            up[begin:end], _NO_BIAS, down[begin:end], fired, wanted, count, gates, ready, sums,
+            lists,
+        )  # fmt: skip
 
 
 @click.command()
@@ -176,7 +178,7 @@ class _Bench:
         self.sums = np.zeros((num_threads, 1, hidden), np.float32)
         self.fired_ids = np.zeros((num_threads, ffn), np.int32)
         self.fired_tokens = np.zeros((num_threads, ffn), np.uint32)
-        self.gates = np.zeros((num_threads, ffn + SPARE), np.float32)
+        self.gates = np.zeros((num_threads, ffn), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
         self.choose(0.01)

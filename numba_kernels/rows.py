@@ -29,7 +29,7 @@ def rows_ahead(weights):
     return max(1, _BYTES_AHEAD // max(1, weights.shape[1] * weights.itemsize))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")  # a call costs as much as half a short row
 def one_row_kernel(weights, row, following, x, out, column):
     """out[t, column] = weights[row] . x[t]; row `following` is prefetched; checks nothing."""
     t, num_tokens = 0, out.shape[0]
@@ -94,24 +94,34 @@ def tile_rows(weights, num_tokens):
 
 
 @njit(nogil=True, cache=True)
+def block_products(weights, x, out, first, last, column, end):
+    """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
+
+    Rows before `end` may be prefetched. `x` is what `prepared` gave for the T tokens of `out`.
+    """
+    row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
+    side_by_side, column = tile_rows(weights, num_tokens), column - first
+    while side_by_side > 1 and row + side_by_side <= last:
+        following = min(row + side_by_side, end - side_by_side)
+        tile_kernel(weights, row, following, x, out, column + row)
+        row += side_by_side
+    while num_tokens > 1 and row < last:
+        one_row_kernel(weights, row, min(row + distance, end - 1), x, out, column + row)
+        row += 1
+    while row < last:  # without a call: that takes as long as half a short row
+        out[0, column + row] = dot_ahead(weights, row, min(row + distance, end - 1), x, 0)
+        row += 1
+
+
+@njit(nogil=True, cache=True)
 def rows_kernel(weights, bias, x, out, first, last):
     """out[t, n] = weights[n] . x[t] + bias[n] for n in first..last-1; checks nothing.
 
     `x` is what `prepared` gave for as many tokens as `out` (T, N) has.
     """
-    row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
-    side_by_side = tile_rows(weights, num_tokens)
-    while side_by_side > 1 and row + side_by_side <= last:
-        tile_kernel(weights, row, min(row + side_by_side, last - side_by_side), x, out, row)
-        row += side_by_side
-    while num_tokens > 1 and row < last:
-        one_row_kernel(weights, row, min(row + distance, last - 1), x, out, row)
-        row += 1
-    while row < last:  # without a call: that takes as long as half a short row
-        out[0, row] = dot_ahead(weights, row, min(row + distance, last - 1), x, 0)
-        row += 1
+    block_products(weights, x, out, first, last, first, last)
     if bias.shape[0]:
-        for t in range(num_tokens):
+        for t in range(out.shape[0]):
             for n in range(first, last):
                 out[t, n] += bias[n]
 

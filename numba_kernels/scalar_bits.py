@@ -1,4 +1,4 @@
-"""Single weights between bits and float32, as the CPU converts them; LLVM vectorises such loops."""
+"""Bits of single numbers. Weights become float32 as the CPU does it; LLVM vectorises that."""
 
 from typing import Any
 
@@ -67,3 +67,14 @@ def float32_from_bits(typingctx, bits):
         return builder.bitcast(args[0], _F32)
 
     return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def lowest_bit(typingctx, word):
+    """The number of the lowest bit that is set in a word (uint32) other than 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.cttz(args[0], ir.IntType(1)(1))
+        return builder.zext(number, ir.IntType(64))
+
+    return types.int64(types.uint32), codegen

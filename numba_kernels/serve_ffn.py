@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from numba_kernels.batch_ffn import TokenLists, thread_lists
 from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.ffn import NO_IDS, NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.formats import CHUNK
@@ -50,8 +51,8 @@ class FfnArrays(NamedTuple):
 
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
-    gates (threads, T * (N + SPARE)), counts (threads,) int64, and the inputs quantized, for
-    quantized weights; T is the most tokens of one request, N of one layer.
+    gates (threads, T * N), counts (threads,) int64, the tokens' lists, and the inputs quantized,
+    for quantized weights; T is the most tokens of one request, N of one layer.
 
     buckets (all N,) uint8: which bucket each row of `FfnArrays` is counted in; bucket_sizes
     (L, buckets) uint32
@@ -62,6 +63,7 @@ class FfnScratch(NamedTuple):
     fired_tokens: np.ndarray
     gates: np.ndarray
     counts: np.ndarray
+    lists: TokenLists
     inputs: QuantizedVectors
     buckets: np.ndarray
     bucket_sizes: np.ndarray
@@ -122,13 +124,14 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     sums[:] = 0
     gates = scratch.gates[thread]
     fired_ids, fired_tokens = scratch.fired_ids[thread], scratch.fired_tokens[thread]
+    lists = thread_lists(scratch.lists, thread, num_tokens)
     x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
     num_fired = gate_kernel(
         gate, _slice(arrays.gate_bias, first, last), ids, tokens, x, code,
-        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates, num_tokens,
+        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates, num_tokens, lists,
     )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
-    up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums)
+    up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums, lists)
     scratch.counts[thread] = num_fired
     barrier(
         wires.words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads

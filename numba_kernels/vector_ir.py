@@ -42,6 +42,7 @@ from numba_kernels.quantized_ir import Vector, bits_of
 _WIDE = has_feature("avx512f")
 FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
 PANEL_TILES = 4  # of float rows: 24 of them stay in the second-level cache
+_FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights
 QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
 
 
@@ -57,7 +58,8 @@ def tile_shape(typingctx, weights):
     reading it; so many tiles lie side by side in what `tile_kernel` multiplies at once.
     """
     signature = types.UniTuple(types.int64, 4)(weights)
-    few_tokens, tiles = (4, 1) if bits_of(weights.dtype) else (3, PANEL_TILES)
+    bits = bits_of(weights.dtype)
+    few_tokens, tiles = _FEW_TOKENS[bits], 1 if bits else PANEL_TILES
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sizes = [I64(size) for size in (*_tile_of(weights), few_tokens, tiles)]

@@ -16,8 +16,9 @@ import numpy as np
 from numba import njit
 
 from model.memory import aligned_empty
+from numba_kernels.batch_ffn import empty_lists, thread_lists
 from numba_kernels.doorbell import WORDS_A_CELL, barrier, now_ns
-from numba_kernels.ffn import NO_TOKENS, SPARE, gate_kernel, up_down_kernel
+from numba_kernels.ffn import NO_TOKENS, gate_kernel, up_down_kernel
 from numba_kernels.rows import rows_kernel, share
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
@@ -166,7 +167,7 @@ def _rows_passes(weights, x, out, first, last, words, num_threads, times):  # ty
 def _gather_passes(gate, up, down, ids, x, words, num_threads, times):  # type: ignore[no-untyped-def]
     count = ids.shape[1]
     fired_ids, fired_tokens = np.empty(count, np.int32), np.empty(count, np.uint32)
-    gates = np.empty(count + SPARE, np.float32)
+    gates, lists = np.empty(count, np.float32), thread_lists(empty_lists(1, 1), 0, 1)
     out = np.zeros((1, x.shape[1]), np.float32)
     for i in range(times.shape[0]):
         barrier(words, 0, 1, num_threads)
@@ -174,7 +175,7 @@ def _gather_passes(gate, up, down, ids, x, words, num_threads, times):  # type: 
         if count:
             fired = gate_kernel(
                 gate, _NO_BIAS, ids[i], NO_TOKENS, x, 0, False, 0, count, fired_ids, fired_tokens,
-                gates, 1,
+                gates, 1, lists,
             )  # fmt: skip
-            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_tokens, fired, gates, x, out)
+            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_tokens, fired, gates, x, out, lists)
         times[i, 1] = now_ns()
