@@ -1,6 +1,9 @@
 """What following answers costs: nobody reads, `System.generate`, the HTTP API, in turn.
 
-python -m benchmarks.api_cost --rounds 20
+python -m benchmarks.api_cost --rounds 100
+python -m benchmarks.api_cost MODEL --rounds 12 --tokens 80
+
+What comes first changes from round to round; a way's ratios are to the same round's unread answers.
 """
 
 import http.client
@@ -16,6 +19,7 @@ import psutil
 from actors.messages import GenerateRequest, Generation
 from actors.preflight import SystemOptions, prepare_system
 from actors.system import System
+from benchmarks.runs import median_interval
 from jobs.listening import listen
 from model.locate import locate_model
 from model.sampling import SamplingParams
@@ -54,18 +58,20 @@ def main(model: str | None, num_rounds: int, num_tokens: int, num_clients: int) 
         cpu_s = dict.fromkeys(ways, 0.0)
         processes = [psutil.Process(), psutil.Process(running.call("processes")["driver"])]
         for number in range(num_rounds + 1):
-            for name, run in ways.items():
+            names = list(ways)
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
                 before = _cpu_seconds(processes)
-                speed = sum(result.decode_tokens_per_s for result in run())
+                speed = sum(result.decode_tokens_per_s for result in ways[name]())
                 if number > 0:
                     speeds[name].append(speed)
                     cpu_s[name] += _cpu_seconds(processes) - before
         server.stop()
     for name, values in speeds.items():
-        ratios = [a / b for a, b in zip(values, speeds["unread"], strict=True)]
+        ratio = median_interval([a / b for a, b in zip(values, speeds["unread"], strict=True)])
         print(
-            f"{name:16} {statistics.median(values):8.1f} tokens/s, of unread "
-            f"{statistics.median(ratios):.3f} (quartiles {_quartiles(ratios)}); "
+            f"{name:16} {statistics.median(values):8.1f} tokens/s, of unread {ratio['median']:.3f} "
+            f"({ratio['from']:.3f} to {ratio['to']:.3f} at 95%); "
             f"{1e6 * cpu_s[name] / (num_rounds * num_clients * num_tokens):.0f} µs of CPU a token "
             "in driver, server and client"
         )
@@ -113,13 +119,6 @@ def _parallel(count: int, function: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return found
-
-
-def _quartiles(values: list[float]) -> str:
-    if len(values) < 2:
-        return "-"
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What it costs to be watched: the demo model's decoding with and without somebody at the page.
+"""What it costs to be watched: decoding with and without somebody at the page.
 
-    python -m benchmarks.page_cost --rounds 40
+    python -m benchmarks.page_cost --rounds 400 --answers 1
+    python -m benchmarks.page_cost MODEL --rounds 12 --answers 1 --tokens 80
 
 A round answers some requests unwatched and as many while telemetry is asked for, as often as the
 page asks; which comes first changes from round to round. The ratio of each round counts, for the
@@ -11,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import click
@@ -19,7 +20,7 @@ import click
 from actors.messages import GenerateRequest
 from actors.preflight import SystemOptions, prepare_system
 from actors.system import System
-from benchmarks.runs import where_and_when
+from benchmarks.runs import median_interval, where_and_when
 from model.locate import locate_model
 from model.sampling import SamplingParams
 from ui.live import telemetry_json
@@ -65,19 +66,15 @@ def _cpu_seconds(system: System) -> float:
     return float(sum(time.user + time.system for time in times))
 
 
-def _spread(ratios: list[float]) -> dict[str, float]:
-    first, middle, last = quantiles(ratios, n=4)
-    return {"quarter": first, "median": middle, "three_quarters": last}
-
-
 @click.command()
+@click.argument("model", required=False)
 @click.option("--rounds", "num_rounds", type=int, default=40, show_default=True)
 @click.option("--answers", "num_answers", type=int, default=4, show_default=True)
 @click.option("--tokens", "num_tokens", type=int, default=480, show_default=True)
 @click.option("--mode", default="exact", show_default=True)
-def main(num_rounds: int, num_answers: int, num_tokens: int, mode: str) -> None:
+def main(model: str | None, num_rounds: int, num_answers: int, num_tokens: int, mode: str) -> None:
     """Print one JSON object."""
-    path = locate_model(None)
+    path = locate_model(model)
     options = SystemOptions(mode=mode, context_length=num_tokens + len(_PROMPT) + 1)
     config, _ = prepare_system(path, options)
     plain: list[tuple[float, float]] = []
@@ -98,9 +95,9 @@ def main(num_rounds: int, num_answers: int, num_tokens: int, mode: str) -> None:
         "rounds": num_rounds,
         "tokens_per_s": median(speed for speed, _ in plain),
         "watched_tokens_per_s": median(speed for speed, _ in watched),
-        "speed_ratio": _spread([seen[0] / unseen[0] for unseen, seen in pairs]),
+        "speed_ratio": median_interval([seen[0] / unseen[0] for unseen, seen in pairs]),
         "cpu_ms_per_token": 1e3 * median(cpu for _, cpu in plain),
-        "cpu_ratio": _spread([seen[1] / unseen[1] for unseen, seen in pairs]),
+        "cpu_ratio": median_interval([seen[1] / unseen[1] for unseen, seen in pairs]),
     }
     print(json.dumps(report, indent=1))
 
