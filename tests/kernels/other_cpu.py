@@ -1,7 +1,7 @@
 """What kernels give and become for a CPU that the environment names, in a process of its own.
 
-python -m tests.kernels.other_cpu results KIND FILE    results(KIND) to FILE; prints features
-python -m tests.kernels.other_cpu aarch64 KIND         rows_kernel in aarch64's assembly language
+python -m tests.kernels.other_cpu results KIND FILE [ffn]    results to FILE; prints features
+python -m tests.kernels.other_cpu aarch64 KIND               rows_kernel in aarch64's assembly
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
 
 
-def results(kind: str) -> dict[str, np.ndarray]:
-    """The kernels' products and FFN outputs, for all TOKENS."""
+def results(kind: str, has_ffn: bool) -> dict[str, np.ndarray]:
+    """The kernels' products and perhaps FFN outputs, for all TOKENS."""
     gate, up, down = (matrix(kind, seed)[0] for seed in (1, 2, 3))
     found = {}
     for num_tokens in TOKENS:
         x, _ = inputs(kind, num_tokens)
         found[f"rows{num_tokens}"] = rows_times_vectors(gate, x)
-        found[f"ffn{num_tokens}"], _ = sparse_ffn(gate, up, down, x)
+        if has_ffn:
+            found[f"ffn{num_tokens}"], _ = sparse_ffn(gate, up, down, x)
     return found
 
 
@@ -84,7 +85,7 @@ def main() -> None:
     if what == "aarch64":
         sys.stdout.write(aarch64_assembly(kind))
         return
-    save_file(results(kind), rest[0])
+    save_file(results(kind, rest[1:] == ["ffn"]), rest[0])
     print(*(name for name in FEATURES if has_feature(name)))
 
 

@@ -48,6 +48,8 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
         _, x = inputs(kind, num_tokens)
         limit = 2e-6 * (np.abs(x) @ np.abs(gate).T)
         assert (np.abs(found[f"rows{num_tokens}"] - x @ gate.T) <= limit).all()
+        if f"ffn{num_tokens}" not in found:
+            continue
         h = np.maximum(x @ gate.T, 0)
         limit = 4e-6 * (h * (np.abs(x) @ np.abs(up).T)) @ np.abs(down) + 1e-4
         assert (np.abs(found[f"ffn{num_tokens}"] - h * (x @ up.T) @ down) <= limit).all()
@@ -63,11 +65,14 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
     ids=[*(f"{kind}-avx2" for kind in KINDS), "f16-plain", "q8-plain"],
 )
 def test_older_x86(kind: str, features: str, expected: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "found.safetensors"
-    assert run_for("haswell", features, tmp_path, "results", kind, str(file)).split() == expected
+    file, has_ffn = tmp_path / "found.safetensors", features != "" or kind == "f16"
+    arguments = ["results", kind, str(file), *(["ffn"] if has_ffn else [])]
+    assert run_for("haswell", features, tmp_path, *arguments).split() == expected
     found = load_file(file)
     check_numbers(kind, found)
-    for name, own in results(kind).items():  # the order of additions is the same everywhere
+    for name, own in results(
+        kind, has_ffn
+    ).items():  # the order of additions is the same everywhere
         assert found[name].tobytes() == own.tobytes(), name
 
 
