@@ -99,7 +99,10 @@ class ServiceReplacer:
         self._await(service, handle.answer.remote(Question(request, {})))
 
     def _end_old(self, service: int) -> ServiceProcess:
-        """End what is left of the process; the one that Ray has put in its place."""
+        """End what is left of the process; the one that Ray has put in its place.
+
+        Errors:  ServiceError where Ray does not; who has been left without so long will be again
+        """
         old, handle = self._processes[service], self._handles[service]
         has_asked = self._places[service].end(service, old)
         deadline = time.monotonic() + _NEW_PROCESS_S
@@ -117,7 +120,9 @@ class ServiceReplacer:
                 has_asked = True
         self._require_open()
         name = self._specs[service].name
-        raise ServiceLost(service, f"Ray has not restarted the {name} service")
+        raise ServiceError(
+            f"Ray has not restarted the {name} service in {_NEW_PROCESS_S:.0f} s; start again"
+        )
 
     def _find(self, service: int) -> ServiceProcess:
         """The process that runs now. Errors: ServiceError where none answers."""

@@ -12,9 +12,11 @@ import pytest
 from actors.driver import Driver
 from actors.exchange import Exchange
 from actors.failures import AnswerFailed, CacheLost, NotFiniteError, ServiceLost
-from actors.messages import Generation, SystemConfig
+from actors.messages import Generation, ServiceSpec, SystemConfig
 from actors.recovering_exchange import RecoveringExchange
 from actors.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
+from actors.replacement import ServiceReplacer
+from actors.service_process import ServiceProcess
 from model.errors import ServiceError
 from numba_kernels.mailbox import Wires
 from tests.actors.batching import CONTEXT, ask, complete, random_predictor, random_request
@@ -232,3 +234,34 @@ def test_a_service_is_doubted_once_a_minute() -> None:
     assert policy.doubts(0)
     now[0] += WINDOW_S + 1
     assert policy.doubts(1)
+
+
+class NoPlace:
+    """Where a process can be ended, and none is ever expected."""
+
+    arena_refs: Sequence[Any] = ()
+
+    def end(self, service: int, process: ServiceProcess) -> bool:
+        return True
+
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        pytest.fail("a process came")
+
+
+def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear end after one wait, not one after ten of them."""
+    waits = []
+
+    def find_nothing(self: ServiceReplacer, service: int) -> ServiceProcess:
+        waits.append(service)
+        raise ServiceLost(service, "the process is gone")
+
+    monkeypatch.setattr("actors.replacement._NEW_PROCESS_S", 0.5)
+    monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
+    spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
+    replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]
+    replacer._places, replacer._processes = [NoPlace()], {0: ServiceProcess(1, True)}
+    with pytest.raises(ServiceError, match="Ray has not restarted the cpu0 service") as found:
+        replacer.replace(0, "killed")
+    assert waits and not isinstance(found.value, ServiceLost)
+    assert replacer.stage == "" and replacer.num_replaced == 0
