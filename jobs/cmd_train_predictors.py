@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from model.artifact import ModelIdentity
     from model.config import ModelConfig
     from predictors.predictor_file import AnyLayer, Predictors
-    from predictors.thresholds import Quality
+    from predictors.quality import Quality
 
 KINDS = ("lowrank", "sign", "best")
 

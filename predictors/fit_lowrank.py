@@ -17,7 +17,8 @@ from torch import Tensor
 
 from predictors.layer_data import LayerData
 from predictors.lowrank import LowRankLayer
-from predictors.thresholds import MarginFit, Quality, least_margin
+from predictors.quality import Quality
+from predictors.thresholds import MarginFit, least_margin
 
 _SHIFT = 2.5  # deviations by which a unit is lifted above zero
 _MOST_SPREAD = 0.3  # of m . x around 1, for it to lift the others

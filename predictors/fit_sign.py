@@ -6,8 +6,9 @@ from torch import Tensor
 
 from numba_kernels.predict import pack_weights, sign_scores
 from predictors.layer_data import LayerData
+from predictors.quality import Quality
 from predictors.sign import SignLayer
-from predictors.thresholds import MarginFit, Quality, least_margin
+from predictors.thresholds import MarginFit, least_margin
 
 
 def fit_sign(data: LayerData, target_recall: float) -> tuple[SignLayer, Quality]:

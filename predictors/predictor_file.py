@@ -12,8 +12,8 @@ from model.config import ModelConfig
 from model.errors import ArtifactError
 from predictors.lowrank import LowRankLayer
 from predictors.predictor import NeuronPredictor, PredictorInput
+from predictors.quality import Quality
 from predictors.sign import SignLayer
-from predictors.thresholds import Quality
 
 KINDS = ("sign", "lowrank")
 AnyLayer = SignLayer | LowRankLayer

@@ -60,25 +60,3 @@ def least_margin(margins: Tensor, fires: Tensor, target_recall: float) -> float:
     found = found[:: -(-found.numel() // _MOST_PAIRS)]
     rank = int((1 - target_recall) * found.numel())
     return float(found.kthvalue(max(rank, 1)).values) - 1e-6
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How well a layer's predictor does on tokens that it was not fitted to. Shares of 1."""
-
-    recall: float  # of the neurons that fire, how many are computed
-    precision: float  # of the neurons computed, how many fire
-    computed: float  # of all neurons
-    active: float  # of all neurons, those that fire
-
-    @classmethod
-    def of(cls, computed: Tensor, fires: Tensor) -> "Quality":
-        """Compare. Shapes: both (T, N) bool."""
-        both = int((computed & fires).sum())
-        num_computed, num_fires = int(computed.sum()), int(fires.sum())
-        return cls(
-            recall=both / num_fires if num_fires else 1.0,
-            precision=both / num_computed if num_computed else 1.0,
-            computed=num_computed / computed.numel(),
-            active=num_fires / fires.numel(),
-        )

@@ -11,7 +11,7 @@ from predictors.fit_sign import fit_sign
 from predictors.inputs import LayerInputs
 from predictors.layer_data import LayerData
 from predictors.predictor_file import AnyLayer, Predictors
-from predictors.thresholds import Quality
+from predictors.quality import Quality
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {

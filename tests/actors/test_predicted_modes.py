@@ -25,7 +25,7 @@ from predictors.fit_sign import fit_sign
 from predictors.layer_data import LayerData
 from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import AnyLayer, Predictors, write_predictors
-from predictors.thresholds import Quality
+from predictors.quality import Quality
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,3 +169,13 @@ def test_violations_are_caught(path: str, source: str, expected: str) -> None:
 )
 def test_allowed_imports_pass(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+@pytest.mark.parametrize("module", ["jobs.cmd_generate", "jobs.cmd_serve", "actors.driver_host"])
+def test_what_starts_does_not_wait_for_torch(module: str) -> None:
+    """It takes a second to import: services do it while they load."""
+    program = f"import sys, {module}; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.stdout == "False\n", found.stderr

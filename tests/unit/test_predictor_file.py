@@ -16,8 +16,8 @@ from model.config import ModelConfig
 from model.errors import ArtifactError
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer, Predictors, read_predictors, write_predictors
+from predictors.quality import Quality
 from predictors.sign import SignLayer
-from predictors.thresholds import Quality
 from tests.kernels.reference import narrowed
 from tests.tiny_models import make_tiny
 

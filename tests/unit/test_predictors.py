@@ -19,8 +19,8 @@ from predictors.fit_sign import fit_sign
 from predictors.layer_data import LayerData, Split
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer
+from predictors.quality import Quality
 from predictors.sign import SignLayer
-from predictors.thresholds import Quality
 from tests.tiny_models import make_tiny
 
 WIDTH, NUM_NEURONS, TARGET = 128, 512, 0.95

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from predictors.thresholds import MarginFit, Quality, least_margin
+from predictors.quality import Quality
+from predictors.thresholds import MarginFit, least_margin
 
 NUM_TOKENS, NUM_NEURONS = 6000, 300
 
