@@ -25,12 +25,14 @@ class TokenLists(NamedTuple):
     """The neurons of a block that each token wants, as places in whatever list the block is of.
 
     places (T, 243) int32, the first counts[t] of them filled, the first carried[t] since the block
-    before; counts, carried (T,) int64
+    before; counts, carried (T,) int64; products (T, 240) float32: of a block's rows where most
+    tokens want most of them
     """
 
     places: np.ndarray
     counts: np.ndarray
     carried: np.ndarray
+    products: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -40,6 +42,7 @@ def empty_lists(num_threads, num_tokens):
         np.empty((num_threads, num_tokens, _MOST_NEURONS + _CARRIED), np.int32),
         np.zeros((num_threads, num_tokens), np.int64),
         np.zeros((num_threads, num_tokens), np.int64),
+        np.empty((num_threads, num_tokens, _MOST_NEURONS), np.float32),
     )
 
 
@@ -50,6 +53,7 @@ def thread_lists(lists, thread, num_tokens):
         lists.places[thread, :num_tokens],
         lists.counts[thread, :num_tokens],
         lists.carried[thread, :num_tokens],
+        lists.products[thread, :num_tokens],
     )
 
 
@@ -153,6 +157,35 @@ def _scale(up, bias, fired_ids, x, t, places, first, last, gates):
 
 
 @njit(nogil=True, cache=True)
+def _is_range(ids):
+    place = 1
+    while place < ids.shape[0] and ids[place] == ids[place - 1] + 1:
+        place += 1
+    return place >= ids.shape[0]
+
+
+@njit(nogil=True, cache=True)
+def _scale_block(up, bias, fired_ids, first, last, x, gates, lists):
+    """`_scale` for the new places of all tokens.
+
+    Neighbours of which most tokens want most, as in dense mode, are multiplied side by side.
+    """
+    num_wanted = lists.counts.sum() - lists.carried.sum()
+    if 2 * num_wanted < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
+        for t in range(gates.shape[1]):
+            _scale(
+                up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t], gates
+            )
+        return
+    begin, end = fired_ids[first], fired_ids[last - 1] + 1
+    block_products(up, x, lists.products, begin, end, 0, end)
+    for i in range(first, last):
+        shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)
+        for t in range(gates.shape[1]):
+            gates[i, t] *= lists.products[t, i - first] + shift
+
+
+@njit(nogil=True, cache=True)
 def _add_fours(down, fired_ids, t, places, count, gates, out):
     """out += gates[i, t] * down[fired_ids[i]] for i in places[:count], as many fours as there are.
 
@@ -181,14 +214,11 @@ def up_down_of_some(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x
     size = _block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
+        last = min(first + size, num_fired)
         lists.carried[:] = lists.counts
-        _list_wanted(fired_tokens, first, min(first + size, num_fired), lists)
+        _list_wanted(fired_tokens, first, last, lists)
         if up.shape[0]:
-            for t in range(out.shape[0]):
-                _scale(
-                    up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t],
-                    gates,
-                )  # fmt: skip
+            _scale_block(up, bias, fired_ids, first, last, x, gates, lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
                 down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]
