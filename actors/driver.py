@@ -137,7 +137,8 @@ class Driver:
         One that runs ends within a token.
         """
         with self._naming:
-            found = [stream for stream in self._streams if stream.request_id == request_id]
+            streams = list(self._streams)  # whole: they leave it at any moment
+            found = [stream for stream in streams if stream.request_id == request_id]
             for stream in found:
                 stream.cancelled.set()
             if not found:

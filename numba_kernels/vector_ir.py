@@ -344,20 +344,6 @@ def add_part1(typingctx, out, token, weights, row, scale, part):
 
 
 @intrinsic
-def add_row(typingctx, out, token, weights, row, scale, following):
-    """`add_scaled1` to out[token] (T, d), while row `following` is prefetched in step."""
-    signature = types.void(out, types.int64, weights, types.int64, types.float32, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[2])
-        target = row_pointer(context, builder, out, args[0], args[1])
-        matrix.add_scaled(target, [matrix.row(args[3])], [args[4]], [matrix.row(args[5])])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
 def prefetch_row(typingctx, weights, row):
     """Ask for the first lines of weights[row], and of each 4 KiB page in it.
 

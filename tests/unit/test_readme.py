@@ -65,6 +65,23 @@ def test_tables_are_the_reports() -> None:
         assert table.strip() == (ROOT / path).read_text().strip()
 
 
+def test_the_table_of_requests_at_once_is_its_reports() -> None:
+    path = re.search(r"benchmarks/results/\S+-batches\.md", README)
+    assert path is not None
+    row = r"\| (\w+) \| decode of (\d+) requests at once, .*? \| [\d.]+ \| ([\d.]+) \| ([\d.]+) "
+    reported = {
+        (kind, batch): f"{float(speed):.0f} ({ratio} ×)"
+        for kind, batch, speed, ratio in re.findall(row, (ROOT / path[0]).read_text())
+    }
+    shown: dict[tuple[str, str], str] = {}
+    for line in re.findall(r"^\| (?:f16|q8|q4) \| \d+ \(.*$", README, re.M):
+        kind, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+        shown |= {
+            (kind, batch): cell for batch, cell in zip(("4", "8", "16", "32"), cells, strict=True)
+        }
+    assert shown == reported and len(shown) == 12
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
