@@ -11,19 +11,25 @@ from actors.arena import ArenaLayout
 from actors.call_exchange import Answer, Question
 from actors.exchange import ArenaExchange
 from model.errors import ServiceError
-from numba_kernels.doorbell import WORDS_A_CELL, clock_ns
+from numba_kernels.doorbell import WORDS_A_CELL, clock_ns, sleep_change
 from numba_kernels.mailbox import (
     ARRIVED,
     BARRIER_COUNT,
+    DELAYED_US,
     DONE,
     FAILED,
+    IDLE_NS,
+    NUM_ANSWERED,
     OPERATION,
+    REQUEST,
     STATUS,
     STOP,
+    TAKEN_US,
     Wires,
     arrive,
     cell,
 )
+from placement.core_keeper import CoreKeeper, Delays
 from placement.pinning import pin_thread
 
 
@@ -40,10 +46,12 @@ class Service(ABC):
         self.index = index
         self.num_threads = num_threads
         self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
+        self.keeper: CoreKeeper | None = None  # of threads that are not pinned
         self.device_name = "cpu"
         self.last_error = ""
         self._broken = False
         self._threads: list[threading.Thread] = []
+        self._ended = threading.Event()
         self._calls: ArenaExchange | None = None
 
     @abstractmethod
@@ -81,6 +89,26 @@ class Service(ABC):
         ]
         for thread in self._threads:
             thread.start()
+        if self.keeper is not None:
+            self._keep(self.keeper)
+
+    def _keep(self, keeper: CoreKeeper) -> None:
+        """Let the keeper look after the threads for as long as they serve this arena."""
+        ended = self._ended = threading.Event()
+        words, reply = self.wires.words, self.wires.replies[self.index]
+        bell = cell(self.index, REQUEST)
+
+        def await_work() -> bool:
+            if not ended.is_set():
+                sleep_change(words, bell, words[bell * WORDS_A_CELL], IDLE_NS)
+            return not ended.is_set()
+
+        def delays() -> Delays:
+            return Delays(int(reply[DELAYED_US]), int(reply[TAKEN_US]), int(reply[NUM_ANSWERED]))
+
+        threading.Thread(
+            target=keeper.watch, args=(await_work, delays), name="keeper", daemon=True
+        ).start()
 
     def answer(self, question: Question) -> Answer:
         """Answer a question that came as an actor call, by way of this process's own arena."""
@@ -115,9 +143,10 @@ class Service(ABC):
             if thread == 0:
                 try:
                     if stop:
+                        self._ended.set()
                         self.release()
                     else:
-                        self._roam()
+                        self._roam(thread)
                         self.answer_in_python()
                 except Exception:
                     self._fail()
@@ -133,11 +162,15 @@ class Service(ABC):
         """Keep this thread on its own cores."""
         if self.thread_cores:
             pin_thread(self.thread_cores[thread])
+        elif self.keeper is not None:
+            self.keeper.stay(thread)
 
-    def _roam(self) -> None:
+    def _roam(self, thread: int) -> None:
         """Let this thread use all of the service's cores: threads that torch starts do likewise."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
+        elif self.keeper is not None:
+            self.keeper.roam(thread)
 
     def _fail(self) -> None:
         self.last_error = traceback.format_exc()

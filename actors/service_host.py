@@ -21,8 +21,9 @@ from actors.steps import ProductChoice
 from actors.vitals import ServiceVitals, resident_bytes
 from model.config import ModelConfig
 from model.errors import HotcoldError, ServiceError
+from placement.core_keeper import CoreKeeper
 from placement.first_touch import FirstTouch
-from placement.pinning import find_place, pin_process, settle_thread
+from placement.pinning import find_cores, find_place, pin_process, settle_thread
 
 if TYPE_CHECKING:
     from actors.cuda_device import Device
@@ -82,6 +83,9 @@ class ServiceHost:
         # One that waits for a GPU goes where a core is free: all of them have threads that work.
         if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
+        elif self.spec.share is not None and self.spec.gpu is None:
+            cores = find_cores(self.spec.share, self.spec.num_threads)
+            service.keeper = CoreKeeper(cores) if cores else None
         self._service = service
 
     def choose_products(self) -> ProductChoice:

@@ -10,12 +10,14 @@ Source: futex(2); "Futexes Are Tricky", U. Drepper, 2011.
 import platform
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 WORDS_A_CELL = 16
+WAITED_US = 1  # word of a barrier's count cell
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
@@ -200,7 +202,10 @@ def sleep_change(words, cell, seen, timeout_ns):
 
 @njit(nogil=True, cache=True)
 def barrier(words, count_cell, generation_cell, num_threads):
-    """Return when all `num_threads` threads have come here; the cells are then ready for reuse."""
+    """Return when all `num_threads` threads have come here; the cells are then ready for reuse.
+
+    Word WAITED_US of the count cell grows by what they waited.
+    """
     if num_threads == 1:
         return
     generation = load_word(words, generation_cell * WORDS_A_CELL)
@@ -208,8 +213,10 @@ def barrier(words, count_cell, generation_cell, num_threads):
         store_word(words, count_cell * WORDS_A_CELL, 0)
         ring(words, generation_cell, generation + 1)
         return
+    started = now_ns()
     while wait_change(words, generation_cell, generation, 2000, 100_000_000) == generation:
         pass
+    add_word(words, count_cell * WORDS_A_CELL + WAITED_US, np.int32((now_ns() - started) // 1000))
 
 
 @njit(cache=True)

@@ -11,10 +11,23 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.doorbell import WORDS_A_CELL, add_word, now_ns, ring, store_word, wait_change
+from numba_kernels.doorbell import (
+    WAITED_US,
+    WORDS_A_CELL,
+    add_word,
+    now_ns,
+    ring,
+    store_word,
+    wait_change,
+)
 
 REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
+ASKED_US = 1  # word of a REQUEST cell, beside the number: when it was rung
+_CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
+_MOST_DELAYED_US = (
+    10_000  # more is another matter than who has a core: compiling, a suspended machine
+)
 
 # request words
 OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(8)
@@ -27,6 +40,7 @@ SHIP, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there th
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
+DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `arrive`
 NUM_REPLY_WORDS = 8
 OK, FAILED = 0, 1
 
@@ -80,7 +94,9 @@ def cell(service, kind):
 @njit(nogil=True, cache=True)
 def post(words, service, number):
     """Ring a service for request `number`."""
-    ring(words, cell(service, REQUEST), np.int32(number))
+    asked = cell(service, REQUEST)
+    words[asked * WORDS_A_CELL + ASKED_US] = np.int32(now_ns() // 1000 & _CLOCK_US)
+    ring(words, asked, np.int32(number))
 
 
 @njit(nogil=True, cache=True)
@@ -109,10 +125,24 @@ def next_request(words, service, seen):
 
 @njit(nogil=True, cache=True)
 def arrive(words, replies, service, number, num_threads, started_ns):
-    """A service's thread has done its part; the last one rings the driver."""
+    """A service's thread has done its part; the last one rings the driver.
+
+    It also adds up how long requests took since they were rung, and how much of that the threads
+    lost to one that was late: its own late start, and what the others waited at barriers.
+    """
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
         store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
-        replies[service, BUSY_NS] = now_ns() - started_ns
+        ended_ns = now_ns()
+        asked_us = words[cell(service, REQUEST) * WORDS_A_CELL + ASKED_US]
+        waited = cell(service, BARRIER_COUNT) * WORDS_A_CELL + WAITED_US
+        late_us = (started_ns // 1000 - asked_us) & _CLOCK_US
+        waited_us = words[waited] // max(1, num_threads - 1)
+        words[waited] = 0
+        reply = replies[service]
+        reply[DELAYED_US] += min(late_us, _MOST_DELAYED_US) + min(waited_us, _MOST_DELAYED_US)
+        reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & _CLOCK_US
+        reply[NUM_ANSWERED] += 1
+        reply[BUSY_NS] = ended_ns - started_ns
         ring(words, cell(service, DONE), number)
 
 

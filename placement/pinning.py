@@ -65,6 +65,21 @@ def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
     return place_of_all(places, num_threads) if share.index is None else places[share.index]
 
 
+def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
+    """A core for each thread of a service that is not pinned, for a `CoreKeeper`; () for none.
+
+    Where `--pin auto` pins nothing because there is one node, and each of several threads can have
+    a core of its own.
+    """
+    root = Path(share.root)
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
+    if share.pin != "auto" or len(nodes) != 1 or read_cpu_quota(root) is not None:
+        return ()
+    places = place_services(nodes, share.threads)
+    place = place_of_all(places, num_threads) if share.index is None else places[share.index]
+    return place.cores if 1 < num_threads == len(place.cores) else ()
+
+
 def pin_process(cores: Sequence[int]) -> None:
     """Keep all threads of this process, and those that they will start, on `cores`."""
     for entry in os.listdir("/proc/self/task"):
