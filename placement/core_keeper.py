@@ -16,8 +16,8 @@ from typing import NamedTuple
 from placement.pinning import pin_thread
 
 _LOOK_S = 0.5  # between two looks while there is work
-_MOST_DELAYED_US = 150  # in the mean of requests, and
-_MOST_DELAYED = 0.2  # of their time
+_MOST_DELAYED_US = 200  # in the mean of requests, and
+_MOST_DELAYED = 0.35  # of their time; 0.1 to 0.25 where nobody else wants the cores
 _LEAST_REQUESTS = 100  # of fewer nothing is concluded
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 160.0  # for which threads are let go; doubled each time
 
