@@ -18,6 +18,7 @@ from model.tensor_reader import Touch
 from model.weights import load_ffn
 from numba_kernels.batch_ffn import empty_lists
 from numba_kernels.checks import activation_code
+from numba_kernels.deal import new_deals
 from numba_kernels.mailbox import (
     COUNT_FFN,
     FFN,
@@ -31,7 +32,13 @@ from numba_kernels.mailbox import (
     SKIP_SILENT,
 )
 from numba_kernels.rows import share
-from numba_kernels.serve_ffn import FfnArrays, FfnScratch, ffn_request, serve_ffn
+from numba_kernels.serve_ffn import (
+    NUM_DEALS,
+    FfnArrays,
+    FfnScratch,
+    ffn_request,
+    serve_ffn,
+)
 from numba_kernels.vectors import empty_vectors
 
 
@@ -71,9 +78,11 @@ class CpuService(Service):
             fired_ids=np.zeros((self.num_threads, most), np.int32),
             fired_tokens=np.zeros((self.num_threads, most), np.uint32),
             gates=np.zeros((self.num_threads, tokens * most), np.float32),
+            values=np.zeros(most, np.float32),
             counts=np.zeros(self.num_threads, np.int64),
             lists=empty_lists(self.num_threads, tokens),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),
+            deals=new_deals(NUM_DEALS, self.num_threads),
             buckets=self.buckets,
             bucket_sizes=sizes.astype(np.uint32),
         )
@@ -101,6 +110,11 @@ class CpuService(Service):
         """Take another service's requests and threads for one's own."""
         self.thread_cores, self.wires = service.thread_cores, service.wires
         self._arena = service._arena
+
+    @property
+    def deals(self) -> np.ndarray:
+        """Counters of `numba_kernels.deal` that are to be zeroed after a request."""
+        return self._scratch.deals
 
     def answer_share(self, thread: int) -> None:
         """One thread's share of the FFN request in the mailbox; every thread has to do its own."""

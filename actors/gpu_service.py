@@ -22,6 +22,7 @@ from model.memory import aligned_empty
 from model.tensor_reader import Touch
 from model.weights import load_attention, load_head
 from numba_kernels.attention import PAGE_POSITIONS, rope_table
+from numba_kernels.deal import new_deals
 from numba_kernels.doorbell import clock_ns
 from numba_kernels.mailbox import (
     ATTENTION,
@@ -34,6 +35,7 @@ from numba_kernels.mailbox import (
 )
 from numba_kernels.norm import LAYER_NORM, RMS_NORM
 from numba_kernels.serve_attention import (
+    NUM_DEALS,
     PARALLEL,
     POST_NORM,
     SEQUENTIAL,
@@ -92,6 +94,7 @@ class GpuService(Service):
                 tokens,
                 max(width, attention_size, self.arrays.project_out.shape[0]),
             ),
+            deals=new_deals(NUM_DEALS, self.num_threads),
         )
 
     def release(self) -> None:
@@ -110,7 +113,8 @@ class GpuService(Service):
             assert self._hot is not None
             self._hot.answer_share(thread)
             words, replies = self.wires.words, self.wires.replies
-            arrive(words, replies, self.index, np.int32(seen), self.num_threads, started)
+            deals = self._hot.deals
+            arrive(words, replies, deals, self.index, np.int32(seen), self.num_threads, started)
 
     def _asks_for_hot(self) -> bool:
         request = self.wires.requests[self.index]

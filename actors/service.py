@@ -19,6 +19,7 @@ from numba_kernels.mailbox import (
     DONE,
     FAILED,
     IDLE_NS,
+    NO_DEALS,
     NUM_ANSWERED,
     OPERATION,
     REQUEST,
@@ -151,9 +152,8 @@ class Service(ABC):
                 except Exception:
                     self._fail()
                 self._stay(thread)
-            arrive(
-                self.wires.words, self.wires.replies, self.index, number, self.num_threads, started
-            )
+            words, replies = self.wires.words, self.wires.replies
+            arrive(words, replies, NO_DEALS, self.index, number, self.num_threads, started)
             if stop:
                 return
             seen = number

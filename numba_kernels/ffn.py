@@ -29,28 +29,39 @@ NO_TOKENS = np.empty(0, np.uint32)
 
 
 @njit(nogil=True, cache=True)
-def _gate_of_one(
-    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, h
-):
-    """`gate_kernel` for one token; h (>= last - first,) is `gates`.
+def gate_values_kernel(gate, bias, ids, x, code, first, last, end, values):
+    """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
+    n = ids[i], or i where `ids` is empty; candidates before `end` may be prefetched. Checks nothing.
     All in one loop without calls that take arrays: those cost as much as reading a short row.
     """
-    num_fired, listed, distance = 0, ids.shape[0] > 0, rows_ahead(gate)
+    listed, distance = ids.shape[0] > 0, rows_ahead(gate)
     for candidate in range(first, last):
-        n, following = candidate, min(candidate + distance, last - 1)
+        n, following = candidate, min(candidate + distance, end - 1)
         if listed:
             n, following = ids[candidate], ids[following]
-            if candidate + distance + 2 < last:
+            if candidate + distance + 2 < end:
                 prefetch_row(gate, ids[candidate + distance + 2])
         value = dot_ahead(gate, n, following, x, 0)
         if bias.shape[0]:
             value += bias[n]
-        value = activate(code, value)
+        values[candidate - first] = activate(code, value)
+
+
+@njit(nogil=True, cache=True)
+def keep_fired_kernel(ids, tokens, keep_all, first, last, values, fired_ids, fired_tokens, h):
+    """Gather those of `gate_values_kernel`'s candidates that fired; returns their number.
+
+    Silent are those whose value is zero, unless `keep_all`, and have it set to zero where `tokens`
+    says so. `h` may be `values`. Checks nothing.
+    """
+    num_fired, listed = 0, ids.shape[0] > 0
+    for candidate in range(first, last):
+        value = values[candidate - first]
         if tokens.shape[0] and not tokens[candidate] & np.uint32(1):
             value = np.float32(0)
         if value != 0 or keep_all:
-            fired_ids[num_fired] = n
+            fired_ids[num_fired] = ids[candidate] if listed else candidate
             fired_tokens[num_fired] = np.uint32(1)
             h[num_fired] = value
             num_fired += 1
@@ -72,8 +83,9 @@ def gate_kernel(
     and T times fn(gate . x + bias), zero for others. Returns their number.
     """
     if num_tokens == 1:
-        return _gate_of_one(
-            gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates
+        gate_values_kernel(gate, bias, ids, x, code, first, last, last, gates)
+        return keep_fired_kernel(
+            ids, tokens, keep_all, first, last, gates, fired_ids, fired_tokens, gates
         )
     return gates_of_some(
         gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,

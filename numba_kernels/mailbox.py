@@ -50,6 +50,7 @@ NUM_BUCKETS = 64
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
+NO_DEALS = np.zeros((0, 0), np.int32)
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
 IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
@@ -124,11 +125,12 @@ def next_request(words, service, seen):
 
 
 @njit(nogil=True, cache=True)
-def arrive(words, replies, service, number, num_threads, started_ns):
+def arrive(words, replies, deals, service, number, num_threads, started_ns):
     """A service's thread has done its part; the last one rings the driver.
 
     It also adds up how long requests took since they were rung, and how much of that the threads
-    lost to one that was late: its own late start, and what the others waited at barriers.
+    lost to one that was late: its own late start, and what the others waited at barriers. `deals`,
+    counters of `numba_kernels.deal` or NO_DEALS, are zeroed for the next request.
     """
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
         store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
@@ -138,6 +140,7 @@ def arrive(words, replies, service, number, num_threads, started_ns):
         late_us = (started_ns // 1000 - asked_us) & _CLOCK_US
         waited_us = words[waited] // max(1, num_threads - 1)
         words[waited] = 0
+        deals[:] = 0
         reply = replies[service]
         reply[DELAYED_US] += min(late_us, _MOST_DELAYED_US) + min(waited_us, _MOST_DELAYED_US)
         reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & _CLOCK_US

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.attention import attend_kernel, rope_kernel, store_kernel
+from numba_kernels.deal import dealt_rows, take
 from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.mailbox import (
     ATTENTION,
@@ -28,10 +29,11 @@ from numba_kernels.mailbox import (
     next_request,
 )
 from numba_kernels.norm import norm_kernel
-from numba_kernels.rows import rows_kernel, share
 from numba_kernels.vectors import QuantizedVectors, prepared
 
 SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
+_QKV, _HEADS, _OUT, _PROJECT, _HEAD = range(5)
+NUM_DEALS = 5
 
 
 class AttentionArrays(NamedTuple):
@@ -71,8 +73,8 @@ class AttentionShape(NamedTuple):
 
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    scores (threads, P), projected (T, E), and the inputs of products quantized, for quantized
-    weights."""
+    scores (threads, P), projected (T, E), the inputs of products quantized, for quantized weights,
+    and counters of what has been dealt (NUM_DEALS, threads * 16)."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -81,6 +83,7 @@ class AttentionScratch(NamedTuple):
     scores: np.ndarray
     projected: np.ndarray
     inputs: QuantizedVectors
+    deals: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -133,42 +136,22 @@ def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
 
 
 @njit(nogil=True, cache=True)
-def _attend(part, num_parts, layer, wires, shape, arrays, scratch, num_tokens):
-    """Every token's heads attend. Positions to be read are cut into equal parts, one a thread.
-
-    A head belongs to the part in which its first position stands, so that a long sequence in a
-    batch of short ones keeps no thread waiting by more than one head.
-    """
+def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
+    """Every token's heads attend, each by the thread that takes it."""
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
     scale = np.float32(1.0 / np.sqrt(dim))
-    total = 0
-    for t in range(num_tokens):
-        total += (wires.positions[t] + 1) * shape.num_heads
-    first, last = total * part // num_parts, total * (part + 1) // num_parts
-    at = 0
-    for t in range(num_tokens):
+    deal = scratch.deals[_HEADS]
+    taken = take(deal, 0)
+    while taken < num_tokens * shape.num_heads:
+        t, head = taken // shape.num_heads, taken % shape.num_heads
         length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
-        for head in range(shape.num_heads):
-            if first <= at < last:
-                attend_kernel(
-                    scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
-                    arrays.values[layer], head // heads_a_group, pages, length, scale,
-                    scratch.scores[part], scratch.heads[t, head * dim : (head + 1) * dim],
-                )  # fmt: skip
-            at += length
-
-
-@njit(nogil=True, cache=True)
-def _mix(thread, num_threads, layer, mixed, arrays, scratch, residual):
-    """mixed = residual + out . heads for this thread's columns."""
-    num_tokens, weights = mixed.shape[0], arrays.out[layer]
-    first, last = share(mixed.shape[1], thread, num_threads, 4)
-    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
-    rows_kernel(weights, arrays.out_bias[layer], heads, mixed, first, last)
-    for t in range(num_tokens):
-        for i in range(first, last):
-            mixed[t, i] += residual[t, i]
+        attend_kernel(
+            scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
+            arrays.values[layer], head // heads_a_group, pages, length, scale,
+            scratch.scores[thread], scratch.heads[t, head * dim : (head + 1) * dim],
+        )  # fmt: skip
+        taken = take(deal, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -198,16 +181,23 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     qkv, mixed = scratch.qkv[:num_tokens], wires.mixed[:num_tokens]
     _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
     _layer_norm_before(residual, layer, shape, arrays, normed)
-    first, last = share(qkv.shape[1], thread, num_threads, 4)
     weights = arrays.qkv[layer]
     x = prepared(weights, normed, scratch.inputs, thread)
-    rows_kernel(weights, arrays.qkv_bias[layer], x, qkv, first, last)
+    dealt_rows(
+        scratch.deals[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x, residual[:0],
+        qkv,
+    )  # fmt: skip
     _meet(wires.words, service, num_threads)
     _rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
     _meet(wires.words, service, num_threads)
-    _attend(thread, num_threads, layer, wires, shape, arrays, scratch, num_tokens)
+    _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
     _meet(wires.words, service, num_threads)
-    _mix(thread, num_threads, layer, mixed, arrays, scratch, residual)
+    weights = arrays.out[layer]
+    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    dealt_rows(
+        scratch.deals[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads, residual,
+        mixed,
+    )  # fmt: skip
     _meet(wires.words, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, wires, shape, arrays, residual, normed)
@@ -230,12 +220,16 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
     vectors = normed
     if arrays.project_out.shape[0]:
         vectors = scratch.projected[:count]
-        first, last = share(arrays.project_out.shape[0], thread, num_threads, 4)
-        rows_kernel(arrays.project_out, no_bias, normed, vectors, first, last)
+        dealt_rows(
+            scratch.deals[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
+            normed[:0], vectors,
+        )  # fmt: skip
         _meet(wires.words, service, num_threads)
-    first, last = share(arrays.head.shape[0], thread, num_threads, 4)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
-    rows_kernel(arrays.head, no_bias, x, wires.logits[:count], first, last)
+    dealt_rows(
+        scratch.deals[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
+        wires.logits[:count],
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -256,5 +250,5 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
             head_request(thread, num_threads, service, wires, shape, arrays, scratch)
         elif request[OPERATION] != PING:
             return number
-        arrive(wires.words, wires.replies, service, number, num_threads, started)
+        arrive(wires.words, wires.replies, scratch.deals, service, number, num_threads, started)
         seen = number

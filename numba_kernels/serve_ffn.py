@@ -6,8 +6,16 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.batch_ffn import TokenLists, thread_lists
+from numba_kernels.deal import block_rows, take
 from numba_kernels.doorbell import barrier, now_ns
-from numba_kernels.ffn import NO_IDS, NO_TOKENS, gate_kernel, up_down_kernel
+from numba_kernels.ffn import (
+    NO_IDS,
+    NO_TOKENS,
+    gate_kernel,
+    gate_values_kernel,
+    keep_fired_kernel,
+    up_down_kernel,
+)
 from numba_kernels.formats import CHUNK
 from numba_kernels.mailbox import (
     ALL_FIRED,
@@ -32,6 +40,9 @@ from numba_kernels.mailbox import (
 from numba_kernels.rows import add_in_order, share
 from numba_kernels.vectors import QuantizedVectors, prepared
 
+_GATES = 0
+NUM_DEALS = 1
+
 
 class FfnArrays(NamedTuple):
     """A shard of cold neurons, all layers stacked: layer l has rows offsets[l]:offsets[l + 1].
@@ -51,8 +62,9 @@ class FfnArrays(NamedTuple):
 
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
-    gates (threads, T * N), counts (threads,) int64, the tokens' lists, and the inputs quantized,
-    for quantized weights; T is the most tokens of one request, N of one layer.
+    gates (threads, T * N), values (N,), counts (threads,) int64, the tokens' lists, the inputs
+    quantized, for quantized weights, and counters of what has been dealt (NUM_DEALS, threads * 16);
+    T is the most tokens of one request, N of one layer.
 
     buckets (all N,) uint8: which bucket each row of `FfnArrays` is counted in; bucket_sizes
     (L, buckets) uint32
@@ -62,9 +74,11 @@ class FfnScratch(NamedTuple):
     fired_ids: np.ndarray
     fired_tokens: np.ndarray
     gates: np.ndarray
+    values: np.ndarray
     counts: np.ndarray
     lists: TokenLists
     inputs: QuantizedVectors
+    deals: np.ndarray
     buckets: np.ndarray
     bucket_sizes: np.ndarray
 
@@ -101,12 +115,32 @@ def _candidates(thread, num_threads, num_neurons, ids):
 
 
 @njit(nogil=True, cache=True)
+def _dealt_gates(thread, num_threads, num_neurons, gate, bias, ids, x, code, scratch):
+    """scratch.values of the candidates that are dealt to this thread, for one token."""
+    deal, size = scratch.deals[_GATES], block_rows(gate)
+    for turn in range(num_threads):
+        part = (thread + turn) % num_threads
+        first, last = _candidates(part, num_threads, num_neurons, ids)
+        begin = first + take(deal, part) * size
+        while begin < last:
+            end = min(begin + size, last)
+            values = scratch.values[begin:end]
+            gate_values_kernel(gate, bias, ids, x, code, begin, end, last, values)
+            begin = first + take(deal, part) * size
+
+
+@njit(nogil=True, cache=True)
+def _meet(words, service, num_threads):
+    barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
+
+
+@njit(nogil=True, cache=True)
 def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
 
-    Each thread takes its candidates and sums into rows of its own; after a barrier each adds up one
-    range of columns, always in thread order, so that a result never depends on which thread was
-    faster.
+    One token's gates are dealt, and met at a barrier; then each thread takes what fired among its
+    candidates and sums into rows of its own; after a barrier each adds up one range of columns,
+    always in thread order, so that a result never depends on which thread was faster.
     """
     request = wires.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
@@ -126,16 +160,23 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     fired_ids, fired_tokens = scratch.fired_ids[thread], scratch.fired_tokens[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
     x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
-    num_fired = gate_kernel(
-        gate, _slice(arrays.gate_bias, first, last), ids, tokens, x, code,
-        request[SKIP_SILENT] == 0, begin, end, fired_ids, fired_tokens, gates, num_tokens, lists,
-    )  # fmt: skip
+    gate_bias, keep_all = _slice(arrays.gate_bias, first, last), request[SKIP_SILENT] == 0
+    if num_tokens == 1 and num_ids != 0:
+        _dealt_gates(thread, num_threads, last - first, gate, gate_bias, ids, x, code, scratch)
+        _meet(wires.words, service, num_threads)
+        num_fired = keep_fired_kernel(
+            ids, tokens, keep_all, begin, end, scratch.values[begin:end], fired_ids, fired_tokens,
+            gates,
+        )  # fmt: skip
+    else:
+        num_fired = gate_kernel(
+            gate, gate_bias, ids, tokens, x, code, keep_all, begin, end, fired_ids, fired_tokens,
+            gates, num_tokens, lists,
+        )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
     up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums, lists)
     scratch.counts[thread] = num_fired
-    barrier(
-        wires.words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads
-    )
+    _meet(wires.words, service, num_threads)
     partial = wires.partials[service, :num_tokens]
     _reduce(thread, num_threads, down, partial, scratch.sums, arrays.down_bias[layer])
     if thread == 0:
@@ -196,5 +237,5 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
             ffn_request(thread, num_threads, service, wires, arrays, scratch, code)
         elif operation != PING:
             return number
-        arrive(wires.words, wires.replies, service, number, num_threads, started)
+        arrive(wires.words, wires.replies, scratch.deals, service, number, num_threads, started)
         seen = number

@@ -19,7 +19,7 @@ _LOOK_S = 0.5  # between two looks while there is work
 _MOST_DELAYED_US = 200  # in the mean of requests, and
 _MOST_DELAYED = 0.35  # of their time; 0.1 to 0.25 where nobody else wants the cores
 _LEAST_REQUESTS = 100  # of fewer nothing is concluded
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 160.0  # for which threads are let go; doubled each time
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 128.0  # for which threads are let go; doubled each time
 
 
 class Delays(NamedTuple):
