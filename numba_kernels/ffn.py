@@ -32,7 +32,7 @@ NO_TOKENS = np.empty(0, np.uint32)
 def gate_values_kernel(gate, bias, ids, x, code, first, last, end, values):
     """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
-    n = ids[i], or i where `ids` is empty; candidates before `end` may be prefetched. Checks nothing.
+    n = ids[i], or i where `ids` is empty; those before `end` may be prefetched. Checks nothing.
     All in one loop without calls that take arrays: those cost as much as reading a short row.
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)
