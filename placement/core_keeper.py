@@ -7,6 +7,7 @@ waits for whoever else is on its core. So the keeper looks at how much its threa
 is late, and lets them go for a while when that is much (docs/lab_log.md has the figures).
 """
 
+import math
 import os
 import threading
 import time
@@ -44,7 +45,7 @@ class CoreKeeper:
         self._thread_ids: dict[int, int] = {}
         self._seen = Delays(0, 0, 0)
         self._pause_s = _FIRST_PAUSE_S
-        self._changed_s = clock()
+        self._changed_s = -math.inf
         self.is_keeping = True
 
     def stay(self, thread: int) -> None:

@@ -1,9 +1,14 @@
-"""A system whose NUMA nodes are two of this machine's cores: its threads there, the same tokens."""
+"""Where a system's threads are: on the cores of two nodes that are played by two of this machine's,
+and on one node, on cores of their own until somebody else wants those; the same tokens always."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -70,3 +75,39 @@ def test_services_stay_on_their_nodes(
     assert (first,) not in threads["driver"] and (second,) not in threads["driver"]
     assert {processes[name] for name in ("gpu", "cpu0", "cpu1")} <= set(services)
     assert services[processes["cpu1"]].num_bytes > 0
+
+
+def test_threads_have_cores_of_their_own_until_somebody_else_wants_those(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = CORES
+    monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: f"{first},{second}"})))
+    checkpoint = tiny("llama-relu")
+    config, _ = prepare_system(checkpoint.path, SystemOptions(num_threads=2, context_length=128))
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    with System.start(config) as system:
+        process = system.call("processes")["gpu"]
+
+        def are_kept() -> bool:
+            return {(first,), (second,)} <= set(cores_of_threads(process))
+
+        def answer_until(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 80
+            while not condition():
+                assert time.monotonic() < deadline
+                assert system.complete(request).ids == checkpoint.greedy_ids
+
+        answer_until(are_kept)
+        with somebody_on(first), somebody_on(second):
+            answer_until(lambda: not are_kept())
+        answer_until(are_kept)
+
+
+@contextmanager
+def somebody_on(core: int) -> Iterator[None]:
+    """Another program that never rests, on one core."""
+    code = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        yield
+        process.kill()
