@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from numba_kernels.deal import block_rows, take
 from numba_kernels.doorbell import WORDS_A_CELL, load_word, ring, sleep_change, wait_change
 from numba_kernels.mailbox import DONE, IDLE_NS, LOOK_NS, SPINS, cell
 from numba_kernels.predict import pack_planes_kernel, sign_scores_kernel
@@ -41,28 +42,37 @@ class TeamWork(NamedTuple):
 
     task (8,) int64: what is to be done at which number of the doorbell; done (threads * 16,) int32:
     a cell for each thread with the number that it has done; scores (T, N) float32; planes (threads,
-    3, words) uint64
+    3, words) uint64; deals (T, threads * 16): which blocks of rows have been taken for each token
     """
 
     task: np.ndarray
     done: np.ndarray
     scores: np.ndarray
     planes: np.ndarray
+    deals: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def _score_share(thread, num_threads, layer, x, predictors, scores, planes):
-    """scores[t, n] of this thread's share of the layer's neurons, all tokens; checks nothing."""
+def _score_dealt(thread, num_threads, layer, x, predictors, work):
+    """scores[t, n] of the layer's neurons that are dealt to this thread; checks nothing."""
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
-    begin, end = share(last - first, thread, num_threads, 4)
     bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
     rows = bits.reshape(last - first, bits.shape[0] // (last - first))
     center, scale = predictors.centers[layer], predictors.scales[layer]
+    thresholds, size = predictors.thresholds[first:last], block_rows(rows)
+    planes = work.planes[thread]
     for t in range(x.shape[0]):
+        deal, scores = work.deals[t], work.scores[t]
         unit = pack_planes_kernel(x[t], center, scale, planes)
-        sign_scores_kernel(
-            rows, planes, unit, x.shape[1], predictors.thresholds[first:last], scores[t], begin, end
-        )
+        for turn in range(num_threads):
+            part = (thread + turn) % num_threads
+            begin, end = share(last - first, part, num_threads, 4)
+            row = begin + take(deal, part) * size
+            while row < end:
+                sign_scores_kernel(
+                    rows, planes, unit, x.shape[1], thresholds, scores, row, min(row + size, end)
+                )
+                row = begin + take(deal, part) * size
 
 
 @njit(nogil=True, cache=True)
@@ -73,15 +83,12 @@ def _score_task(thread, num_threads, wires, predictors, work):
         x = wires.mixed
     elif work.task[INPUT] == HIDDEN:
         x = wires.hidden
-    _score_share(
-        thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work.scores,
-        work.planes[thread],
-    )  # fmt: skip
+    _score_dealt(thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work)
 
 
 @njit(nogil=True, cache=True)
 def help_predict(thread, num_threads, service, seen, wires, predictors, work):
-    """A helper's life: its share of each task when `service` rings; ends where STOP is set."""
+    """A helper's life: what it is dealt of each task once `service` rings; STOP ends it."""
     while True:
         number = sleep_change(wires.words, cell(service, DONE), seen, IDLE_NS)
         if work.task[STOP]:
@@ -94,14 +101,14 @@ def help_predict(thread, num_threads, service, seen, wires, predictors, work):
 
 @njit(nogil=True, cache=True)
 def lead_predict(num_threads, wires, predictors, work):
-    """The driver's share of the task, as thread 0; returns when all threads have done theirs."""
+    """What the driver is dealt, as thread 0, of the task; returns when all threads have ended."""
     _score_task(0, num_threads, wires, predictors, work)
     await_team(num_threads, work)
 
 
 @njit(nogil=True, cache=True)
 def await_team(num_threads, work):
-    """Return when all helpers have done the last task."""
+    """Return when all helpers have done the last task, and the next may be dealt."""
     number = np.int32(work.task[NUMBER])
     for thread in range(1, num_threads):
         while True:
@@ -109,3 +116,4 @@ def await_team(num_threads, work):
             if done == number:
                 break
             wait_change(work.done, thread, done, SPINS, LOOK_NS)
+    work.deals[:] = 0

@@ -42,7 +42,7 @@ def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None
     """Why nothing is pinned, in a few words; "" where services are pinned.
 
     With one node there is no memory to be near to, and a thread that may not move waits for
-    whoever else wants its core.
+    whoever else wants its core; there a `CoreKeeper` decides from moment to moment.
     """
     if pin == "off":
         return "--pin off"

@@ -7,6 +7,7 @@ import numpy as np
 
 from model.memory import aligned_empty
 from numba_kernels.bit_ir import INPUT_PLANES
+from numba_kernels.deal import new_deals
 from numba_kernels.doorbell import WORDS_A_CELL, ring
 from numba_kernels.mailbox import DONE, Wires, cell
 from numba_kernels.predict_team import (
@@ -57,6 +58,7 @@ class SignTeam:
             done=np.zeros(num_threads * WORDS_A_CELL, np.int32),
             scores=np.empty((max_tokens, most), np.float32),
             planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
+            deals=new_deals(max_tokens, num_threads),
         )
         seen = self._answered()
         shared = (wires, self._predictors, self._work)

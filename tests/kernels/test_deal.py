@@ -19,7 +19,7 @@ NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 @njit(nogil=True)
-def _run(deal, thread, num_threads, weights, bias, x, room, addend, out):  # type: ignore[no-untyped-def]
+def _run(deal, thread, num_threads, weights, bias, x, room, addend, out):
     vectors = prepared(weights, x, room, thread)
     dealt_rows(deal, thread, num_threads, weights, bias, vectors, addend, out)
 
@@ -95,5 +95,5 @@ def test_each_block_is_taken_once() -> None:
 
 
 @njit(nogil=True)
-def take_one(deal, part):  # type: ignore[no-untyped-def]
+def take_one(deal, part):
     return take(deal, part)
