@@ -90,8 +90,8 @@ _SYSTEM = [
     click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
     click.option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,
-                 help="Keep services on the cores and memory of their NUMA nodes; auto: where there "
-                 "is one node, on cores until another program wants those."),
+                 help="Keep services on the cores and memory of their NUMA nodes; auto: with one "
+                 "node, on cores until another program wants those."),
     click.option("--hosts", type=Addresses(), default="", help="Ray nodes that share the CPU "
                  "services, like 10.0.0.1,10.0.0.2; the driver's own without it."),
 ]  # fmt: skip
