@@ -78,7 +78,7 @@ class CpuService(Service):
             fired_ids=np.zeros((self.num_threads, most), np.int32),
             fired_tokens=np.zeros((self.num_threads, most), np.uint32),
             gates=np.zeros((self.num_threads, tokens * most), np.float32),
-            values=np.zeros(most, np.float32),
+            values=np.zeros(tokens * most, np.float32),
             counts=np.zeros(self.num_threads, np.int64),
             lists=empty_lists(self.num_threads, tokens),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),

@@ -58,7 +58,7 @@ def thread_lists(lists, thread, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _block_size(weights, num_tokens):
+def block_size(weights, num_tokens):
     """Neurons of a block: whole tiles."""
     tile = tile_rows(weights, num_tokens)
     fitting = min(_MOST_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
@@ -94,14 +94,28 @@ def _listed_products(gate, ids, tokens, x, first, last, gates, lists):
 
 
 @njit(nogil=True, cache=True)
-def _keep_fired(
-    bias, ids, tokens, code, keep_all, first, last, fired_ids, fired_tokens, gates, num_fired
-):
+def gate_products_kernel(gate, ids, tokens, x, first, last, end, products, lists):
+    """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
+
+    Candidates are as for `numba_kernels.ffn.gate_kernel`; where they are listed, only products of
+    tokens that want them. Rows of candidates before `end` may be prefetched.
+    """
+    if ids.shape[0]:
+        _listed_products(gate, ids, tokens, x, first, last, products, lists)
+    else:
+        block_products(gate, x, products.T, first, last, 0, end)
+
+
+@njit(nogil=True, cache=True)
+def keep_some_kernel(
+    bias, ids, tokens, code, keep_all, first, last, products, fired_ids, fired_tokens, gates,
+    num_fired,
+):  # fmt: skip
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
-    Their products stand from gates[num_fired] on. Returns how many have fired now.
+    `products` (N, T) is as of `gate_products_kernel`, and may be gates[num_fired:]. Returns how
+    many have fired now. Checks nothing.
     """
-    base = num_fired - first
     for candidate in range(first, last):
         n = ids[candidate] if ids.shape[0] else candidate
         wanted = tokens[candidate] if tokens.shape[0] else _ALL_TOKENS
@@ -111,7 +125,7 @@ def _keep_fired(
             bit = np.uint32(1) << np.uint32(t)
             value = np.float32(0)
             if wanted & bit:
-                value = activate(code, gates[base + candidate, t] + shift)
+                value = activate(code, products[candidate - first, t] + shift)
                 if value != 0 or keep_all:
                     fires |= bit
             gates[num_fired, t] = value
@@ -127,17 +141,15 @@ def gates_of_some(
     gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates, lists
 ):
     """`numba_kernels.ffn.gate_kernel` for several tokens; gates (N, T) has a row a neuron."""
-    num_fired, by_token = 0, gates.T
-    size = _block_size(gate, gates.shape[1])
+    num_fired = 0
+    size = block_size(gate, gates.shape[1])
     for begin in range(first, last, size):
-        end = min(begin + size, last)
-        if ids.shape[0]:
-            _listed_products(gate, ids, tokens, x, begin, end, gates[num_fired:], lists)
-        else:
-            block_products(gate, x, by_token, begin, end, num_fired, last)
-        num_fired = _keep_fired(
-            bias, ids, tokens, code, keep_all, begin, end, fired_ids, fired_tokens, gates, num_fired
-        )
+        end, products = min(begin + size, last), gates[num_fired:]
+        gate_products_kernel(gate, ids, tokens, x, begin, end, last, products, lists)
+        num_fired = keep_some_kernel(
+            bias, ids, tokens, code, keep_all, begin, end, products, fired_ids, fired_tokens, gates,
+            num_fired,
+        )  # fmt: skip
     return num_fired
 
 
@@ -211,7 +223,7 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
 @njit(nogil=True, cache=True)
 def up_down_of_some(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out, lists):
     """`numba_kernels.ffn.up_down_kernel` for several tokens; gates (N, T)."""
-    size = _block_size(down, 1)
+    size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
         last = min(first + size, num_fired)

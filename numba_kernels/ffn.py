@@ -89,12 +89,12 @@ def gate_kernel(
         )
     return gates_of_some(
         gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,
-        _by_neuron(gates, num_tokens), lists,
+        by_neuron(gates, num_tokens), lists,
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def _by_neuron(gates, num_tokens):
+def by_neuron(gates, num_tokens):
     """The flat `gates` as (N, T)."""
     height = gates.shape[0] // num_tokens
     return gates[: height * num_tokens].reshape(height, num_tokens)
@@ -149,7 +149,7 @@ def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x,
         _add_one(down, fired_ids, num_fired, gates, out[0])
         return
     up_down_of_some(
-        up, bias, down, fired_ids, fired_tokens, num_fired, _by_neuron(gates, out.shape[0]), x, out,
+        up, bias, down, fired_ids, fired_tokens, num_fired, by_neuron(gates, out.shape[0]), x, out,
         lists,
     )  # fmt: skip
 

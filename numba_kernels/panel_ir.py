@@ -35,6 +35,19 @@ from numba_kernels.llvm_vectors import (
 _LINES_A_STEP = 8
 
 
+def read_through(builder: Any, first: Any, num_bytes: Any) -> None:
+    """Bring whole steps of `num_bytes` from `first` (i8*) on into the cache, in one stream."""
+    step = _LINES_A_STEP * LINE_BYTES
+
+    def lines(index: Any) -> None:
+        at = item_pointer(builder, first, index, 1)
+        for line in range(_LINES_A_STEP):
+            byte = item_pointer(builder, at, I64(line), LINE_BYTES)
+            builder.load_atomic(byte, "monotonic", 1, typ=I8)  # atomic: else it is left out
+
+    counted_loop(builder, I64(0), whole_steps(builder, num_bytes, step), step, lines)
+
+
 class FloatPanel:
     """`num_tiles` tiles of rows, one after the other, times the vectors of one tile."""
 
@@ -65,20 +78,6 @@ class FloatPanel:
         self._num_sums = num_rows * len(xs)
         kind = ir.ArrayType(FLOATS, 2 * num_tiles * self._num_sums)
         self._waiting = cgutils.alloca_once(builder, kind)
-
-    def read_through(self, length: Any) -> None:
-        """Bring the panel, whose rows lie one after the other, into the cache."""
-        builder, first = self._builder, self._row(I64(0))
-        num_bytes = builder.mul(length, I64(self._item_bytes * self._num_rows * self._num_tiles))
-        step = _LINES_A_STEP * LINE_BYTES
-
-        def lines(index: Any) -> None:
-            at = item_pointer(builder, first, index, 1)
-            for line in range(_LINES_A_STEP):
-                byte = item_pointer(builder, at, I64(line), LINE_BYTES)
-                builder.load_atomic(byte, "monotonic", 1, typ=I8)  # atomic: else it is left out
-
-        counted_loop(builder, I64(0), whole_steps(builder, num_bytes, step), step, lines)
 
     def emit(self, length: Any, store: Callable[[Any, int, Any], None]) -> None:
         """Multiply; store(index of a row (i64), number of a vector, product) takes each product."""

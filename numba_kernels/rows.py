@@ -11,8 +11,7 @@ from numba_kernels.vector_ir import (
     dot_ahead,
     dot_tokens2,
     dot_tokens4,
-    read_panel,
-    tile_ahead,
+    read_rows,
     tile_narrow,
     tile_panel,
     tile_shape,
@@ -46,38 +45,40 @@ def one_row_kernel(weights, row, following, x, out, column):
         out[t, column] = dot_ahead(weights, row, following, x, t)
 
 
-def tile_kernel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+def tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     """out[t, column + r] = weights[row + r] . x[t] for `tile_rows` rows, all tokens; no checks.
 
-    As many quantized rows from `following` on are prefetched. There are more tokens than few of
-    `tile_shape`. For compiled code alone; see the overload below.
+    The rows are read through first, then multiplied from the cache. There are more tokens than few
+    of `tile_shape`. For compiled code alone; see the overload below.
     """
     raise NotImplementedError("tile_kernel() is for compiled code")
 
 
 @overload(tile_kernel)
-def _tile_kernel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
+def _tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     if bits_of(weights.dtype):
-        return _quantized_tile
+        return _quantized_tiles
     return _float_panel
 
 
-def _quantized_tile(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
-    t, num_tokens, tokens = 0, out.shape[0], tile_shape(weights)[1]
-    if tokens <= num_tokens:
-        tile_ahead(weights, row, following, x, t, out, column)
-        t += tokens
-    while t + tokens <= num_tokens:
-        tile_wide(weights, row, x, t, out, column)
-        t += tokens
-    while t < num_tokens:
-        tile_narrow(weights, row, x, t, out, column)
-        t += 1
+def _quantized_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    num_tokens = out.shape[0]
+    rows, tokens, _, tiles = tile_shape(weights)
+    read_rows(weights, row, rows * tiles)
+    for tile in range(tiles):
+        first, t = tile * rows, 0
+        while t + tokens <= num_tokens:
+            tile_wide(weights, row + first, x, t, out, column + first)
+            t += tokens
+        while t < num_tokens:
+            tile_narrow(weights, row + first, x, t, out, column + first)
+            t += 1
 
 
-def _float_panel(weights, row, following, x, out, column):  # type: ignore[no-untyped-def]
-    num_tokens, tokens = out.shape[0], tile_shape(weights)[1]
-    read_panel(weights, row)
+def _float_panel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    num_tokens = out.shape[0]
+    rows, tokens, _, tiles = tile_shape(weights)
+    read_rows(weights, row, rows * tiles)
     for t in range(0, num_tokens, tokens):  # the last tokens with some of those before them
         tile_panel(weights, row, x, min(t, num_tokens - tokens), out, column)
 
@@ -102,8 +103,7 @@ def block_products(weights, x, out, first, last, column, end):
     row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
     side_by_side, column = tile_rows(weights, num_tokens), column - first
     while side_by_side > 1 and row + side_by_side <= last:
-        following = min(row + side_by_side, end - side_by_side)
-        tile_kernel(weights, row, following, x, out, column + row)
+        tile_kernel(weights, row, x, out, column + row)
         row += side_by_side
     while num_tokens > 1 and row < last:
         one_row_kernel(weights, row, min(row + distance, end - 1), x, out, column + row)

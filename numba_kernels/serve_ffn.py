@@ -5,13 +5,19 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.batch_ffn import TokenLists, thread_lists
+from numba_kernels.batch_ffn import (
+    TokenLists,
+    block_size,
+    gate_products_kernel,
+    keep_some_kernel,
+    thread_lists,
+)
 from numba_kernels.deal import block_rows, take
 from numba_kernels.doorbell import barrier, now_ns
 from numba_kernels.ffn import (
     NO_IDS,
     NO_TOKENS,
-    gate_kernel,
+    by_neuron,
     gate_values_kernel,
     keep_fired_kernel,
     up_down_kernel,
@@ -62,7 +68,7 @@ class FfnArrays(NamedTuple):
 
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
-    gates (threads, T * N), values (N,), counts (threads,) int64, the tokens' lists, the inputs
+    gates (threads, T * N), values (T * N,), counts (threads,) int64, the tokens' lists, the inputs
     quantized, for quantized weights, and counters of what has been dealt (NUM_DEALS, threads * 16);
     T is the most tokens of one request, N of one layer.
 
@@ -115,17 +121,28 @@ def _candidates(thread, num_threads, num_neurons, ids):
 
 
 @njit(nogil=True, cache=True)
-def _dealt_gates(thread, num_threads, num_neurons, gate, bias, ids, x, code, scratch):
-    """scratch.values of the candidates that are dealt to this thread, for one token."""
-    deal, size = scratch.deals[_GATES], block_rows(gate)
+def _dealt_gates(
+    thread, num_threads, num_neurons, gate, bias, ids, tokens, x, code, num_tokens, lists, scratch
+):
+    """scratch.values of the candidates that are dealt to this thread.
+
+    One token's fn(gate . x + bias); several tokens' gate . x, (N, T).
+    """
+    deal, values = scratch.deals[_GATES], scratch.values
+    products = by_neuron(values, num_tokens)
+    size = block_rows(gate) if num_tokens == 1 else block_size(gate, num_tokens)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         first, last = _candidates(part, num_threads, num_neurons, ids)
         begin = first + take(deal, part) * size
         while begin < last:
             end = min(begin + size, last)
-            values = scratch.values[begin:end]
-            gate_values_kernel(gate, bias, ids, x, code, begin, end, last, values)
+            if num_tokens == 1:
+                gate_values_kernel(gate, bias, ids, x, code, begin, end, last, values[begin:end])
+            else:
+                gate_products_kernel(
+                    gate, ids, tokens, x, begin, end, last, products[begin:end], lists
+                )
             begin = first + take(deal, part) * size
 
 
@@ -138,9 +155,9 @@ def _meet(words, service, num_threads):
 def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
 
-    One token's gates are dealt, and met at a barrier; then each thread takes what fired among its
-    candidates and sums into rows of its own; after a barrier each adds up one range of columns,
-    always in thread order, so that a result never depends on which thread was faster.
+    Gates are dealt, and met at a barrier; then each thread takes what fired among its candidates
+    and sums into rows of its own; after a barrier each adds up one range of columns, always in
+    thread order, so that a result never depends on which thread was faster.
     """
     request = wires.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
@@ -161,17 +178,22 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     lists = thread_lists(scratch.lists, thread, num_tokens)
     x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
     gate_bias, keep_all = _slice(arrays.gate_bias, first, last), request[SKIP_SILENT] == 0
-    if num_tokens == 1 and num_ids != 0:
-        _dealt_gates(thread, num_threads, last - first, gate, gate_bias, ids, x, code, scratch)
-        _meet(wires.words, service, num_threads)
-        num_fired = keep_fired_kernel(
-            ids, tokens, keep_all, begin, end, scratch.values[begin:end], fired_ids, fired_tokens,
-            gates,
+    if num_ids != 0:
+        _dealt_gates(
+            thread, num_threads, last - first, gate, gate_bias, ids, tokens, x, code, num_tokens,
+            lists, scratch,
         )  # fmt: skip
+    _meet(wires.words, service, num_threads)
+    if num_tokens == 1:
+        values = scratch.values[begin:end]
+        num_fired = keep_fired_kernel(
+            ids, tokens, keep_all, begin, end, values, fired_ids, fired_tokens, gates
+        )
     else:
-        num_fired = gate_kernel(
-            gate, gate_bias, ids, tokens, x, code, keep_all, begin, end, fired_ids, fired_tokens,
-            gates, num_tokens, lists,
+        products = by_neuron(scratch.values, num_tokens)[begin:]
+        num_fired = keep_some_kernel(
+            gate_bias, ids, tokens, code, keep_all, begin, end, products, fired_ids, fired_tokens,
+            by_neuron(gates, num_tokens), 0,
         )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
     up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums, lists)

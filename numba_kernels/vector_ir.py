@@ -34,6 +34,7 @@ from numba_kernels.llvm_vectors import (
     widen,
 )
 from numba_kernels.operands import PART_COLUMNS, Vectors, Weights, store_float
+from numba_kernels.panel_ir import read_through
 from numba_kernels.quantize_ir import emit_quantize, emit_widened
 from numba_kernels.quantized_ir import Vector, bits_of
 
@@ -41,9 +42,12 @@ from numba_kernels.quantized_ir import Vector, bits_of
 # of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
 _WIDE = has_feature("avx512f")
 FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
-PANEL_TILES = 4  # of float rows: 24 of them stay in the second-level cache
+# Tiles that are read through before they are multiplied: 24 rows, which stay in the second-level
+# cache, or 12.
+PANEL_TILES = 4  # of float rows
 _FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights
 QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
+_QUANTIZED_TILES = 3 if _WIDE else 4
 
 
 def _tile_of(weights: Any) -> tuple[int, int]:
@@ -59,7 +63,8 @@ def tile_shape(typingctx, weights):
     """
     signature = types.UniTuple(types.int64, 4)(weights)
     bits = bits_of(weights.dtype)
-    few_tokens, tiles = _FEW_TOKENS[bits], 1 if bits else PANEL_TILES
+    few_tokens = _FEW_TOKENS[bits]
+    tiles = _QUANTIZED_TILES if bits else PANEL_TILES
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sizes = [I64(size) for size in (*_tile_of(weights), few_tokens, tiles)]
@@ -146,18 +151,14 @@ def _emit_tile(
     out: Any,
     args: Any,
     num_tokens: int,
-    following: Any = None,
 ) -> None:
-    """args: weights, row, x, token, out, column; the rows from `following` on are prefetched."""
+    """args: weights, row, x, token, out, column."""
     matrix = Weights(context, builder, weights, args[0])
     vectors = Vectors(context, builder, x, args[2])
     num_rows = _tile_of(weights)[0]
     rows = [matrix.row(builder.add(args[1], I64(r))) for r in range(num_rows)]
     tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
-    ahead = []
-    if following is not None:
-        ahead = [matrix.row(builder.add(following, I64(r))) for r in range(num_rows)]
-    products = matrix.products(rows, [vectors.vector(token) for token in tokens], ahead)
+    products = matrix.products(rows, [vectors.vector(token) for token in tokens])
     targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
     strides = context.make_array(out)(context, builder, args[4]).strides
     item_bytes = builder.extract_value(strides, 1)
@@ -184,30 +185,15 @@ def tile_wide(typingctx, weights, row, x, token, out, column):
 
 
 @intrinsic
-def tile_ahead(typingctx, weights, row, following, x, token, out, column):
-    """`tile_wide`, while as many rows from `following` on are prefetched in step."""
-    ids = (types.int64,) * 2
-    signature = types.void(weights, *ids, x, types.int64, out, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rest, num_tokens = (*args[:2], *args[3:]), _tile_of(weights)[1]
-        _emit_tile(context, builder, weights, x, out, rest, num_tokens, args[2])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def read_panel(typingctx, weights, row):
-    """Bring PANEL_TILES tiles of float rows, from `row` on, into the cache."""
+def read_rows(typingctx, weights, row, num_rows):
+    """Bring rows row..row + num_rows - 1, which lie one after the other, into the cache."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         matrix = Weights(context, builder, weights, args[0])
-        panel = matrix.panel(args[1], [], _tile_of(weights)[0], PANEL_TILES)
-        panel.read_through(matrix.width)
+        read_through(builder, matrix.pointer(args[1]), builder.mul(matrix.row_bytes, args[2]))
         return context.get_dummy_value()
 
-    return types.void(weights, types.int64), codegen
+    return types.void(weights, types.int64, types.int64), codegen
 
 
 @intrinsic
