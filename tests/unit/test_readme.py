@@ -82,6 +82,15 @@ def test_the_table_of_requests_at_once_is_its_reports() -> None:
     assert shown == reported and len(shown) == 12
 
 
+def test_the_table_of_whole_models_is_its_reports() -> None:
+    rows = re.findall(r"^\| ([\w-]+), 0\.\d+ \| (.*) \|$", README, re.M)
+    for shape, cells in rows:
+        report = (ROOT / f"benchmarks/results/{shape}.md").read_text()
+        decode = next(line for line in report.splitlines() if "decode of" in line)
+        assert decode.split(" | ")[2:5] == cells.split(" | ")
+    assert len(rows) == 2
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
