@@ -73,7 +73,9 @@ class CoreKeeper:
             delayed_us, taken_us, num_requests = (
                 now - before for now, before in zip(delays, self._seen, strict=True)
             )
-            if 0 <= num_requests < _LEAST_REQUESTS:
+            if num_requests < 0:  # another arena, whose counters began anew
+                self._seen = delays
+            if num_requests < _LEAST_REQUESTS:
                 return
             self._seen, now = delays, self._clock()
             if not self.is_keeping:

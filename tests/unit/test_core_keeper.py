@@ -78,6 +78,14 @@ def test_nothing_is_concluded_from_few_requests() -> None:
     assert not machine.work(8, BAD, request_us=100_000)
 
 
+def test_counters_that_begin_anew_are_no_trouble() -> None:
+    machine = Machine(CORES)
+    assert machine.work(10, GOOD)
+    machine.counted = [0, 0, 0]
+    assert machine.work(10, GOOD)
+    assert not machine.work(0.5, BAD)
+
+
 @contextmanager
 def waiting_thread(keeper: CoreKeeper, thread: int) -> Iterator[int]:
     """A thread of this process that stays; its id."""
