@@ -25,9 +25,7 @@ REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
 ASKED_US = 1  # word of a REQUEST cell, beside the number: when it was rung
 _CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
-_MOST_DELAYED_US = (
-    10_000  # more is another matter than who has a core: compiling, a suspended machine
-)
+_MOST_DELAYED_US = 10_000  # of one request; more has other causes, such as a suspended machine
 
 # request words
 OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(8)
