@@ -48,7 +48,7 @@ NUM_BUCKETS = 64
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
-NO_DEALS = np.zeros((0, 0), np.int32)
+NO_DEALS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
 IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
@@ -128,7 +128,7 @@ def arrive(words, replies, deals, service, number, num_threads, started_ns):
 
     It also adds up how long requests took since they were rung, and how much of that the threads
     lost to one that was late: its own late start, and what the others waited at barriers. `deals`,
-    counters of `numba_kernels.deal` or NO_DEALS, are zeroed for the next request.
+    counters of `numba_kernels.deal` or an empty array, are zeroed for the next request.
     """
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
         store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))

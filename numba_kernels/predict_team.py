@@ -11,14 +11,25 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.deal import block_rows, take
-from numba_kernels.doorbell import WORDS_A_CELL, load_word, ring, sleep_change, wait_change
-from numba_kernels.mailbox import DONE, IDLE_NS, LOOK_NS, SPINS, cell
+from numba_kernels.doorbell import (
+    WORDS_A_CELL,
+    add_word,
+    load_word,
+    sleep_change,
+    store_word,
+    wait_change,
+)
+from numba_kernels.mailbox import DONE, IDLE_NS, SPINS, cell
 from numba_kernels.predict import pack_planes_kernel, sign_scores_kernel
 from numba_kernels.rows import share
+
+_LOOK_NS = 50_000  # helpers leave without ringing
 
 # words of a task
 NUMBER, LAYER, NUM_TOKENS, INPUT, STOP = range(5)
 NUM_TASK_WORDS = 8
+OPEN, INSIDE = 0, 1  # cells of the doors
+NUM_DOORS = 2
 FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the wires' arrays
 
 
@@ -40,13 +51,14 @@ class SignPredictors(NamedTuple):
 class TeamWork(NamedTuple):
     """What the threads of a team share.
 
-    task (8,) int64: what is to be done at which number of the doorbell; done (threads * 16,) int32:
-    a cell for each thread with the number that it has done; scores (T, N) float32; planes (threads,
-    3, words) uint64; deals (T, threads * 16): which blocks of rows have been taken for each token
+    task (8,) int64: what is to be done at which number of the doorbell; doors (2 * 16,) int32: cell
+    OPEN has that number while helpers may begin, cell INSIDE how many are at it; scores (T, N)
+    float32; planes (threads, 3, words) uint64; deals (T, threads * 16): which blocks of rows have
+    been taken for each token
     """
 
     task: np.ndarray
-    done: np.ndarray
+    doors: np.ndarray
     scores: np.ndarray
     planes: np.ndarray
     deals: np.ndarray
@@ -93,27 +105,37 @@ def help_predict(thread, num_threads, service, seen, wires, predictors, work):
         number = sleep_change(wires.words, cell(service, DONE), seen, IDLE_NS)
         if work.task[STOP]:
             return
-        if number != seen and work.task[NUMBER] == number:
+        # First it is inside, then it looks: so whoever closes the task sees it, or it sees that.
+        add_word(work.doors, INSIDE * WORDS_A_CELL, np.int32(1))
+        if number != seen and load_word(work.doors, OPEN * WORDS_A_CELL) == number:
             _score_task(thread, num_threads, wires, predictors, work)
-            ring(work.done, thread, number)
+        add_word(work.doors, INSIDE * WORDS_A_CELL, np.int32(-1))
         seen = number
 
 
 @njit(nogil=True, cache=True)
 def lead_predict(num_threads, wires, predictors, work):
-    """What the driver is dealt, as thread 0, of the task; returns when all threads have ended."""
+    """What the driver is dealt, as thread 0, of the task; returns when all of it is done.
+
+    Helpers that have not begun by then are not waited for.
+    """
     _score_task(0, num_threads, wires, predictors, work)
-    await_team(num_threads, work)
+    close_task(work)
 
 
 @njit(nogil=True, cache=True)
-def await_team(num_threads, work):
-    """Return when all helpers have done the last task, and the next may be dealt."""
-    number = np.int32(work.task[NUMBER])
-    for thread in range(1, num_threads):
-        while True:
-            done = load_word(work.done, thread * WORDS_A_CELL)
-            if done == number:
-                break
-            wait_change(work.done, thread, done, SPINS, LOOK_NS)
+def open_task(work):
+    """Let helpers begin the task that has been written down; it was closed before."""
+    store_word(work.doors, OPEN * WORDS_A_CELL, np.int32(work.task[NUMBER]))
+
+
+@njit(nogil=True, cache=True)
+def close_task(work):
+    """Let nobody begin the task any more, and return when nobody is at it and all is as new."""
+    store_word(work.doors, OPEN * WORDS_A_CELL, np.int32(0))
+    while True:
+        inside = load_word(work.doors, INSIDE * WORDS_A_CELL)
+        if inside == 0:
+            break
+        wait_change(work.doors, INSIDE, inside, SPINS, _LOOK_NS)
     work.deals[:] = 0

@@ -19,7 +19,6 @@ from numba_kernels.doorbell import WORDS_A_CELL, now_ns
 from numba_kernels.mailbox import (
     BUSY_NS,
     CELLS_A_SERVICE,
-    NO_DEALS,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
     OPERATION,
@@ -102,7 +101,7 @@ def _serve(words, requests, replies, service, num_threads, work_ns):  # type: ig
         started_ns = now_ns()
         while now_ns() < started_ns + work_ns:
             pass
-        arrive(words, replies, NO_DEALS, service, seen, num_threads, started_ns)
+        arrive(words, replies, words[:0], service, seen, num_threads, started_ns)
 
 
 @njit(nogil=True)

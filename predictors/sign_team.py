@@ -16,15 +16,17 @@ from numba_kernels.predict_team import (
     INPUT,
     LAYER,
     MIXED,
+    NUM_DOORS,
     NUM_TASK_WORDS,
     NUM_TOKENS,
     NUMBER,
     STOP,
     SignPredictors,
     TeamWork,
-    await_team,
+    close_task,
     help_predict,
     lead_predict,
+    open_task,
 )
 from predictors.sign import SignLayer
 
@@ -55,7 +57,7 @@ class SignTeam:
         words = -(-self._predictors.centers.shape[1] // 64)
         self._work = TeamWork(
             task=np.zeros(NUM_TASK_WORDS, np.int64),
-            done=np.zeros(num_threads * WORDS_A_CELL, np.int32),
+            doors=np.zeros(NUM_DOORS * WORDS_A_CELL, np.int32),
             scores=np.empty((max_tokens, most), np.float32),
             planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
             deals=new_deals(max_tokens, num_threads),
@@ -94,10 +96,11 @@ class SignTeam:
 
         input_name: the array of the wires that holds the input, "ffn_input", "mixed" or "hidden"
         """
-        self._finish()
+        close_task(self._work)  # one that was announced and never scored: its request failed
         task = self._work.task
         task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, _INPUTS[input_name]
         task[NUMBER] = number
+        open_task(self._work)
 
     def score(self, layer: int, num_tokens: int) -> np.ndarray | None:
         """Scores (T, N) float32 of the layer, overwritten by the next.
@@ -119,12 +122,6 @@ class SignTeam:
         ring(self._wires.words, cell(self._service, DONE), np.int32(self._answered() ^ 1))
         for helper in self._helpers:
             helper.join()
-
-    def _finish(self) -> None:
-        """Let helpers end a task that was announced and never scored: its request failed."""
-        number = self._work.task[NUMBER]
-        if number and self._answered() == number:
-            await_team(self._num_threads, self._work)
 
     def _answered(self) -> int:
         """The number of the request that the service answered last."""
