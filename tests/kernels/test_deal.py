@@ -57,7 +57,7 @@ class Case:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_one_thread_does_it_all_where_no_other_comes(kind: str, num_tokens: int) -> None:
     case = Case(kind, num_tokens)
