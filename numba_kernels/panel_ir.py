@@ -68,7 +68,6 @@ class FloatPanel:
         """
         self._builder = builder
         self._dtype = dtype
-        self._item_bytes = dtype.bitwidth // 8
         self._row = row
         self._xs = xs
         self._num_rows = num_rows
