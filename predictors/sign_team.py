@@ -30,6 +30,7 @@ from numba_kernels.predict_team import (
 )
 from predictors.sign import SignLayer
 
+_NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
 _INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 
 
@@ -65,7 +66,7 @@ class SignTeam:
         seen = self._answered()
         shared = (wires, self._predictors, self._work)
         self._work.task[STOP] = 1
-        help_predict(0, num_threads, service, seen ^ 1, *shared)  # compiled here, if at all
+        help_predict(0, num_threads, service, _NO_REQUEST, *shared)  # compiled here, if at all
         self._work.task[STOP] = 0
         self._helpers = [
             threading.Thread(
@@ -119,9 +120,11 @@ class SignTeam:
     def close(self) -> None:
         """End the helpers, once nothing is asked of the service any more."""
         self._work.task[STOP] = 1
-        ring(self._wires.words, cell(self._service, DONE), np.int32(self._answered() ^ 1))
+        answered = self._answered()
+        ring(self._wires.words, cell(self._service, DONE), np.int32(_NO_REQUEST))
         for helper in self._helpers:
             helper.join()
+        self._wires.words[cell(self._service, DONE) * WORDS_A_CELL] = answered
 
     def _answered(self) -> int:
         """The number of the request that the service answered last."""

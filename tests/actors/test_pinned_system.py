@@ -106,8 +106,15 @@ def test_threads_have_cores_of_their_own_until_somebody_else_wants_those(
 
 @contextmanager
 def somebody_on(core: int) -> Iterator[None]:
-    """Another program that never rests, on one core."""
-    code = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    """Another program that never rests, on one core; it ends by itself should this one die."""
+    code = f"""
+import os, time
+os.sched_setaffinity(0, [{core}])
+while time.monotonic() < {time.monotonic() + 100}:
+    pass
+"""
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        yield
-        process.kill()
+        try:
+            yield
+        finally:
+            process.kill()

@@ -1,12 +1,13 @@
 """Sign predictors scored by several threads: as one thread scores them, whatever else happens."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from actors.arena import ArenaLayout
-from numba_kernels.doorbell import ring
+from numba_kernels.doorbell import WORDS_A_CELL, ring
 from numba_kernels.mailbox import DONE, Wires, cell
 from numba_kernels.predict import pack_weights
 from predictors.sign import SignLayer
@@ -103,6 +104,21 @@ def test_what_was_not_announced_is_not_scored(
     layer = layers[2]
     assert layer is not None
     assert_same_scores(team.score(2, 2), alone(layer, wires.ffn_input[:2]))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
+def test_helpers_end_that_have_not_woken_for_the_last_answer(
+    layers: list[SignLayer | None], wires: Wires, last: int
+) -> None:
+    """Whatever they saw last: their core may have been somebody else's meanwhile."""
+    done = cell(SERVICE, DONE) * WORDS_A_CELL
+    for before in {*range(last)}:
+        wires.words[done] = before
+        team = SignTeam(layers, wires, SERVICE, 3, MOST_TOKENS)
+        threading.Event().wait(0.05)  # until they sleep
+        wires.words[done] = last  # not rung, so they sleep on
+        team.close()
+        assert wires.words[done] == last
 
 
 def test_its_layers_are_the_given_ones(team: SignTeam, layers: list[SignLayer | None]) -> None:
