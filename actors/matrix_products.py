@@ -1,10 +1,11 @@
 """Matrix products of prefill, over weights that stay bits of their checkpoint's format.
 
-float32 weights multiply as they are, by torch. 16-bit ones go block by block through small buffers
-that stay in the cache: as bfloat16 where the CPU is fast at that, else as float32. Quantized rows
-times vectors are integer products, by this project's own kernels, where those are faster
-(`product_choice.py` tries; docs/lab_log.md has figures). Each thread converts and multiplies rows
-of its own: cores then share nothing but the input, which matters where they share no cache.
+float32 weights multiply as they are, by torch. 16-bit ones multiply as bfloat16 where the CPU is
+fast at that, by this project's own kernels or torch's, whichever are faster, else as float32; for
+torch they go block by block through small buffers that stay in the cache. Quantized rows times
+vectors are integer products, by own kernels too, where those are faster (`product_choice.py` tries;
+docs/lab_log.md has figures). Each thread converts and multiplies rows of its own: cores then share
+nothing but the input, which matters where they share no cache.
 """
 
 import os
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from actors.pair_products import PairProducts
 from actors.product_choice import choose_products
 from actors.steps import ProductChoice
 from numba_kernels.convert import widen_kernel
@@ -65,9 +67,15 @@ class MatrixProducts:
         pinned: Sequence[Sequence[int] | None] = thread_cores or [None] * num_threads
         self._pools = [ThreadPoolExecutor(1, "products", _begin, (cores,)) for cores in pinned]
         self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
+        self._pairs = PairProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
-        if self._choice.bfloat16:  # so that no prompt waits until this is compiled
-            widen_kernel(np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.int16), 0, 1)
+        if self._choice.bfloat16:  # so that no prompt waits until these are compiled
+            one = np.zeros((1, 1), np.uint16)
+            widen_kernel(one, np.zeros((1, 1), np.int16), 0, 1)
+            if self._choice.own_bfloat16:
+                x, out = np.zeros((2, 1, 1), np.float32)
+                for multiply in (self._pairs.linear, self._pairs.combine):
+                    multiply(x, one, out)
 
     def close(self) -> None:
         """End the threads."""
@@ -83,6 +91,8 @@ class MatrixProducts:
         out = torch.empty(x.shape[0], weights.shape[0])
         if is_quantized(weights.dtype) and self._choice.integers:
             self._integer_products(x, weights, out)
+        elif self._has_pairs(weights):
+            self._pairs.linear(x.contiguous().numpy(), weights, out.numpy())
         else:
             operand = self._operand(x, weights)
 
@@ -98,8 +108,12 @@ class MatrixProducts:
         Shapes:  h (T, N), rows (N, d) or (N, row bytes), result (T, d)
         Dtypes:  h, result float32; rows bits
         """
-        operand = self._operand(h, rows)
         width = row_width(rows.dtype, rows.shape[1])
+        if self._has_pairs(rows):
+            out = torch.empty(h.shape[0], width)
+            self._pairs.combine(h.contiguous().numpy(), rows, out.numpy())
+            return out
+        operand = self._operand(h, rows)
         sums = torch.zeros(self.num_threads, h.shape[0], width)
 
         def multiply(thread: int, first: int, last: int) -> None:
@@ -107,6 +121,11 @@ class MatrixProducts:
 
         self._each_block(rows, multiply)
         return sums.sum(dim=0)
+
+    def _has_pairs(self, weights: np.ndarray) -> bool:
+        """Whether own kernels multiply them as bfloat16."""
+        choice, dtypes = self._choice, (np.uint16, np.int16)
+        return choice.bfloat16 and choice.own_bfloat16 and weights.dtype in dtypes
 
     def _integer_products(self, x: torch.Tensor, weights: np.ndarray, out: torch.Tensor) -> None:
         """out = x @ weights.T, x quantized in groups; each thread over its share of the rows."""
@@ -152,7 +171,6 @@ class MatrixProducts:
                 multiply(thread, first, min(first + size, end))
 
         self.each_thread(run)
-        torch.set_num_threads(self.num_threads)  # for what is not a product with weights
 
     def each_thread(self, run: Callable[[int], None]) -> None:
         """Call run(thread) in every thread; returns when all have."""
@@ -160,6 +178,8 @@ class MatrixProducts:
         wait(calls)  # all of them, for the next product uses the same buffers
         for call in calls:
             call.result()
+        # For what is no product with weights. A thread of a Ray worker begins with one.
+        torch.set_num_threads(self.num_threads)
 
     def _block(self, thread: int, block: np.ndarray) -> torch.Tensor:
         """The block's weights in the format that is multiplied."""

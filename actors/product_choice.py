@@ -1,17 +1,21 @@
 """How long prompts are multiplied on this CPU: found out by trying, once a process.
 
-float32 products are fast everywhere, bfloat16 ones several times as fast or several times slower;
-integer products of quantized weights compete with those that widen the weights first.
+float32 products are fast everywhere, bfloat16 ones several times as fast or several times slower,
+by torch or by own kernels; integer products of quantized weights compete with those that widen the
+weights first.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 import torch
 
+from actors.pair_products import PairProducts
 from actors.steps import ProductChoice
+from numba_kernels.bfloat16_ir import has_pair_products
 from numba_kernels.convert import widen_kernel
 from numba_kernels.formats import Q8, row_items
 from numba_kernels.rows import rows_times_vectors
@@ -36,12 +40,24 @@ def choose_products() -> ProductChoice:
         torch.set_num_threads(threads)
     rows, block = np.zeros((_ROWS, row_items(Q8, _WIDTH)), Q8), np.empty((_ROWS, _WIDTH), np.int16)
     widen_s = _fastest(lambda: widen_kernel(rows, block, 0, _ROWS))
-    vectors = x.numpy()
+    vectors, halves = x.numpy(), weights.to(torch.float16).numpy().view(np.uint16)
     integers_s = _fastest(lambda: rows_times_vectors(rows, vectors))
+    halves_s = _fastest(lambda: widen_kernel(halves, block, 0, _ROWS))
+    own_s = _own_bfloat16_s(vectors, halves)
     return ProductChoice(
-        bfloat16=narrow_s * _CLEARLY < wide_s,
+        bfloat16=min(narrow_s, own_s) * _CLEARLY < wide_s,
         integers=integers_s < (widen_s + min(narrow_s, wide_s)) * _CLEARLY,
+        own_bfloat16=own_s < (halves_s + narrow_s) * _CLEARLY,
     )
+
+
+def _own_bfloat16_s(x: np.ndarray, weights: np.ndarray) -> float:
+    """Seconds of this project's bfloat16 kernels; infinite on a CPU without the instruction."""
+    if not has_pair_products():
+        return math.inf
+    products = PairProducts(1, lambda run: run(0))
+    out = np.empty((x.shape[0], weights.shape[0]), np.float32)
+    return _fastest(lambda: products.linear(x, weights, out))
 
 
 def _fastest(product: Callable[[], object]) -> float:

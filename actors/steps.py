@@ -13,11 +13,13 @@ class ProductChoice(NamedTuple):
     """How long prompts are multiplied.
 
     bfloat16: 16-bit weights multiply in bfloat16, else in float32
+    own_bfloat16: they do so by this project's kernels, else by torch's
     integers: quantized weights multiply as integers, else as `bfloat16` says
     """
 
     bfloat16: bool
     integers: bool
+    own_bfloat16: bool = False
 
 
 def chunk_sizes(num_tokens: int, max_tokens: int) -> list[int]:

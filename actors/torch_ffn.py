@@ -10,7 +10,7 @@ import torch
 from actors.matrix_products import MatrixProducts
 from numba_kernels.operands import PART_COLUMNS
 from numba_kernels.prompt_ffn import (
-    empty_lists,
+    empty_fired,
     list_fired,
     num_blocks,
     num_parts,
@@ -27,7 +27,7 @@ _FUNCTIONS = {
 }
 # Up to this share of neurons that fire, one by one is faster than products over all
 # (docs/lab_log.md).
-_FEW = 0.12
+_FEW = 0.18
 
 
 def prompt_ffn(
@@ -78,20 +78,20 @@ def _add_fired(
     out: np.ndarray,
 ) -> None:
     """out = sum over the neurons that fire for each token; h (T, N) is overwritten."""
-    fired, counts = empty_lists(*h.shape)
+    fired = empty_fired(*h.shape)
     vectors = products.operands(x, up)
     sums = np.empty((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS), np.float32)
     out[:] = 0
 
     def scale(thread: int) -> None:
         blocks = share(num_blocks(h.shape[1]), thread, products.num_threads, 1)
-        list_fired(h, *blocks, fired, counts)
+        list_fired(h, *blocks, fired)
         if up.shape[0]:
-            prompt_up_kernel(up, up_bias, vectors, h, *blocks, fired, counts)
+            prompt_up_kernel(up, up_bias, vectors, *blocks, fired)
 
     def add(thread: int) -> None:
         parts = share(num_parts(out.shape[1]), thread, products.num_threads, 1)
-        prompt_down_kernel(down, h, fired, counts, *parts, sums, out)
+        prompt_down_kernel(down, fired, *parts, sums, out)
 
     products.each_thread(scale)
     products.each_thread(add)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.failures import RequestError
 from actors.steps import KERNEL_TOKENS, ProductChoice
+from numba_kernels.bfloat16_ir import has_pair_products
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -169,10 +170,16 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-def test_prefill_rounds_like_bfloat16_of_transformers(tiny: Tiny, variant: str, dtype: str) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])
+def test_prefill_rounds_like_bfloat16_of_transformers(
+    tiny: Tiny, own: bool, variant: str, dtype: str
+) -> None:
+    if own and not has_pair_products():
+        pytest.skip("a CPU without AVX512-BF16")
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
-    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:
+    products = ProductChoice(bfloat16=True, integers=False, own_bfloat16=own)
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype, products=products) as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
             difference = relative_difference(found, checkpoint.logits)

@@ -9,7 +9,7 @@ from numba_kernels.formats import is_quantized
 from numba_kernels.products import quantize_kernel
 from numba_kernels.prompt_ffn import (
     BLOCK,
-    empty_lists,
+    empty_fired,
     list_fired,
     num_blocks,
     num_parts,
@@ -52,16 +52,16 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
     expected = (h * factors) @ down_values
     sizes = (h * (np.abs(rounded) @ np.abs(up_values).T + 1)) @ np.abs(down_values)
 
-    fired, counts = empty_lists(num_tokens, height)
+    fired = empty_fired(num_tokens, height)
     out = np.full((num_tokens, width), 2, np.float32)
     sums = np.full((num_parts(width), num_tokens, 512), np.nan, np.float32)
     for first, last in ((0, 1), (1, num_blocks(height))):  # as two threads share them
-        list_fired(h, first, last, fired, counts)
+        list_fired(h, first, last, fired)
         if gated:
-            prompt_up_kernel(up, bias, vectors, h, first, last, fired, counts)
-    assert counts.sum() == (h != 0).sum()
+            prompt_up_kernel(up, bias, vectors, first, last, fired)
+    assert fired.starts[:, -1].sum() == (h != 0).sum()
     for first, last in ((0, 1), (1, num_parts(width))):
-        prompt_down_kernel(down, h, fired, counts, first, last, sums, out)
+        prompt_down_kernel(down, fired, first, last, sums, out)
     assert (np.abs(out - 2 - expected) <= 4e-6 * sizes + 1e-5).all()
 
 
@@ -69,7 +69,9 @@ def test_without_a_bias() -> None:
     up, values = random_weights(6, "f32", 20, 64)
     x, h = random_floats(7, 3, 64), np.maximum(random_floats(8, 3, 20), 0)
     expected = h * (x @ values.T)
-    fired, counts = empty_lists(3, 20)
-    list_fired(h, 0, 1, fired, counts)
-    prompt_up_kernel(up, NO_BIAS, x, h, 0, 1, fired, counts)
-    assert np.allclose(h, expected, atol=1e-4)
+    fired = empty_fired(3, 20)
+    list_fired(h, 0, 1, fired)
+    prompt_up_kernel(up, NO_BIAS, x, 0, 1, fired)
+    found = np.zeros_like(h)
+    found[h != 0] = fired.values[0, : np.count_nonzero(h)]
+    assert np.allclose(found, expected, atol=1e-4)
