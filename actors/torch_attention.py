@@ -6,12 +6,21 @@ The same layer orders as numba_kernels.serve_attention, as matrix products over 
 import numpy as np
 import torch
 
-from actors.matrix_products import MatrixProducts, as_tensor
+from actors.matrix_products import MatrixProducts
+from numba_kernels.attention import read_kernel
 from numba_kernels.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.norm import RMS_NORM
-from numba_kernels.serve_attention import PARALLEL, POST_NORM, AttentionArrays, AttentionShape
+from numba_kernels.rows import share
+from numba_kernels.serve_attention import (
+    PARALLEL,
+    POST_NORM,
+    AttentionArrays,
+    AttentionShape,
+    rotate_and_store,
+)
 
 _NO_BIAS = np.empty(0, np.float32)
+_QUERIES = 128  # at a time: they read no keys but up to the last of them
 
 
 def _norm(
@@ -36,55 +45,49 @@ def _layer_input(
     return x
 
 
-def _rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """heads (T, H, head_dim), table (T, 2, head_dim / 2)."""
-    cos, sin = table[:, None, 0], table[:, None, 1]
-    a, b = heads.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def _cached(
-    cache: np.ndarray, pages: np.ndarray, positions: np.ndarray, new: torch.Tensor
-) -> torch.Tensor:
-    """Put the tensor `new` (T, G, head_dim) at `positions`; returns all (G, last + 1, head_dim).
-
-    cache (M, G, P, head_dim) of one layer; the result is float32.
-    """
-    store, size, length = as_tensor(cache), cache.shape[2], int(positions[-1]) + 1
-    page_ids = torch.from_numpy(pages[: -(-length // size)].astype(np.int64))
-    at = torch.from_numpy(positions.astype(np.int64))
-    store[page_ids[at // size], :, at % size] = new.to(store.dtype)
-    whole = store[page_ids].to(torch.float32).transpose(0, 1)
-    return whole.reshape(cache.shape[1], -1, cache.shape[3])[:, :length]
-
-
 def _attend(
+    products: MatrixProducts,
     wires: Wires,
     layer: int,
-    num_tokens: int,
-    qkv: torch.Tensor,
+    qkv: np.ndarray,
     shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> torch.Tensor:
-    """Write keys and values to the cache, attend over all of it; returns (T, H * head_dim)."""
-    positions, pages = wires.positions[:num_tokens], wires.page_tables[wires.slots[0]]
-    heads = qkv.view(num_tokens, -1, shape.head_dim)
-    queries, keys, values = heads.split(
-        [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
-    )
-    if arrays.rope_table.shape[0]:
-        table = torch.from_numpy(arrays.rope_table[positions])
-        queries, keys = _rotate(queries, table), _rotate(keys, table)
-    first, last = int(positions[0]), int(positions[-1]) + 1
-    mask = torch.arange(last) <= torch.arange(first, last)[:, None]
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        _cached(arrays.keys[layer], pages, positions, keys)[None],
-        _cached(arrays.values[layer], pages, positions, values)[None],
-        attn_mask=mask,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
-    return attended[0].transpose(0, 1).reshape(num_tokens, -1)
+    """Write keys and values to the cache, attend over all of it; returns (T, H * head_dim).
+
+    qkv (T, rows) is overwritten.
+    """
+    num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
+    first = int(wires.positions[0])
+    num_pages = -(-(first + num_tokens) // size)
+    pages = wires.page_tables[wires.slots[0], :num_pages]
+    cached = np.empty((2, shape.num_kv_heads, num_pages * size, shape.head_dim), np.float32)
+
+    def store(thread: int) -> None:
+        rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+
+    def read(thread: int) -> None:
+        heads = share(shape.num_kv_heads, thread, num_threads, 1)
+        for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
+            read_kernel(cache[layer], pages, *heads, out)
+
+    products.each_thread(store)
+    products.each_thread(read)
+    heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
+    queries = heads[:, : shape.num_heads].transpose(0, 1)[None]
+    keys, values = torch.from_numpy(cached)[:, None]
+    attended = torch.empty(num_tokens, shape.num_heads, shape.head_dim)
+    for begin in range(0, num_tokens, _QUERIES):
+        end = min(begin + _QUERIES, num_tokens)
+        length = first + end
+        attended[begin:end] = torch.nn.functional.scaled_dot_product_attention(
+            queries[:, :, begin:end],
+            keys[:, :, :length],
+            values[:, :, :length],
+            attn_mask=torch.arange(length) <= torch.arange(first + begin, length)[:, None],
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )[0].transpose(0, 1)
+    return attended.view(num_tokens, -1)
 
 
 def dense_attention(
@@ -107,7 +110,7 @@ def dense_attention(
     ffn_norm = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
     normed = residual if shape.order == POST_NORM else _norm(shape, residual, *norm)
     qkv = products.linear(normed, arrays.qkv[layer], arrays.qkv_bias[layer])
-    heads = _attend(wires, layer, num_tokens, qkv, shape, arrays)
+    heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
     mixed = residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
     if shape.order == POST_NORM:
         mixed = ffn_input = _norm(shape, mixed, *norm)

@@ -15,6 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.checks import float_array, require
+from numba_kernels.convert import widen_kernel
 from numba_kernels.vector_ir import add_scaled1, add_scaled4, dot1, dot4
 
 # Positions in a page: a multiple of four, for so many are read side by side, and few enough that
@@ -56,6 +57,19 @@ def store_kernel(cache, position, values):
     """cache[position] = values, in the cache's format; cache (P, head_dim); checks nothing."""
     for i in range(values.shape[0]):
         cache[position, i] = narrow(cache, values[i])
+
+
+@njit(nogil=True, cache=True)
+def read_kernel(cache, pages, first, last, out):
+    """Heads first..last-1 of a layer's cache (M, G, P, head_dim) as float32, page by page.
+
+    out (G, pages * P, head_dim) float32; checks nothing
+    """
+    size = cache.shape[2]
+    for head in range(first, last):
+        for i in range(pages.shape[0]):
+            rows = out[head, i * size : (i + 1) * size]
+            widen_kernel(cache[pages[i], head], rows, 0, size)
 
 
 @njit(nogil=True, cache=True)

@@ -117,7 +117,7 @@ def _layer_norm_before(residual, layer, shape, arrays, normed):
 
 
 @njit(nogil=True, cache=True)
-def _rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
+def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
     """Rotate query and key heads, write keys and values to the cache: every num_parts-th head."""
     dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
     first_value = shape.num_heads + shape.num_kv_heads
@@ -188,7 +188,7 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
         qkv,
     )  # fmt: skip
     _meet(wires.words, service, num_threads)
-    _rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+    rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
     _meet(wires.words, service, num_threads)
     _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
     _meet(wires.words, service, num_threads)
