@@ -180,6 +180,7 @@ def test_retry_repeats_and_undo_takes_back(open_page, system) -> None:
     page = open_page()
     ask(page, QUESTION)
     first, asked = wait_for_answer(page), len(system.requests)
+    wait_until_kept(page)  # the event has ended: no button is put in another's place any more
     page.get_by_role("button", name="Retry").click()
     until(lambda: len(system.requests) == asked + 1)
     page.wait_for_function(
@@ -189,6 +190,7 @@ def test_retry_repeats_and_undo_takes_back(open_page, system) -> None:
     )
     assert system.requests[-1].messages == [{"role": "user", "content": QUESTION}]
     assert page.locator("#chat .message.user").count() == 1
+    wait_until_kept(page)
     page.get_by_role("button", name="Undo").click()
     page.wait_for_function("document.querySelectorAll('#chat .message.user').length == 0")
     assert page.input_value("#question textarea") == QUESTION
