@@ -49,5 +49,7 @@ class RecoveryPolicy:
         """
         now = self._clock()
         last = self._distrusted_s.get(service)
+        if last is not None and now - last <= WINDOW_S:
+            return False
         self._distrusted_s[service] = now
-        return last is None or now - last > WINDOW_S
+        return True

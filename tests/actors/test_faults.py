@@ -39,8 +39,10 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def call_where_loaded(host: Any, function: Callable[[Any], None]) -> bool:
-    """Whether a service's process has loaded, and so was given to `function`."""
+def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> bool:
+    """Whether process `pid` has loaded, and so was given to `function`, or is no more."""
+    if os.getpid() != pid:
+        return True
     if host._service is None or not hasattr(host._service, "wires"):
         return False
     function(host)
@@ -79,12 +81,15 @@ class Eight:
         return ray.get(self.system._driver.__ray_call__.remote(lambda host: host._handles))[service]
 
     def in_service(self, service: int, function: Callable[[Any], None]) -> None:
-        """Run a function in the process of a service."""
-        handle = self.handle(service)
+        """Run a function in the process that a service has now, and in no later one.
+
+        What takes its place while the answer is on its way must not be spoiled as well.
+        """
+        handle, pid = self.handle(service), list(self.pids().values())[1 + service]
         for _ in range(300):
             # The first call to a fresh process may meet the end of the one before it.
             with suppress(ray.exceptions.ActorUnavailableError):
-                if ray.get(handle.__ray_call__.remote(call_where_loaded, function)):
+                if ray.get(handle.__ray_call__.remote(call_where_loaded, pid, function)):
                     return
             threading.Event().wait(0.1)
         raise AssertionError("the service does not come back")

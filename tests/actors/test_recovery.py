@@ -232,7 +232,9 @@ def test_a_service_is_doubted_once_a_minute() -> None:
     policy = RecoveryPolicy(lambda: now[0])
     assert policy.doubts(1) and not policy.doubts(1)
     assert policy.doubts(0)
-    now[0] += WINDOW_S + 1
+    now[0] += WINDOW_S / 2
+    assert not policy.doubts(1)  # asking does not put off the next time
+    now[0] += WINDOW_S / 2 + 1
     assert policy.doubts(1)
 
 
