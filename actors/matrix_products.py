@@ -1,8 +1,9 @@
 """Matrix products of prefill, over weights that stay bits of their checkpoint's format.
 
 float32 weights multiply as they are, by torch. 16-bit ones multiply as bfloat16 where the CPU is
-fast at that, by this project's own kernels or torch's, whichever are faster, else as float32; for
-torch they go block by block through small buffers that stay in the cache. Quantized rows times
+fast at that, by this project's own kernels or torch's, whichever are faster; else as int16 with
+scales where they are multiplied with vectors and the CPU is fast at that, or as float32. For torch
+they go block by block through small buffers that stay in the cache. Quantized rows times
 vectors are integer products, by own kernels too, where those are faster (`product_choice.py` tries;
 docs/lab_log.md has figures). Each thread converts and multiplies rows of its own: cores then share
 nothing but the input, which matters where they share no cache.
@@ -20,7 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from actors.pair_products import PairProducts
+from actors.pair_products import PairProducts, WordProducts
 from actors.product_choice import choose_products
 from actors.steps import ProductChoice
 from numba_kernels.convert import widen_kernel
@@ -31,6 +32,7 @@ from numba_kernels.vectors import QuantizedVectors, empty_vectors
 from placement.pinning import pin_thread
 
 _BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
+_HALVES = (np.uint16, np.int16)
 ThreadCores = Sequence[Sequence[int]]
 
 
@@ -68,6 +70,7 @@ class MatrixProducts:
         self._pools = [ThreadPoolExecutor(1, "products", _begin, (cores,)) for cores in pinned]
         self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
         self._pairs = PairProducts(num_threads, self.each_thread)
+        self._words = WordProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
         if self._choice.bfloat16:  # so that no prompt waits until these are compiled
             one = np.zeros((1, 1), np.uint16)
@@ -93,6 +96,8 @@ class MatrixProducts:
             self._integer_products(x, weights, out)
         elif self._has_pairs(weights):
             self._pairs.linear(x.contiguous().numpy(), weights, out.numpy())
+        elif self._choice.words and weights.dtype in _HALVES:
+            self._words.linear(x.contiguous().numpy(), weights, out.numpy())
         else:
             operand = self._operand(x, weights)
 
@@ -124,8 +129,8 @@ class MatrixProducts:
 
     def _has_pairs(self, weights: np.ndarray) -> bool:
         """Whether own kernels multiply them as bfloat16."""
-        choice, dtypes = self._choice, (np.uint16, np.int16)
-        return choice.bfloat16 and choice.own_bfloat16 and weights.dtype in dtypes
+        choice = self._choice
+        return choice.bfloat16 and choice.own_bfloat16 and weights.dtype in _HALVES
 
     def _integer_products(self, x: torch.Tensor, weights: np.ndarray, out: torch.Tensor) -> None:
         """out = x @ weights.T, x quantized in groups; each thread over its share of the rows."""

@@ -1,8 +1,8 @@
 """How long prompts are multiplied on this CPU: found out by trying, once a process.
 
 float32 products are fast everywhere, bfloat16 ones several times as fast or several times slower,
-by torch or by own kernels; integer products of quantized weights compete with those that widen the
-weights first.
+by torch or by own kernels; where they are slower, products of int16 with scales may be faster than
+float32; integer products of quantized weights compete with those that widen the weights first.
 """
 
 import functools
@@ -13,17 +13,19 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from actors.pair_products import PairProducts
+from actors.pair_products import PairProducts, WordProducts
 from actors.steps import ProductChoice
 from numba_kernels.bfloat16_ir import has_pair_products
 from numba_kernels.convert import widen_kernel
 from numba_kernels.formats import Q8, row_items
+from numba_kernels.int16_ir import has_word_products
 from numba_kernels.rows import rows_times_vectors
 
 _ROWS, _WIDTH, _TOKENS, _TRIES = 256, 2048, 64, 7
+_MORE = 4
 # What is chosen must not change from start to start, for it changes the last bits of a prompt's
 # results, and services that try at the same time disturb each other.
-_CLEARLY = 2.0
+_CLEARLY, _SOMEWHAT = 2.0, 1.15
 
 
 @functools.cache
@@ -43,19 +45,29 @@ def choose_products() -> ProductChoice:
     vectors, halves = x.numpy(), weights.to(torch.float16).numpy().view(np.uint16)
     integers_s = _fastest(lambda: rows_times_vectors(rows, vectors))
     halves_s = _fastest(lambda: widen_kernel(halves, block, 0, _ROWS))
-    own_s = _own_bfloat16_s(vectors, halves)
+    own_s = _own_s(PairProducts, has_pair_products(), vectors, halves)
+    bfloat16 = min(narrow_s, own_s) * _CLEARLY < wide_s
+    # Tokens are rounded once for all rows, which takes longer than to round them to bfloat16.
+    more, has_words = np.tile(halves, (_MORE, 1)), not bfloat16 and has_word_products()
+    words_s = _own_s(WordProducts, has_words, vectors, more) / _MORE
     return ProductChoice(
-        bfloat16=min(narrow_s, own_s) * _CLEARLY < wide_s,
+        bfloat16=bfloat16,
         integers=integers_s < (widen_s + min(narrow_s, wide_s)) * _CLEARLY,
         own_bfloat16=own_s < (halves_s + narrow_s) * _CLEARLY,
+        words=words_s * _SOMEWHAT < halves_s + wide_s,
     )
 
 
-def _own_bfloat16_s(x: np.ndarray, weights: np.ndarray) -> float:
-    """Seconds of this project's bfloat16 kernels; infinite on a CPU without the instruction."""
-    if not has_pair_products():
+def _own_s(
+    kind: type[PairProducts] | type[WordProducts],
+    is_possible: bool,
+    x: np.ndarray,
+    weights: np.ndarray,
+) -> float:
+    """Seconds of this project's kernels; infinite where they are impossible or not wanted."""
+    if not is_possible:
         return math.inf
-    products = PairProducts(1, lambda run: run(0))
+    products = kind(1, lambda run: run(0))
     out = np.empty((x.shape[0], weights.shape[0]), np.float32)
     return _fastest(lambda: products.linear(x, weights, out))
 

@@ -15,11 +15,13 @@ class ProductChoice(NamedTuple):
     bfloat16: 16-bit weights multiply in bfloat16, else in float32
     own_bfloat16: they do so by this project's kernels, else by torch's
     integers: quantized weights multiply as integers, else as `bfloat16` says
+    words: where not in bfloat16, 16-bit weights times vectors multiply as int16 with scales
     """
 
     bfloat16: bool
     integers: bool
     own_bfloat16: bool = False
+    words: bool = False
 
 
 def chunk_sizes(num_tokens: int, max_tokens: int) -> list[int]:

@@ -1,14 +1,7 @@
-"""Vector IR for products of bfloat16 pairs: AVX512-BF16's dot product instruction.
-
-A tile is TILE_ROWS rows of weights times up to MOST_GROUPS groups of LANES tokens. Tokens are the
-lanes, so a pair of weights is broadcast to them and no sum crosses lanes; each token's sum has one
-order, whatever its company. The tile's sums fill the registers: for each pair of columns, four
-loads of tokens and six of weights feed 24 instructions.
-"""
+"""Vector IR for products of bfloat16 pairs: AVX512-BF16's dot product instruction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -16,28 +9,27 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_kernels.llvm_vectors import (
-    BYTES,
     FLOATS,
     I16,
     I32,
     I64,
     LANES,
     ZEROS,
-    counted_loop,
     has_feature,
     item_pointer,
     new_cell,
-    prefetch_line,
-    whole_steps,
     widen,
 )
-
-TILE_ROWS = 6
-MOST_GROUPS = 4
-ROWS_AHEAD = 3
-_PAIRS_A_STEP = 4
-_WORDS = ir.VectorType(I32, LANES)
-_HALF_WORDS = ir.VectorType(I16, LANES)
+from numba_kernels.pair_ir import (
+    HALF_WORDS,
+    ROWS_AHEAD,
+    TILE_ROWS,
+    WORDS,
+    element,
+    emit_row,
+    further,
+    multiply_pairs,
+)
 
 
 class _Bfloat(ir.Type):
@@ -63,20 +55,9 @@ def has_pair_products() -> bool:
     return has_feature("avx512bf16")
 
 
-def _element(context: Any, builder: Any, array_type: Any, array: Any, indices: list[Any]) -> Any:
-    """i8* of an element of an array of any strides."""
-    struct = context.make_array(array_type)(context, builder, value=array)
-    strides = cgutils.unpack_tuple(builder, struct.strides)
-    offset = I64(0)
-    for index, stride in zip(indices, strides, strict=True):
-        offset = builder.add(offset, builder.mul(index, stride))
-    base = builder.bitcast(struct.data, BYTES)
-    return builder.gep(base, [offset], source_etype=ir.IntType(8)), strides
-
-
 def _load_narrow(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
     """Load LANES items, or 1, at `pointer` (i8*): the nearest bfloat16, ties to even, as bits."""
-    kind = _HALF_WORDS if lanes > 1 else I16
+    kind = HALF_WORDS if lanes > 1 else I16
     if dtype == types.int16:
         return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=2, typ=kind)
     floats = widen(builder, dtype, pointer, lanes)
@@ -87,15 +68,8 @@ def _load_narrow(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(narrow, [FLOATS]), name
     )
-    bits = builder.bitcast(builder.call(function, [floats]), _HALF_WORDS)
+    bits = builder.bitcast(builder.call(function, [floats]), HALF_WORDS)
     return bits if lanes > 1 else builder.extract_element(bits, I32(0))
-
-
-def _spread(builder: Any, word: Any) -> Any:
-    """A vector of words that are all `word` (i32)."""
-    undefined = ir.Constant(_WORDS, ir.Undefined)
-    one = builder.insert_element(undefined, word, I32(0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [I32(0)] * LANES))
 
 
 def _add_pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
@@ -128,63 +102,31 @@ def add_tile(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = I64(0)
         streams = [
-            _element(
+            element(
                 context, builder, tokens, args[0],
                 [builder.add(args[1], I64(g)), args[5], zero],
             )[0]
             for g in range(count)
         ]  # fmt: skip
-        corner, strides = _element(context, builder, weights, args[3], [args[4], zero])
-        rows = [
-            builder.gep(corner, [builder.mul(strides[0], I64(r))], source_etype=ir.IntType(8))
-            for r in range(TILE_ROWS)
-        ]
+        corner, strides = element(context, builder, weights, args[3], [args[4], zero])
+        rows = further(builder, corner, strides[0], range(TILE_ROWS))
         following = [
-            _element(context, builder, ahead, args[8], [builder.add(args[9], I64(r)), args[10]])[0]
+            element(context, builder, ahead, args[8], [builder.add(args[9], I64(r)), args[10]])[0]
             for r in range(ROWS_AHEAD)
         ]
         cells = [new_cell(builder, ZEROS) for _ in range(TILE_ROWS * count)]
 
-        def multiply(pair: Any) -> None:
-            at = builder.mul(pair, I64(LANES * 4))
-            xs = []
-            for stream in streams:
-                pointer = builder.gep(stream, [at], source_etype=ir.IntType(8))
-                words = builder.load(
-                    builder.bitcast(pointer, _WORDS.as_pointer()), align=64, typ=_WORDS
-                )
-                xs.append(builder.bitcast(words, _PAIRS))
-            step = builder.mul(pair, strides[1])
-            for r, pointer in enumerate(rows):
-                word = builder.load(
-                    builder.bitcast(
-                        builder.gep(pointer, [step], source_etype=ir.IntType(8)), I32.as_pointer()
-                    ),
-                    align=4,
-                    typ=I32,
-                )
-                weight = builder.bitcast(_spread(builder, word), _PAIRS)
-                for g, x in enumerate(xs):
-                    cell = cells[r * count + g]
-                    total = builder.load(cell, typ=FLOATS)
-                    builder.store(_add_pair_products(builder, total, x, weight), cell)
-
-        def multiply_several(pair: Any) -> None:
-            for pointer in following:
-                at = builder.mul(pair, args[11])
-                prefetch_line(
-                    builder, builder.gep(pointer, [at], source_etype=ir.IntType(8)), 0, locality=2
-                )
-            for i in range(_PAIRS_A_STEP):
-                multiply(builder.add(pair, I64(i)))
+        def add(total: Any, words: Any, weight: Any) -> Any:
+            x, pair = builder.bitcast(words, _PAIRS), builder.bitcast(weight, _PAIRS)
+            return _add_pair_products(builder, total, x, pair)
 
         num_pairs = builder.sub(args[6], args[5])
-        whole = whole_steps(builder, num_pairs, _PAIRS_A_STEP)
-        counted_loop(builder, zero, whole, _PAIRS_A_STEP, multiply_several)
-        counted_loop(builder, whole, num_pairs, 1, multiply)
+        multiply_pairs(
+            builder, streams, rows, strides[1], zero, num_pairs, cells, add, following, args[11]
+        )
         for r in range(TILE_ROWS):
             for g in range(count):
-                target, _ = _element(
+                target, _ = element(
                     context, builder, out, args[7],
                     [builder.add(args[4], I64(r)), builder.add(args[1], I64(g)), zero],
                 )  # fmt: skip
@@ -207,8 +149,8 @@ def narrow_row(typingctx, matrix, row, column, count, out):
     dtype = matrix.dtype
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, _ = _element(context, builder, matrix, args[0], [args[1], args[2]])
-        target, _ = _element(context, builder, out, args[4], [I64(0)])
+        source, _ = element(context, builder, matrix, args[0], [args[1], args[2]])
+        target, _ = element(context, builder, out, args[4], [I64(0)])
 
         def convert(index: Any, lanes: int) -> None:
             at = item_pointer(builder, source, index, dtype.bitwidth // 8)
@@ -216,7 +158,7 @@ def narrow_row(typingctx, matrix, row, column, count, out):
             to = builder.bitcast(item_pointer(builder, target, index, 2), bits.type.as_pointer())
             builder.store(bits, to, align=2)
 
-        _emit_row(builder, args[3], convert)
+        emit_row(builder, args[3], convert)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -232,12 +174,12 @@ def narrow_pair(typingctx, matrix, row, column, count, out):
     dtype = matrix.dtype
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, strides = _element(context, builder, matrix, args[0], [args[1], args[2]])
+        first, strides = element(context, builder, matrix, args[0], [args[1], args[2]])
         second = builder.gep(first, [strides[0]], source_etype=ir.IntType(8))
-        target, _ = _element(context, builder, out, args[4], [I64(0)])
+        target, _ = element(context, builder, out, args[4], [I64(0)])
 
         def convert(index: Any, lanes: int) -> None:
-            kind = _WORDS if lanes > 1 else I32
+            kind = WORDS if lanes > 1 else I32
             low, high = (
                 builder.zext(_load_narrow(builder, dtype, at, lanes), kind)
                 for at in (
@@ -250,14 +192,7 @@ def narrow_pair(typingctx, matrix, row, column, count, out):
             to = builder.bitcast(item_pointer(builder, target, index, 4), kind.as_pointer())
             builder.store(both, to, align=4)
 
-        _emit_row(builder, args[3], convert)
+        emit_row(builder, args[3], convert)
         return context.get_dummy_value()
 
     return signature, codegen
-
-
-def _emit_row(builder: Any, length: Any, convert: Callable[[Any, int], None]) -> None:
-    """convert(index, lanes) for a whole row: vectors, then one by one."""
-    vectors = whole_steps(builder, length, LANES)
-    counted_loop(builder, I64(0), vectors, LANES, lambda index: convert(index, LANES))
-    counted_loop(builder, vectors, length, 1, lambda index: convert(index, 1))

@@ -11,15 +11,9 @@ Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van 
 import numpy as np
 from numba import njit
 
-from numba_kernels.bfloat16_ir import (
-    MOST_GROUPS,
-    ROWS_AHEAD,
-    TILE_ROWS,
-    add_tile,
-    narrow_pair,
-    narrow_row,
-)
+from numba_kernels.bfloat16_ir import add_tile, narrow_pair, narrow_row
 from numba_kernels.llvm_vectors import LANES
+from numba_kernels.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
 
 # Rows and pairs of columns in a block of `linear`, columns and pairs of rows in one of `combine`.
 _LINEAR_ROWS, _LINEAR_PAIRS = 16 * TILE_ROWS, 512

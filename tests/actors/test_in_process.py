@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from actors.failures import RequestError
 from actors.steps import KERNEL_TOKENS, ProductChoice
 from numba_kernels.bfloat16_ir import has_pair_products
+from numba_kernels.int16_ir import has_word_products
 from numba_kernels.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -200,6 +201,19 @@ def test_prefill_rounds_like_bfloat16_of_transformers(
             found = system.logits("exact", checkpoint.ids, way)
             difference = relative_difference(found, checkpoint.logits)
             assert difference < 2 * checkpoint.bfloat16_difference, way
+
+
+@pytest.mark.skipif(not has_word_products(), reason="a CPU with AVX512-VNNI")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+def test_prefill_in_words_is_nearer_than_bfloat16(tiny: Tiny, variant: str, dtype: str) -> None:
+    checkpoint = tiny(variant, dtype)
+    products = ProductChoice(bfloat16=False, integers=False, words=True)
+    with InProcessSystem(checkpoint.path, 2, 1, kv_dtype="float32", products=products) as system:
+        for way in ([40], [34, 6]):
+            found = system.logits("exact", checkpoint.ids, way)
+            difference = relative_difference(found, checkpoint.logits)
+            assert difference < checkpoint.bfloat16_difference / 10, way
 
 
 @pytest.mark.parametrize("sizes", [[1], [35, 1]], ids=str)

@@ -64,7 +64,7 @@ def run(
     *arguments: str | Path,
     stdin: str | bytes | None = "",
     changes: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
 ) -> Outcome:
     """Run a command to its end. `stdin` None: there is no standard input at all."""
     line = command_line(arguments)

@@ -114,7 +114,7 @@ def test_text_streams_by_its_seed_until_interrupted(command: Command, words: Pat
                 text += chunk
             assert process.poll() is None, process.stderr.read().decode()
             os.killpg(process.pid, signal.SIGINT)
-            rest, err = process.communicate(timeout=30)
+            rest, err = process.communicate(timeout=90)
         assert process.returncode == 130
         assert err.decode().strip() == ""
         assert (text + rest).count(b" ") < 45000
