@@ -25,7 +25,7 @@ _ROWS, _WIDTH, _TOKENS, _TRIES = 256, 2048, 64, 7
 _MORE = 4
 # What is chosen must not change from start to start, for it changes the last bits of a prompt's
 # results, and services that try at the same time disturb each other.
-_CLEARLY, _SOMEWHAT = 2.0, 1.15
+_CLEARLY = 2.0
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def choose_products() -> ProductChoice:
         bfloat16=bfloat16,
         integers=integers_s < (widen_s + min(narrow_s, wide_s)) * _CLEARLY,
         own_bfloat16=own_s < (halves_s + narrow_s) * _CLEARLY,
-        words=words_s * _SOMEWHAT < halves_s + wide_s,
+        words=words_s < (halves_s + wide_s) * _CLEARLY,
     )
 
 

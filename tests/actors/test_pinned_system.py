@@ -27,7 +27,7 @@ from tests.numa_trees import write_tree
 CORES = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = [
     pytest.mark.skipif(len(CORES) < 2, reason="two cores play two nodes"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 
@@ -93,7 +93,7 @@ def test_threads_have_cores_of_their_own_until_somebody_else_wants_those(
             return {(first,), (second,)} <= set(cores_of_threads(process))
 
         def answer_until(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 80
+            deadline = time.monotonic() + 240  # other tests run beside this one, on these cores
             while not condition():
                 assert time.monotonic() < deadline
                 assert system.complete(request).ids == checkpoint.greedy_ids
