@@ -180,6 +180,7 @@ function show(found) {
       found[name] = latest[name];
     }
   }
+  if (latest && !isRunning && found.map.steps === 0) found.map = latest.map;
   latest = found;
   find("speed").textContent = found.tokens_per_s ? Math.round(found.tokens_per_s) : "–";
   const share = (100 * found.neurons_computed).toFixed(1);
