@@ -143,13 +143,16 @@ def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])
-def test_a_driver_tells_what_its_steps_computed(mode, tiny: Tiny) -> None:
+def test_a_driver_tells_what_its_steps_computed(
+    mode, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.telemetry._RECENT_S", 600)  # steps may wait for a compiler
     config = SystemConfig(str(tiny("llama-relu").path), mode=mode, context_length=128, max_batch=2)
     with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
         shards = [[ids] * system.config.num_layers for ids in system.shards()]
         driver = Driver(config, system.exchange, shards)
         try:
-            assert driver.telemetry().speed.tokens_per_s == 0
+            assert driver.telemetry(600).speed.tokens_per_s == 0
             sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
             list(driver.generate(GenerateRequest(sampling, prompt_ids=[5, 6, 7])))
             told, steps = driver.telemetry(), list(driver._scheduler.recent)

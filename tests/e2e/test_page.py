@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 
 
 @pytest.fixture(scope="module")
