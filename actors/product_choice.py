@@ -30,7 +30,7 @@ _CLEARLY = 2.0
 
 @functools.cache
 def choose_products() -> ProductChoice:
-    """Time one thread's products of each kind; takes some milliseconds."""
+    """Time one thread's products of each kind; takes a tenth of a second, once all is compiled."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -47,14 +47,16 @@ def choose_products() -> ProductChoice:
     halves_s = _fastest(lambda: widen_kernel(halves, block, 0, _ROWS))
     own_s = _own_s(PairProducts, has_pair_products(), vectors, halves)
     bfloat16 = min(narrow_s, own_s) * _CLEARLY < wide_s
+    has_words = has_word_products()
     # Tokens are rounded once for all rows, which takes longer than to round them to bfloat16.
-    more, has_words = np.tile(halves, (_MORE, 1)), not bfloat16 and has_word_products()
-    words_s = _own_s(WordProducts, has_words, vectors, more) / _MORE
+    more = np.tile(halves, (_MORE, 1))
+    words_s = _own_s(WordProducts, has_words and not bfloat16, vectors, more) / _MORE
     return ProductChoice(
         bfloat16=bfloat16,
         integers=integers_s < (widen_s + min(narrow_s, wide_s)) * _CLEARLY,
         own_bfloat16=own_s < (halves_s + narrow_s) * _CLEARLY,
-        words=words_s < (halves_s + wide_s) * _CLEARLY,
+        # Untried beside bfloat16, and for systems that have a service without it.
+        words=has_words and (bfloat16 or words_s < (halves_s + wide_s) * _CLEARLY),
     )
 
 

@@ -46,6 +46,10 @@ _NO_SUMS = ir.Constant(WORDS, [I32(0)] * LANES)
 # Added to a float of less than 2 ** 22 it leaves the nearest integer in the low bits of the sum.
 _ROUNDS = ir.Constant(FLOATS, [F32(1.5 * 2**23)] * LANES)
 
+# For the instruction that stands by its name in code made here or kept from an earlier process:
+# without it LLVM ends the process.
+binding.initialize_native_asmparser()
+
 
 def has_word_products() -> bool:
     """Whether the CPU that kernels are compiled for multiplies pairs of int16, 512 bits at once."""
@@ -54,7 +58,6 @@ def has_word_products() -> bool:
 
 def _add_word_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """By its name, for LLVM would make two slower instructions of its intrinsic function."""
-    binding.initialize_native_asmparser()
     kind = ir.FunctionType(WORDS, [WORDS] * 3)
     return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", [total, a, b], side_effect=False)
 
@@ -142,8 +145,8 @@ def add_group_tile(
 def round_group(typingctx, matrix, row, column, most, out, out_row, position):
     """out[out_row, position : + GROUP] = matrix[row, column : + GROUP] / scale, rounded.
 
-    Returns the scale: the largest magnitude becomes `most`. Where something is not finite, it is
-    not either.
+    Returns the scale: the largest magnitude becomes `most`, or 0 where it is below 1e-34. Where
+    something is not finite, the scale is not either.
 
     matrix (N, d) float32, uint16 (float16) or int16 (bfloat16), rows contiguous
     most float32; out (M, K) int16, rows contiguous; result float32

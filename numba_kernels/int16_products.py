@@ -39,8 +39,8 @@ def num_column_groups(width: int) -> int:
 def pack_words_kernel(x, tokens, scales, buffer, first, last):
     """Groups first..last-1 of `tokens` and `scales` = rounded pairs of x (T, d); checks nothing.
 
-    tokens (groups, pairs of d, LANES) int32, scales (groups, groups of d, LANES) float32, zeros
-    where x ends; buffer (BUFFER_PAIRS,) int32; x float32
+    tokens (groups, pairs, LANES) int32, scales (groups, groups of columns, LANES) float32: whole
+    groups of columns, zeros where x ends; buffer (BUFFER_PAIRS,) int32; x float32
     """
     row = buffer[: _GROUPS * GROUP_PAIRS]
     bits, wide = row.view(np.int16).reshape(1, -1), np.empty((1, GROUP), np.float32)

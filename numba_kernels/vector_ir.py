@@ -430,6 +430,8 @@ def _emit_float_row(
         bits = builder.bitcast(wide, whole(0).type)
         odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
         rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", wide, wide)
+        rounded = builder.select(is_nan, builder.or_(bits, whole(0x400000)), rounded)
         kind = ir.VectorType(I16, lanes) if lanes > 1 else I16
         narrow = builder.trunc(builder.lshr(rounded, whole(16)), kind)
         target = builder.bitcast(item_pointer(builder, out, index, 2), kind.as_pointer())

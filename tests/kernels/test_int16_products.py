@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from tests.kernels.arrays import BITS, random_bits, random_floats
 pytestmark = pytest.mark.skipif(not has_word_products(), reason="a CPU with AVX512-VNNI")
 KINDS = ["f16", "bf16"]
 GROUP = 64
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 1, 1), (5, 37, 71), (16, 6, 2), (33, 101, 1027), (70, 97, 1184), (130, 600, 64)]
 
 
@@ -113,3 +118,29 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
         out = np.empty((num_tokens, height), np.float32)
         products.linear(x, weights, out)
         assert out.tobytes() == multiply(x, weights).tobytes()
+
+
+MULTIPLY = """
+import numpy as np
+from actors.pair_products import WordProducts
+
+weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
+out = np.zeros((2, 3), np.float32)
+WordProducts(1, lambda run: run(0)).linear(np.ones((2, 64), np.float32), weights, out)
+assert np.allclose(out, 64)
+"""
+
+
+def test_a_process_that_was_killed_while_it_compiled_harms_no_later_one(tmp_path: Path) -> None:
+    """What it leaves are functions of a kernel that has to be compiled again with them."""
+
+    def multiply_in_a_process() -> None:
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", MULTIPLY], env=environment, cwd=ROOT, check=True)
+
+    multiply_in_a_process()
+    kernels = list(tmp_path.rglob("*linear_words_kernel*"))
+    assert kernels
+    for file in kernels:
+        file.unlink()
+    multiply_in_a_process()

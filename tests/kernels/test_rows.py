@@ -134,6 +134,17 @@ def test_to_bfloat16_of_every_finite_half(cpu_backend: SimpleNamespace) -> None:
     np.testing.assert_array_equal(cpu_backend.to_bfloat16(halves), reference.to_bfloat16(halves))
 
 
+def test_to_bfloat16_of_nan(cpu_backend: SimpleNamespace) -> None:
+    for bits in (
+        np.array([0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFFFF], np.uint16),
+        np.array([0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFFF], np.uint16).view(np.int16),
+        np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32),
+    ):
+        found = cpu_backend.to_bfloat16(np.tile(bits, 5)[None])
+        assert ((found & 0x7F80) == 0x7F80).all()
+        assert (found & 0x7F).all()
+
+
 @pytest.mark.parametrize(
     "weights", [np.zeros((2, 3), np.float64), np.zeros(3, np.float32), np.zeros((0, 3), np.float32)]
 )
