@@ -32,8 +32,8 @@ def to_bfloat16(weights: np.ndarray) -> np.ndarray:
     """Weights rounded to the nearest bfloat16, ties to even.
 
     Shapes:  weights (N, d) or (N, row bytes), out (N, d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16, Q8 or Q4; out int16 (bfloat16 bits), NaN where they are
-    Errors:  ValueError for another dtype or number of dimensions
+    Dtypes:  weights float32, uint16 (float16 bits), int16, Q8 or Q4; out int16 (bfloat16 bits)
+    Errors:  ValueError for another dtype or number of dimensions. NaN stays NaN.
     """
     return _widened(weights, np.int16)
 
