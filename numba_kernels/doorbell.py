@@ -1,6 +1,8 @@
 """Doorbells: 32-bit words in shared memory, waited on by looks, looks that yield, then a futex.
 
-A cell is one cache line of an int32 array; its first word is the doorbell. All functions are
+A cell is one cache line of an int32 array; its first word is the doorbell. Looks that yield are
+left out for a while where another program took the core, for it is not given back when the bell is
+rung, as it is to a thread that the futex wakes: steps took fifty times as long. All functions are
 compiled without the GIL, so a waiting thread stops no other thread of its process. Words of one
 process or of several that map the same pages work alike (the futexes are not private).
 
@@ -18,10 +20,14 @@ from numba.extending import intrinsic
 
 WORDS_A_CELL = 16
 WAITED_US = 1  # word of a barrier's count cell
+RUNG_US, CROWDED_US = 2, 3  # words of a doorbell's: when it was last rung, and heard too late
+CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
 _YIELDS = 100  # looks that give the core away in between; some 30 µs, then the futex
+_LATE_US = 500  # more than a quiet machine's scheduler errs, less than a program runs at a time
+_CROWDED_US = 250_000  # for so long a core is not given away, then tried once more
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _i8p = ir.IntType(8).as_pointer()
 
@@ -153,8 +159,21 @@ def now_ns(typingctx):
 @njit(nogil=True, cache=True)
 def ring(words, cell, value):
     """Store `value` in the cell's doorbell and wake everyone who waits on it."""
-    store_word(words, cell * WORDS_A_CELL, value)
-    _futex_wake(words, cell * WORDS_A_CELL)
+    index = cell * WORDS_A_CELL
+    words[index + RUNG_US] = _clock_us(now_ns())
+    store_word(words, index, value)
+    _futex_wake(words, index)
+
+
+@njit(nogil=True, cache=True)
+def _clock_us(time_ns):
+    return np.int32(time_ns // 1000 & CLOCK_US)
+
+
+@njit(nogil=True, cache=True)
+def _is_within(words, index, microseconds, now_us):
+    """Whether the time in that word is at most so long ago."""
+    return (now_us - words[index]) & CLOCK_US <= microseconds
 
 
 @njit(nogil=True, cache=True)
@@ -166,16 +185,24 @@ def wait_change(words, cell, seen, spins, timeout_ns):
     but keep it from going idle, from which it would take long to wake (docs/lab_log.md).
     """
     index = cell * WORDS_A_CELL
-    deadline = now_ns() + timeout_ns
+    started = looked = now_ns()
+    deadline = started + timeout_ns
     for _ in range(spins):
         value = load_word(words, index)
         if value != seen:
             return value
         _pause()
-    for _ in range(_YIELDS):
+    is_crowded = _is_within(words, index + CROWDED_US, _CROWDED_US, _clock_us(started))
+    for _ in range(0 if is_crowded else _YIELDS):
         value = load_word(words, index)
+        now = now_ns()
         if value != seen:
+            us = _clock_us(now)
+            was_away = now - looked > 1000 * _LATE_US
+            if was_away and not _is_within(words, index + RUNG_US, _LATE_US, us):
+                words[index + CROWDED_US] = us
             return value
+        looked = now
         _give_way()
     while True:
         value = load_word(words, index)

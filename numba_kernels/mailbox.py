@@ -12,6 +12,8 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.doorbell import (
+    CLOCK_US,
+    RUNG_US,
     WAITED_US,
     WORDS_A_CELL,
     add_word,
@@ -23,8 +25,6 @@ from numba_kernels.doorbell import (
 
 REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
-ASKED_US = 1  # word of a REQUEST cell, beside the number: when it was rung
-_CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
 _MOST_DELAYED_US = 10_000  # of one request; more has other causes, such as a suspended machine
 
 # request words
@@ -93,9 +93,7 @@ def cell(service, kind):
 @njit(nogil=True, cache=True)
 def post(words, service, number):
     """Ring a service for request `number`."""
-    asked = cell(service, REQUEST)
-    words[asked * WORDS_A_CELL + ASKED_US] = np.int32(now_ns() // 1000 & _CLOCK_US)
-    ring(words, asked, np.int32(number))
+    ring(words, cell(service, REQUEST), np.int32(number))
 
 
 @njit(nogil=True, cache=True)
@@ -133,15 +131,15 @@ def arrive(words, replies, deals, service, number, num_threads, started_ns):
     if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
         store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
         ended_ns = now_ns()
-        asked_us = words[cell(service, REQUEST) * WORDS_A_CELL + ASKED_US]
+        asked_us = words[cell(service, REQUEST) * WORDS_A_CELL + RUNG_US]
         waited = cell(service, BARRIER_COUNT) * WORDS_A_CELL + WAITED_US
-        late_us = (started_ns // 1000 - asked_us) & _CLOCK_US
+        late_us = (started_ns // 1000 - asked_us) & CLOCK_US
         waited_us = words[waited] // max(1, num_threads - 1)
         words[waited] = 0
         deals[:] = 0
         reply = replies[service]
         reply[DELAYED_US] += min(late_us, _MOST_DELAYED_US) + min(waited_us, _MOST_DELAYED_US)
-        reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & _CLOCK_US
+        reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & CLOCK_US
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
         ring(words, cell(service, DONE), number)
