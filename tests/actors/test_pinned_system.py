@@ -25,6 +25,7 @@ from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.numa_trees import write_tree
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
+NUM_OTHERS = 4
 pytestmark = [
     pytest.mark.skipif(len(CORES) < 2, reason="two cores play two nodes"),
     pytest.mark.timeout(900),
@@ -77,7 +78,7 @@ def test_services_stay_on_their_nodes(
     assert services[processes["cpu1"]].num_bytes > 0
 
 
-def test_threads_have_cores_of_their_own_until_somebody_else_wants_those(
+def test_threads_have_cores_of_their_own_until_others_want_those(
     tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = CORES
@@ -99,22 +100,24 @@ def test_threads_have_cores_of_their_own_until_somebody_else_wants_those(
                 assert system.complete(request).ids == checkpoint.greedy_ids
 
         answer_until(are_kept)
-        with somebody_on(first), somebody_on(second):
+        with many_on(first), many_on(second):
             answer_until(lambda: not are_kept())
         answer_until(are_kept)
 
 
 @contextmanager
-def somebody_on(core: int) -> Iterator[None]:
-    """Another program that never rests, on one core; it ends by itself should this one die."""
+def many_on(core: int) -> Iterator[None]:
+    """Other programs that never rest, on one core; they end by themselves should this one die."""
     code = f"""
 import os, time
 os.sched_setaffinity(0, [{core}])
 while time.monotonic() < {time.monotonic() + 100}:
     pass
 """
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        try:
-            yield
-        finally:
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(NUM_OTHERS)]
+    try:
+        yield
+    finally:
+        for process in processes:
             process.kill()
+            process.wait()

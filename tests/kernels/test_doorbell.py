@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +15,16 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 import pytest
 
-from numba_kernels.doorbell import WORDS_A_CELL, barrier, clock_ns, ring, wait_change
+from numba_kernels.doorbell import (
+    CLOCK_US,
+    CROWDED_US,
+    RUNG_US,
+    WORDS_A_CELL,
+    barrier,
+    clock_ns,
+    ring,
+    wait_change,
+)
 from numba_kernels.mailbox import (
     ARRIVED,
     CELLS_A_SERVICE,
@@ -34,6 +46,10 @@ LONG = 120 * SECOND  # longer than any pause of the whole process in a test
 
 def new_words(num_cells: int) -> np.ndarray:
     return np.zeros(num_cells * WORDS_A_CELL, np.int32)
+
+
+def clock_us() -> int:
+    return clock_ns() // 1000 & CLOCK_US
 
 
 @contextmanager
@@ -58,8 +74,9 @@ def threads(*targets: Callable[[], None]) -> Iterator[None]:
         raise failures[0]
 
 
+@pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("spins", [0, 100])
-def test_rounds_between_threads_keep_their_order(spins: int) -> None:
+def test_rounds_between_threads_keep_their_order(spins: int, crowded: bool) -> None:
     words, payload, rounds = new_words(2), np.zeros(2, np.int64), 3000
 
     def echo() -> None:
@@ -70,6 +87,8 @@ def test_rounds_between_threads_keep_their_order(spins: int) -> None:
 
     with threads(echo):
         for number in range(1, rounds + 1):
+            if crowded:
+                words[CROWDED_US::WORDS_A_CELL] = clock_us()
             payload[0] = number
             ring(words, 0, np.int32(number))
             assert wait_change(words, 1, np.int32(number - 1), spins, LONG) == number
@@ -85,6 +104,44 @@ def test_wait_ends_at_its_timeout() -> None:
         assert clock_ns() - started >= SECOND // 20
     assert wait_change(words, 0, np.int32(7), 0, 0) == 7
     assert wait_change(words, 0, np.int32(6), 0, 0) == 7
+
+
+def test_a_bell_says_when_it_was_rung() -> None:
+    words = new_words(2)
+    before = clock_us()
+    ring(words, 1, np.int32(3))
+    assert (words[WORDS_A_CELL + RUNG_US] - before) & CLOCK_US <= (clock_us() - before) & CLOCK_US
+    assert words[RUNG_US] == 0
+
+
+def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
+    """The other one has our core each time that we yield it, and keeps it though we are rung."""
+    core = min(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
+    )
+    words, ended = new_words(2), threading.Event()
+
+    def answer() -> None:
+        os.sched_setaffinity(0, [core])
+        number = np.int32(0)
+        while not ended.is_set():
+            number = np.int32(wait_change(words, 0, number, 100, SECOND // 10))
+            ring(words, 1, number)
+
+    with subprocess.Popen([sys.executable, "-c", code]) as other, threads(answer):
+        try:
+            end = time.monotonic() + 60
+            for number in range(1, 1 << 30):
+                time.sleep(0.002)
+                ring(words, 0, np.int32(number))
+                assert wait_change(words, 1, np.int32(number - 1), 0, LONG) == number
+                if words[CROWDED_US]:
+                    break
+                assert time.monotonic() < end
+        finally:
+            ended.set()
+            other.kill()
 
 
 def test_every_waiter_is_woken() -> None:
