@@ -67,7 +67,9 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
+        self._products = MatrixProducts(
+            self.num_threads, self.arrays.gate.dtype, self.thread_cores, layout.products
+        )
         self._places = layout.bundles(self._arena)[self.index]
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))

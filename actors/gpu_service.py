@@ -75,7 +75,9 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(self.num_threads, self.thread_cores, layout.products)
+        self._products = MatrixProducts(
+            self.num_threads, self.arrays.qkv.dtype, self.thread_cores, layout.products
+        )
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)

@@ -25,7 +25,7 @@ from actors.pair_products import PairProducts, WordProducts
 from actors.product_choice import choose_products
 from actors.steps import ProductChoice
 from numba_kernels.convert import widen_kernel
-from numba_kernels.formats import is_quantized, row_width
+from numba_kernels.formats import GROUP, is_quantized, row_items, row_width
 from numba_kernels.products import products_kernel, quantize_kernel
 from numba_kernels.rows import share
 from numba_kernels.vectors import QuantizedVectors, empty_vectors
@@ -56,12 +56,13 @@ class MatrixProducts:
     def __init__(
         self,
         num_threads: int,
+        dtype: np.dtype,
         thread_cores: ThreadCores = (),
         choice: ProductChoice | None = None,
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
-        Without a `choice` what is tried out in this process decides.
+        `dtype`: of the weights. Without a `choice` what is tried out in this process decides.
         """
         self.num_threads = num_threads
         self._choice = choose_products() if choice is None else choice
@@ -72,13 +73,10 @@ class MatrixProducts:
         self._pairs = PairProducts(num_threads, self.each_thread)
         self._words = WordProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
-        if self._choice.bfloat16:  # so that no prompt waits until these are compiled
-            one = np.zeros((1, 1), np.uint16)
-            widen_kernel(one, np.zeros((1, 1), np.int16), 0, 1)
-            if self._choice.own_bfloat16:
-                x, out = np.zeros((2, 1, 1), np.float32)
-                for multiply in (self._pairs.linear, self._pairs.combine):
-                    multiply(x, one, out)
+        if dtype != np.float32:  # so that no prompt waits until these are compiled
+            row = np.zeros((1, row_items(dtype, GROUP)), dtype)
+            self.linear(torch.zeros(1, GROUP), row, np.empty(0, np.float32))
+            self.combine(torch.zeros(1, 1), row)
 
     def close(self) -> None:
         """End the threads."""
