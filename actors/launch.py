@@ -1,8 +1,10 @@
 """Plain classes made into Ray actors: the only place that says so."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -15,6 +17,7 @@ from actors.service_host import ServiceHost
 
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
+_STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
 _CONTROL_CALLS = 8  # and, whatever their number, calls that ask for the group CONTROL
 CONTROL = "control"
 
@@ -30,19 +33,35 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
 
     Its object store holds the arena and little else: weights live in the actors.
+    Errors:  those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        object_store_memory=max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
-        logging_level="error",
-        log_to_driver=False,
-        namespace=NAMESPACE,
-    )
+    others = _children()
+    for starts_left in reversed(range(_STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
+                logging_level="error",
+                log_to_driver=False,
+                namespace=NAMESPACE,
+            )
+            break
+        except Exception as error:
+            if "timed out" not in str(error) or not starts_left:
+                raise
+            for process in _children() - others:  # of the node that did not start
+                with suppress(psutil.Error):
+                    process.kill()
     keep_stdout_clean()
+
+
+def _children() -> set[psutil.Process]:
+    """All processes that this one has started, and those that they have."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:

@@ -80,16 +80,31 @@ def running_head(num_cpus: int) -> Iterator[Head]:
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
     command += [f"--temp-dir={folder}/ray", f"--object-store-memory={100 << 20}"]
-    with (folder / "log").open("wb") as log:
-        started = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    head = Head(psutil.Process(started.pid), environment, folder)
+    started = _start(command, environment, folder / "log")
+    if not _has_dashboard(started, environment, token.read_text()):
+        # Ray gives its node 30 s, which a busy machine may take.
+        _stop(started)
+        started = _start(command, environment, folder / "log")
     try:
-        _await_dashboard(started, environment, token.read_text(), folder / "log")
-        yield head
+        if not _has_dashboard(started, environment, token.read_text()):
+            log = (folder / "log").read_text()
+            raise RuntimeError(f"the head did not start:\n{log[-3000:]}")
+        yield Head(psutil.Process(started.pid), environment, folder)
     finally:
-        _end(head.process)
-        started.wait(10)
+        _stop(started)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+
+
+def _stop(started: subprocess.Popen[bytes]) -> None:
+    """End a head and all that it started, unless it has ended by itself."""
+    if started.poll() is None:
+        _end(psutil.Process(started.pid))
+        started.wait(10)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -100,17 +115,18 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _await_dashboard(
-    started: subprocess.Popen[bytes], environment: dict[str, str], token: str, log: Path
-) -> None:
+def _has_dashboard(
+    started: subprocess.Popen[bytes], environment: dict[str, str], token: str
+) -> bool:
+    """Wait until the head answers, or has ended."""
     url = environment["RAY_API_SERVER_ADDRESS"] + "/api/jobs/"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     deadline = time.monotonic() + _START_S
     while started.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=10):
-            return
+            return True
         time.sleep(0.3)
-    raise RuntimeError(f"the head did not start:\n{log.read_text()[-3000:]}")
+    return False
 
 
 def _end(process: psutil.Process) -> None:

@@ -1,0 +1,65 @@
+"""A Ray of one's own on a machine that is so busy that Ray gives up starting its node."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from actors import launch
+
+TIMED_OUT = "The current node timed out during startup. This could happen because ..."
+
+
+class Starting:
+    """Stands in for ray.init: fails as told, each time leaving a process behind."""
+
+    def __init__(self, *errors: str) -> None:
+        self.errors = list(errors)
+        self.left: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, **options: Any) -> None:
+        self.left.append(subprocess.Popen(["sleep", "1000"]))
+        if self.errors:
+            raise Exception(self.errors.pop(0))
+
+    @property
+    def num_running(self) -> int:
+        return sum(process.poll() is None for process in self.left)
+
+
+@contextmanager
+def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting]:
+    found = Starting(*errors)
+    monkeypatch.setattr(ray, "init", found)
+    monkeypatch.setattr(launch, "keep_stdout_clean", lambda: None)
+    before = subprocess.Popen(["sleep", "1000"])
+    try:
+        yield found
+        assert before.poll() is None  # no child of ours, but for Ray's, has been ended
+    finally:
+        for process in (*found.left, before):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_it_starts_again_without_what_was_left(monkeypatch, num_failures: int) -> None:
+    with starting(monkeypatch, *[TIMED_OUT] * num_failures) as found:
+        launch.start_local_ray(1, 0)
+        for process in found.left[:-1]:
+            process.wait(60)
+        assert len(found.left) == num_failures + 1
+        assert found.num_running == 1
+
+
+@pytest.mark.parametrize("errors", [(TIMED_OUT,) * 4, ("no such folder",)])
+def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
+    with starting(monkeypatch, *errors) as found:
+        with pytest.raises(Exception, match=errors[0][:20]):
+            launch.start_local_ray(1, 0)
+        assert len(found.left) == (3 if errors[0] == TIMED_OUT else 1)
