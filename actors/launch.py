@@ -8,12 +8,12 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster import NAMESPACE, keep_stdout_clean, numa_slots
-from actors.driver_host import DriverHost
-from actors.hosts import node_ids
-from actors.messages import ServiceSpec, SystemConfig
-from actors.relay import RelayHost
-from actors.service_host import ServiceHost
+from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
+from actors.processes.driver_actor import DriverHost
+from actors.processes.relay_actor import RelayHost
+from actors.processes.service_actor import ServiceHost
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.setup.hosts import node_ids
 
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run

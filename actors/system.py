@@ -9,12 +9,18 @@ from typing import Any
 
 import ray
 
-from actors.failures import service_error
+from actors.exchange.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
 from actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
-from actors.messages import GenerateRequest, Generation, LoadProgress, SystemConfig, TokenEvent
-from actors.shards import arena_layout
-from actors.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
-from model.config import ModelConfig
+from actors.protocol.failures import service_error
+from actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    LoadProgress,
+    SystemConfig,
+    TokenEvent,
+)
+from actors.setup.shards import arena_layout
+from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError, UsageError
 
 _STOP_LOOKS = 300
@@ -47,7 +53,7 @@ class System:
         if owns_ray and system.hosts:
             raise UsageError("--hosts are nodes of a Ray cluster; start this with `ray job submit`")
         if owns_ray:
-            config = ModelConfig.from_directory(system.model_path)
+            config = read_config(system.model_path)
             try:
                 arena_bytes = arena_layout(system, config).num_bytes
                 num_gpus = 0 if system.device == "cpu" else 1

@@ -16,14 +16,14 @@ from typing import Any
 import click
 import psutil
 
-from actors.messages import GenerateRequest, Generation
-from actors.preflight import SystemOptions, prepare_system
+from actors.protocol.messages import GenerateRequest, Generation
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from benchmarks.runs import median_interval
-from jobs.listening import listen
-from model.locate import locate_model
+from jobs.support.listening import listen
+from model.files.locate import locate_model
 from model.sampling import SamplingParams
-from ui.backend import Backend, ServerSettings
+from ui.api.backend import Backend, ServerSettings
 from ui.server import create_app
 from ui.serving import Front, ServerThread
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo_modes --out benchmarks/results/demo-modes
 
-The model is profiled on `jobs/demo_text.py`'s text in a scratch folder. For each kind and target
+The model is profiled on `jobs/demo/text.py`'s text in a scratch folder. For each kind and target
 recall predictors are trained there and measured beside dense and exact: on the held-out text, on
 questions that the model was trained to answer, and decoding, all modes in turn.
 """
@@ -16,11 +16,11 @@ from statistics import median
 import click
 
 from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
-from jobs.demo_text import write_demo_text
-from model.locate import DEMO_DIRECTORY
+from jobs.demo.text import write_demo_text
+from model.files.locate import DEMO_DIRECTORY
 
 _KINDS = ("sign", "lowrank")
-_MAX_ANSWER_TOKENS = 96  # as jobs/demo_measure.py, whose questions these are
+_MAX_ANSWER_TOKENS = 96  # as jobs/demo/measure.py, whose questions these are
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ def _perplexity(variant: Variant, windows: int | None, threads: list[str]) -> Js
 
 def _answers(variant: Variant, num_questions: int, num_threads: int | None) -> Json:
     """Ask the sampled questions of the model's own report, greedily, in one running system."""
-    from actors.messages import GenerateRequest
-    from actors.preflight import SystemOptions, prepare_system
-    from jobs.loading import running_system
+    from actors.protocol.messages import GenerateRequest
+    from actors.setup.preflight import SystemOptions, prepare_system
+    from jobs.support.loading import running_system
     from model.sampling import SamplingParams
 
     sampled = json.loads((DEMO_DIRECTORY / "report.json").read_text())["sampled_answers"]

@@ -23,11 +23,11 @@ from statistics import median
 import click
 import numpy as np
 
-from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from model.errors import HotcoldError
-from model.locate import locate_model
+from model.files.locate import locate_model
 from model.sampling import SamplingParams
 
 _SERVICES = ("gpu", "cpu0", "cpu1")

@@ -104,7 +104,7 @@ def quantized_blocks(weights: np.ndarray, dtype: str) -> np.ndarray:
     Shapes:  weights (rows, width); the result (rows, width / 32 * bytes of a block)
     Dtypes:  weights float16; the result uint8
     """
-    from numba_kernels.quantize import quantize_rows
+    from numba_kernels.load.quantize import quantize_rows
 
     bits = np.ascontiguousarray(weights).view(np.uint16)
     return ggml_blocks(quantize_rows(bits, _ROW_DTYPES[dtype]))

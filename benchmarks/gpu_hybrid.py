@@ -24,18 +24,19 @@ from statistics import median
 import click
 import numpy as np
 
-from actors.hot_neurons import hot_neurons, system_plan
-from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, prepare_system
+from actors.protocol.messages import SystemConfig
+from actors.setup.hot_neurons import hot_neurons, system_plan
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from benchmarks.llama_cpp import run_program
 from benchmarks.runs import Json, hotcold, where_and_when
 from cuda_kernels.device import first_gpu
-from jobs.bench_decode import decode_request
-from jobs.options import Bytes
-from model.artifact import ModelIdentity, artifact_path
-from model.config import ModelConfig
-from model.weights import attention_bytes, ffn_bytes, head_bytes
+from jobs.bench.decode import decode_request
+from jobs.support.options import Bytes
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity, artifact_path
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
 
 _CONTEXT = 256
@@ -97,7 +98,7 @@ def _options(budget: int) -> SystemOptions:
 
 
 def _decode(path: Path, budget: int, prompt: int, tokens: int, repeat: int) -> Json:
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     request = decode_request(config, prompt, tokens)
     started = time.monotonic()
     with _running(path, _options(budget)) as (running, system):
@@ -171,7 +172,7 @@ def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
 
 def _profile(path: Path, budget: int) -> Json:
     """Count who fires over random tokens, and leave the profile beside the model."""
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, _PROFILED_TOKENS).tolist()
     windows = [ids[first : first + _CONTEXT - 2] for first in range(0, len(ids), _CONTEXT - 2)]
     with _running(path, _options(budget)) as (running, _):
@@ -196,7 +197,7 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
 
     if not gguf.exists():
         write_gguf(path, gguf)
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     layer = (attention_bytes(config) + ffn_bytes(config, config.num_layers * config.ffn_size)) // (
         config.num_layers
     )

@@ -19,8 +19,8 @@ from typing import Any
 
 import ray
 
-from actors.cluster import connect
-from actors.messages import GenerateRequest, SystemConfig
+from actors.processes.cluster import connect
+from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.system import System
 from model.errors import HotcoldError
 from model.sampling import SamplingParams

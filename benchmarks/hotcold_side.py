@@ -19,16 +19,16 @@ import click
 import ray
 
 from actors.launch import start_local_ray
-from actors.messages import MODES, GenerateRequest, Generation, SystemConfig
-from actors.preflight import SystemOptions, prepare_system
-from actors.shards import arena_layout
+from actors.protocol.messages import MODES, GenerateRequest, Generation, SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system
+from actors.setup.shards import arena_layout
 from actors.system import System
 from benchmarks.llama_cpp import BATCH_PROMPT, Sizes, run_program
 from benchmarks.process_memory import memory_of
 from benchmarks.runs import Json
-from jobs.bench_decode import decode_report, decode_request
-from model.config import ModelConfig
-from placement.bandwidth import measure_read_bandwidth
+from jobs.bench.decode import decode_report, decode_request
+from model.config.model_config import ModelConfig
+from placement.machine.bandwidth import measure_read_bandwidth
 
 DTYPES = ("f16", "q8", "q4")
 _PROMPT = 16  # tokens before those that are decoded

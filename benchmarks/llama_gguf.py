@@ -24,9 +24,10 @@ import click
 import numpy as np
 
 from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_tensors
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError
+from model.files.checkpoint import Checkpoint
 from numba_kernels.formats import GROUP
 
 _RANDOM_ITEMS = 1 << 22
@@ -39,7 +40,7 @@ def write_gguf(path: Path, out: Path, dtype: str = "f16") -> None:
     Memory:  one matrix at a time; `out` appears when it is complete
     Errors:  UsageError for another format, or rows that have no whole groups of 32
     """
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     if config.dtype != "float16":
         raise UsageError(f"{path.name} is in {config.dtype}; give a model in float16")
     if dtype not in DTYPES:
@@ -216,7 +217,7 @@ def main(model: Path, out: Path, dtype: str) -> None:
     """Write MODEL as the GGUF file OUT."""
     try:
         write_gguf(model, out, dtype)
-        click.echo(f"{out}: {likeness(ModelConfig.from_directory(model))}")
+        click.echo(f"{out}: {likeness(read_config(model))}")
     except HotcoldError as error:
         raise click.ClickException(str(error)) from None
 

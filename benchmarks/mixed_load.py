@@ -24,9 +24,9 @@ import psutil
 from benchmarks.load_clients import CONTEXT, Client, Tally, make_questions
 from benchmarks.process_memory import memory_of, shared_memory_bytes
 from benchmarks.runs import Json, table_option, where_and_when, write_report
-from jobs.listening import listen
-from model.locate import locate_model
-from placement.survey import usable_cores
+from jobs.support.listening import listen
+from model.files.locate import locate_model
+from placement.machine.survey import usable_cores
 
 _START_S = 180.0
 _SAMPLE_S = 10.0

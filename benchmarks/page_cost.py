@@ -17,13 +17,13 @@ from typing import Any
 
 import click
 
-from actors.messages import GenerateRequest
-from actors.preflight import SystemOptions, prepare_system
+from actors.protocol.messages import GenerateRequest
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from benchmarks.runs import median_interval, where_and_when
-from model.locate import locate_model
+from model.files.locate import locate_model
 from model.sampling import SamplingParams
-from ui.live import telemetry_json
+from ui.page.live import telemetry_json
 
 _POLL_S = 0.5  # as live.js
 _PROMPT = list(range(5, 25))

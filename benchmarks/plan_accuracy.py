@@ -18,8 +18,8 @@ from statistics import median
 
 import click
 
-from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, prepare_system
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from benchmarks.runs import (
     Json,
@@ -30,9 +30,10 @@ from benchmarks.runs import (
     where_and_when,
     write_report,
 )
-from jobs.bench_decode import decode_report, decode_request
-from model.config import ModelConfig
-from placement.bandwidth import measure_read_bandwidth
+from jobs.bench.decode import decode_report, decode_request
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from placement.machine.bandwidth import measure_read_bandwidth
 
 CASES = (("llama-7b", 0.10), ("opt-6.7b", 0.03), ("falcon-7b-like", 0.05))
 _PROFILE_TOKENS = 2048
@@ -106,7 +107,7 @@ def _case(name: str, density: float, layers: int, rounds: int, tokens: int, fold
     sizes = ["--shape", name, "--layers", str(layers), "--density", str(density)]
     try:
         made = hotcold("make-model", str(model), *sizes, "--dtype", "f16")
-        config = ModelConfig.from_directory(model)
+        config = read_config(model)
         rng = random.Random(_SEED)
         text = folder / "ids.jsonl"
         ids = [rng.randrange(config.vocab_size) for _ in range(_PROFILE_TOKENS)]

@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-from model.config import ModelConfig
-from placement.sysfs import read_cpu
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from placement.machine.sysfs import read_cpu
 
 Json = dict[str, Any]
 
@@ -35,7 +36,7 @@ def hotcold(*arguments: str) -> Json:
 
 def where_and_when(model: Path, threads: int) -> Json:
     """What every report says first: machine, date, shape, batch."""
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     return {
         "machine": f"{read_cpu().name}, {threads} threads, Linux {platform.machine()}",
         "date": date.today().isoformat(),

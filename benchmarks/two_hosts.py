@@ -19,12 +19,12 @@ from typing import Any
 
 import click
 
-from actors.messages import SystemConfig
+from actors.protocol.messages import SystemConfig
 from benchmarks.hosts_client import Client
 from benchmarks.shaped_link import is_permitted
 from benchmarks.two_nodes import TwoNodes, two_nodes
-from model.config import ModelConfig
-from model.locate import locate_model
+from model.config.build import read_config
+from model.files.locate import locate_model
 
 _ROUND_TRIPS_MS = (0.0, 0.1, 0.5, 1.0, 5.0)
 _PROMPT_TOKENS = 16
@@ -73,7 +73,7 @@ def main(
     if reason := is_permitted():
         raise click.ClickException(reason)
     path = locate_model(model)
-    vocabulary = ModelConfig.from_directory(path).vocab_size
+    vocabulary = read_config(path).vocab_size
     ids = [(7 + 31 * i) % vocabulary for i in range(_PROMPT_TOKENS)]
     if prompt_ids is not None:
         ids = [int(part) for part in prompt_ids.split(",")]
@@ -98,7 +98,7 @@ def main(
 def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[dict[str, Any]]:
     """The rows of one system."""
     num_hosts, exchange = _SYSTEMS[name]
-    config = ModelConfig.from_directory(plan.path)
+    config = read_config(plan.path)
     system = SystemConfig(
         str(plan.path),
         num_cpu_actors=plan.num_cpu_actors,

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import click
 
-from actors.messages import MODES, PREDICTED_MODES
+from actors.protocol.messages import MODES, PREDICTED_MODES
 from benchmarks.hotcold_side import DTYPES, Prepared, loaded, measure, measure_load
 from benchmarks.llama_cpp import Build, Sizes, find_builds
 from benchmarks.llama_cpp import measure as measure_llama_cpp
 from benchmarks.llama_cpp import measure_load as measure_llama_cpp_load
 from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
 from benchmarks.vs_table import table_of
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.errors import HotcoldError
 
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
@@ -59,7 +59,7 @@ class Comparison:
             click.echo(f"{self.dtype}, round {len(runs)}: {progress(run)}", err=True)
         return {
             "dtype": self.dtype,
-            "likeness": likeness(ModelConfig.from_directory(self._model)),
+            "likeness": likeness(read_config(self._model)),
             "gguf_bytes": gguf.stat().st_size,
             "loads": loads,
             "runs": runs,
@@ -102,7 +102,7 @@ class Comparison:
             return {}
         threads = ["--threads", str(self._sizes.threads)]
         common = threads if self.dtype == "f16" else [*threads, "--dtype", self.dtype]
-        first = ModelConfig.from_directory(self._model).bos_token_id or 0
+        first = read_config(self._model).bos_token_id or 0
         wanted = ["--prompt-ids", str(first), "--max-tokens", str(_RECALL_WINDOW - 1)]
         greedy = ["--ignore-eos", "--temperature", "0", "--mode", "exact"]
         ids = hotcold("generate", str(self._model), *wanted, *greedy, *common)["ids"]

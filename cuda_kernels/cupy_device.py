@@ -1,7 +1,7 @@
 """One GPU through CuPy: memory, copies, graphs, events and matrix products of one service.
 
-It is `actors.cuda_device.Device`. Work goes to one stream, in order; copies that run ahead of it to
-a second one.
+It is `actors.gpu.cuda.device.Device`. Work goes to one stream, in order; copies that run ahead of
+it to a second one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from cuda_kernels.matrix import DeviceMatrix
 
-RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.norm
+RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.decode.norm
 MOST_TOKENS = 32
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import click
 
-from jobs.lazy_group import Invocation, LazyCommand, LazyGroup
+from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from model.errors import HotcoldError
 
 EXIT_FAILURE = 1
@@ -22,32 +22,37 @@ EXIT_DEFECT = 70
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "generate": LazyCommand("jobs.cmd_generate:generate", "Continue a prompt."),
-    "chat": LazyCommand("jobs.cmd_chat:chat", "Talk with a model in the terminal."),
-    "serve": LazyCommand("jobs.cmd_serve:serve", "The chat page and an OpenAI-compatible API."),
-    "scale": LazyCommand(
-        "jobs.cmd_scale:scale", "Give a running system more or fewer CPU services."
+    "generate": LazyCommand("jobs.commands.generate:generate", "Continue a prompt."),
+    "chat": LazyCommand("jobs.commands.chat:chat", "Talk with a model in the terminal."),
+    "serve": LazyCommand(
+        "jobs.commands.serve:serve", "The chat page and an OpenAI-compatible API."
     ),
-    "plan": LazyCommand("jobs.cmd_plan:plan", "Decide which device holds which neurons."),
+    "scale": LazyCommand(
+        "jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
+    ),
+    "plan": LazyCommand("jobs.commands.plan:plan", "Decide which device holds which neurons."),
     "doctor": LazyCommand(
-        "jobs.cmd_doctor:doctor", "Say what this machine has, what fits, what is wrong."
+        "jobs.commands.doctor:doctor", "Say what this machine has, what fits, what is wrong."
     ),
     "make-model": LazyCommand(
-        "jobs.cmd_make_model:make_model", "Write a checkpoint of random weights of a given shape."
+        "jobs.commands.make_model:make_model",
+        "Write a checkpoint of random weights of a given shape.",
     ),
     "quantize": LazyCommand(
-        "jobs.cmd_quantize:quantize", "Write a model again in 8 or 4 bits a weight."
+        "jobs.commands.quantize:quantize", "Write a model again in 8 or 4 bits a weight."
     ),
     "perplexity": LazyCommand(
-        "jobs.cmd_perplexity:perplexity", "Score a mode on a text, and compare it with dense."
+        "jobs.commands.perplexity:perplexity", "Score a mode on a text, and compare it with dense."
     ),
     "profile": LazyCommand(
-        "jobs.cmd_profile:profile", "Count on a text how often each neuron fires."
+        "jobs.commands.profile:profile", "Count on a text how often each neuron fires."
     ),
     "train-predictors": LazyCommand(
-        "jobs.cmd_train_predictors:train_predictors", "Fit what says which neurons will fire."
+        "jobs.commands.train_predictors:train_predictors", "Fit what says which neurons will fire."
     ),
-    "bench": LazyCommand("jobs.cmd_bench:bench", "Measure one part, beside the hardware's limit."),
+    "bench": LazyCommand(
+        "jobs.commands.bench:bench", "Measure one part, beside the hardware's limit."
+    ),
 }
 
 

@@ -27,14 +27,14 @@ from typing import Any
 
 import click
 
-from actors.messages import Generation
+from actors.protocol.messages import Generation
 from actors.system import System
-from jobs.answer_file import AnswerFile
 from jobs.cli import main
-from jobs.cluster_system import job_system
-from jobs.lazy_group import add_debug_option
-from jobs.options import split_system_options, system_options
-from jobs.request_lines import RequestLine, read_requests
+from jobs.requests.answer_file import AnswerFile
+from jobs.requests.cluster_system import job_system
+from jobs.requests.request_lines import RequestLine, read_requests
+from jobs.support.lazy_group import add_debug_option
+from jobs.support.options import split_system_options, system_options
 from model.errors import HotcoldError, ServiceError, UsageError
 from model.sampling import SamplingParams
 

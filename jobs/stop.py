@@ -8,10 +8,10 @@ import time
 
 import click
 
-from actors.cluster import connect
+from actors.processes.cluster import connect
 from actors.system import System
 from jobs.cli import main
-from jobs.lazy_group import add_debug_option
+from jobs.support.lazy_group import add_debug_option
 from model.errors import ServiceError, UsageError
 
 _PATIENCE_S = 30.0

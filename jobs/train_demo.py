@@ -22,10 +22,10 @@ from rich.progress import Progress as Bar
 from rich.progress import TextColumn, TimeElapsedColumn
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from jobs.demo_corpus import held_out_text, questions, running_text, stdlib_entries
-from jobs.demo_report import write_report
-from jobs.demo_rows import RowSource, train_tokenizer
-from jobs.demo_training import Progress, Trainer, TrainingConfig, model_config
+from jobs.demo.corpus import held_out_text, questions, running_text, stdlib_entries
+from jobs.demo.report import write_report
+from jobs.demo.rows import RowSource, train_tokenizer
+from jobs.demo.training import Progress, Trainer, TrainingConfig, model_config
 
 VOCAB_SIZE, CONTEXT = 4096, 512
 PLAIN_LINE_STEPS = 20

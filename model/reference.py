@@ -12,20 +12,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.weights import (
-    AttentionWeights,
-    FfnWeights,
-    HeadWeights,
-    load_attention,
-    load_embedding,
-    load_ffn,
-    load_head,
-)
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import AttentionWeights, load_attention
+from model.weights.embedding import HeadWeights, load_embedding, load_head
+from model.weights.ffn import FfnWeights, load_ffn
 from numba_kernels.formats import is_quantized
-from numba_kernels.loading import to_float32
-from numba_kernels.quantize import dequantize_rows
+from numba_kernels.load.loading import to_float32
+from numba_kernels.load.quantize import dequantize_rows
 
 _FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -44,7 +39,7 @@ def reference_logits(
              quantizes them first
     Errors:  ConfigError, CheckpointError, UsageError for a dtype that cannot be had
     """
-    config = ModelConfig.from_directory(checkpoint_dir)
+    config = read_config(checkpoint_dir)
     checkpoint = Checkpoint(checkpoint_dir)
     all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
     attention = load_attention(checkpoint, config, dtype=dtype)

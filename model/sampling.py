@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig
-from model.config_reader import ConfigReader, read_json_object
+from model.config.json_reader import ConfigReader, read_json_object
+from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError, shown
 
 GENERATION_CONFIG = "generation_config.json"

@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def cache_folder() -> Path:
     """The folder of this version's compiled kernels, below XDG_CACHE_HOME or ~/.cache."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(_PACKAGE.glob("*.py")):
+    for source in sorted(_PACKAGE.rglob("*.py")):
         digest.update(source.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return base / "hotcold" / "numba" / digest.hexdigest()[:16]
@@ -39,7 +39,7 @@ class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
         """A locator for a function of this package; None where its folder cannot be written."""
-        if Path(py_file).resolve().parent != _PACKAGE:
+        if _PACKAGE not in Path(py_file).resolve().parents:
             return None
         locator = cls(py_func, py_file)
         try:

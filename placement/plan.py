@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from model.artifact import Artifact, ModelIdentity, artifact_path, read_artifact, write_artifact
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
+from model.files.artifact import (
+    Artifact,
+    ModelIdentity,
+    artifact_path,
+    read_artifact,
+    write_artifact,
+)
 
 _KIND = "plan"
 _REMEDY = "make it again with `hotcold plan`"

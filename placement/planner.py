@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model.config import ModelConfig
-from model.weights import kv_cache_bytes
-from placement.columns import make_columns
-from placement.cost import (
+from model.config.model_config import ModelConfig
+from model.weights.sizes import kv_cache_bytes
+from placement.machine.description import Machine
+from placement.plan import PlacementPlan, PlanRequest
+from placement.profile import ActivationProfile
+from placement.report import Expected, make_report
+from placement.solver.columns import make_columns
+from placement.solver.cost import (
     KV_ITEM_BYTES,
     Column,
     PredictorCost,
@@ -20,12 +24,8 @@ from placement.cost import (
     part_costs,
     read_bytes,
 )
-from placement.machine import Machine
-from placement.plan import PlacementPlan, PlanRequest
-from placement.problem import ATTENTION, HEAD, PREDICTOR, Assignment, Problem
-from placement.profile import ActivationProfile
-from placement.report import Expected, make_report
-from placement.solver import solve
+from placement.solver.problem import ATTENTION, HEAD, PREDICTOR, Assignment, Problem
+from placement.solver.solver import solve
 
 
 def make_plan(

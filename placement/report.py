@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from placement.cost import Column, PartCost
-from placement.problem import (
+from placement.solver.cost import Column, PartCost
+from placement.solver.problem import (
     ATTENTION,
     HEAD,
     HOST,
@@ -23,7 +23,7 @@ from placement.problem import (
     part_bytes_on,
     part_seconds,
 )
-from placement.solver import Solution
+from placement.solver.solver import Solution
 
 _KINDS = (ATTENTION, HEAD, PREDICTOR)
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numba_kernels.predict import pack_weights, sign_scores
+from numba_kernels.decode.predict import pack_weights, sign_scores
 from predictors.layer_data import LayerData
 from predictors.quality import Quality
 from predictors.sign import SignLayer

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import row_bytes
 from model.errors import ArtifactError
-from model.weight_formats import row_bytes
-from model.weights import load_gate
+from model.files.checkpoint import Checkpoint
+from model.weights.ffn import load_gate
 from numba_kernels.formats import is_quantized
-from numba_kernels.quantize import dequantize_rows
+from numba_kernels.load.quantize import dequantize_rows
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
-from model.torch_file import TorchFile
+from model.files.torch_file import TorchFile
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import Predictors
 

@@ -5,8 +5,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from numba_kernels.mailbox import Wires
-from numba_kernels.predict import select_kernel
+from numba_kernels.decode.predict import select_kernel
+from numba_kernels.serve.mailbox import Wires
 from predictors.sign import SignLayer
 from predictors.sign_team import SignTeam
 
@@ -75,7 +75,7 @@ class NeuronPredictor:
         """Write each service's candidates; returns their numbers, or None for all neurons.
 
         Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_tokens (S, N) uint32
-                 as in numba_kernels.mailbox; result (S,) int64
+                 as in numba_kernels.serve.mailbox; result (S,) int64
         """
         predictor, bounds = self._layers[layer], self._bounds[layer]
         if predictor is None:

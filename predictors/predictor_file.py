@@ -7,9 +7,15 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from model.artifact import Artifact, ModelIdentity, artifact_path, read_artifact, write_artifact
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
+from model.files.artifact import (
+    Artifact,
+    ModelIdentity,
+    artifact_path,
+    read_artifact,
+    write_artifact,
+)
 from predictors.lowrank import LowRankLayer
 from predictors.predictor import NeuronPredictor, PredictorInput
 from predictors.quality import Quality

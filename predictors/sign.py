@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.memory import aligned_empty
-from numba_kernels.bit_ir import INPUT_PLANES
-from numba_kernels.predict import pack_planes_kernel, sign_scores_kernel
+from model.weights.memory import aligned_empty
+from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
+from numba_kernels.ir.bit_ir import INPUT_PLANES
 
 
 @dataclass(frozen=True)
 class SignLayer:
-    """One layer's weight bits and thresholds; see numba_kernels.predict.
+    """One layer's weight bits and thresholds; see numba_kernels.decode.predict.
 
     Shapes:  bits (N, P * ceil(d / 64)) uint64; thresholds (N,), center, scale (d,) float32
     Source:  SparseInfer (arXiv 2411.12692), with three bits of the centred input, one or two of the

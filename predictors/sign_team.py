@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model.memory import aligned_empty
-from numba_kernels.bit_ir import INPUT_PLANES
-from numba_kernels.deal import new_deals
-from numba_kernels.doorbell import WORDS_A_CELL, ring
-from numba_kernels.mailbox import DONE, Wires, cell
-from numba_kernels.predict_team import (
+from model.weights.memory import aligned_empty
+from numba_kernels.ir.bit_ir import INPUT_PLANES
+from numba_kernels.serve.doorbell import WORDS_A_CELL, ring
+from numba_kernels.serve.mailbox import DONE, Wires, cell
+from numba_kernels.serve.predict_team import (
     FFN_INPUT,
     HIDDEN,
     INPUT,
@@ -28,6 +27,7 @@ from numba_kernels.predict_team import (
     lead_predict,
     open_task,
 )
+from numba_kernels.serve.work_stealing import new_deals
 from predictors.sign import SignLayer
 
 _NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
@@ -35,7 +35,7 @@ _INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 
 
 class SignTeam:
-    """Threads that score a layer's neurons together; see `numba_kernels.predict_team`.
+    """Threads that score a layer's neurons together; see `numba_kernels.serve.predict_team`.
 
     The driver is one of them: it announces a task before it asks the service whose answer is the
     input, and scores with the others when that has come.

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
 from model.errors import UsageError
+from model.files.checkpoint import Checkpoint
 from predictors.fit_lowrank import fit_lowrank
 from predictors.fit_sign import fit_sign
 from predictors.inputs import LayerInputs

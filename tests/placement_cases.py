@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from model.config import ModelConfig
-from placement.machine import CpuNode, GpuDevice, Machine
-from placement.problem import ATTENTION, HEAD, Problem
+from model.config.build import build_config
+from model.config.model_config import ModelConfig
+from placement.machine.description import CpuNode, GpuDevice, Machine
+from placement.solver.problem import ATTENTION, HEAD, Problem
 
 
 def llama_config(**changes: Any) -> ModelConfig:
@@ -30,7 +31,7 @@ def llama_config(**changes: Any) -> ModelConfig:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return ModelConfig.from_dict(values | changes)
+    return build_config(values | changes)
 
 
 def make_machine(

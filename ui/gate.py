@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ui.api_errors import ApiError
+from ui.api.errors import ApiError
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)

@@ -8,19 +8,14 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from ui import api_text, sse
-from ui.api_chat import ChatRoute
-from ui.api_completions import CompletionRoute
-from ui.api_errors import ApiError, as_api_error
-from ui.api_schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    parse,
-)
-from ui.api_tokens import TokenTexts
-from ui.backend import Backend
+from ui.api import sse
+from ui.api import text as api_text
+from ui.api.backend import Backend
+from ui.api.chat import ChatRoute
+from ui.api.completions import CompletionRoute
+from ui.api.errors import ApiError, as_api_error
+from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from ui.api.tokens import TokenTexts
 
 _CLIENT_GONE = 499  # nobody reads it
 
@@ -35,7 +30,7 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
     _add_tools(app, backend)
     _add_unknown(app)
     if page is not None:
-        from ui.page import mount_page  # Gradio takes seconds to import
+        from ui.page.page import mount_page  # Gradio takes seconds to import
 
         app = mount_page(app, page)
     return app

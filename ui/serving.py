@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ui.api_errors import unavailable
+from ui.api.errors import unavailable
 from ui.gate import Gate
 
 _END_S = 10.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.driver import Driver
-from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from model.sampling import SamplingParams
 from predictors.lowrank import LowRankLayer
 from predictors.predictor import NeuronPredictor

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.arena import ArenaLayout
-from actors.cuda_load import CudaLoading
-from actors.kv_pool import num_pages_of
-from actors.messages import CacheSpec, GpuShare, ServiceSpec
-from actors.service import Service
+from actors.exchange.service import Service
+from actors.gpu.cuda.load import CudaLoading
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.kv_pool import num_pages_of
+from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 

@@ -10,23 +10,23 @@ from typing import Self
 
 import numpy as np
 
-from actors.arena import ArenaLayout
-from actors.call_exchange import Question
-from actors.cpu_service import load_cpu_service
-from actors.engine import Engine
-from actors.exchange import ArenaExchange, Exchange
-from actors.gpu_service import CacheSpec, load_gpu_service
-from actors.hot_neurons import hot_counts
-from actors.kv_pool import num_pages_of
-from actors.messages import ServiceSpec
-from actors.service import Service
-from actors.shards import deal_neurons
-from actors.steps import ProductChoice
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from actors.cpu.cpu_service import load_cpu_service
+from actors.driver.engine import Engine
+from actors.exchange.call_exchange import Question
+from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from actors.exchange.service import Service
+from actors.gpu.gpu_service import CacheSpec, load_gpu_service
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.kv_pool import num_pages_of
+from actors.protocol.messages import ServiceSpec
+from actors.protocol.step_sizes import ProductChoice
+from actors.setup.hot_neurons import hot_counts
+from actors.setup.shards import deal_neurons
+from model.config.build import read_config
 from model.errors import ServiceError
-from model.weights import load_embedding
-from numba_kernels.mailbox import OPERATION, STOP
+from model.files.checkpoint import Checkpoint
+from model.weights.embedding import load_embedding
+from numba_kernels.serve.mailbox import OPERATION, STOP
 from predictors.predictor import NeuronPredictor
 
 _MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
@@ -96,7 +96,7 @@ class InProcessSystem:
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
-        self.config = ModelConfig.from_directory(self.path)
+        self.config = read_config(self.path)
         if self.specs is not None:
             self.num_services = len(self.specs) - 1
         self.services: list[Service] = [self._gpu(), *self._cpus()]

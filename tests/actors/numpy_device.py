@@ -20,8 +20,8 @@ import torch
 from cuda_kernels.device import DeviceMemoryError
 from cuda_kernels.matrix import DeviceMatrix
 from cuda_kernels.protocol import DeviceKernels
-from numba_kernels.convert import to_float32
 from numba_kernels.formats import Q4, Q8
+from numba_kernels.load.convert import to_float32
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
 GARBAGE = 255  # what new memory holds: a NaN in every float format
@@ -200,7 +200,7 @@ class NumpyKernels:
 
 @dataclass
 class NumpyDevice:
-    """See `actors.cuda_device.Device`. Counts what is held, for as long as it is held."""
+    """See `actors.gpu.cuda.device.Device`. Counts what is held, for as long as it is held."""
 
     memory_bytes: int = 1 << 40
     context_bytes: int = 0

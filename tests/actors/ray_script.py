@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from actors.launch import NAMESPACE
-from actors.messages import GenerateRequest, SystemConfig
+from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.system import System
 from model.sampling import SamplingParams
 

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from actors.launch import DriverActor, spawn_relay, spawn_service
-from actors.messages import ServiceSpec, SystemConfig
-from actors.service_host import ServiceHost
+from actors.processes.service_actor import ServiceHost
+from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.system import System
 from tests.actors.numpy_device import NumpyDevice
 

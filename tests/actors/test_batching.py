@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver import Driver
-from actors.failures import NotFiniteError, RequestError
-from actors.messages import GenerateRequest, Generation
-from actors.scheduler import Scheduler, Turns
-from actors.steps import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
+from actors.driver.driver import Driver
+from actors.driver.scheduler import Scheduler, Turns
+from actors.protocol.failures import NotFiniteError, RequestError
+from actors.protocol.messages import GenerateRequest, Generation
+from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
 from model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Asking, ask, batching, complete, random_request
 from tests.conftest import TinyCheckpoint

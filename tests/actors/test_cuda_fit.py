@@ -9,15 +9,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from actors import cuda_fit, gpu_choice
-from actors.cuda_fit import fit_system
-from actors.cuda_load import CudaLoading
-from actors.gpu_choice import choose_device
-from actors.messages import Fitted, SystemConfig
-from actors.preflight import SystemOptions, prepare_system, system_need
-from actors.service_host import ServiceHost
-from actors.shards import service_specs
-from model.config import ModelConfig
+from actors.gpu.cuda import fit as cuda_fit
+from actors.gpu.cuda.fit import fit_system
+from actors.gpu.cuda.load import CudaLoading
+from actors.processes.service_actor import ServiceHost
+from actors.protocol.messages import Fitted, SystemConfig
+from actors.setup import gpu_choice
+from actors.setup.gpu_choice import choose_device
+from actors.setup.preflight import SystemOptions, prepare_system, system_need
+from actors.setup.shards import service_specs
+from model.config.build import read_config
 from model.errors import MemoryBudgetError, ServiceError, UsageError
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
@@ -48,7 +49,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
 def fit(
     system: SystemConfig, memory_bytes: int = 1 << 40
 ) -> tuple[NumpyDevice, Fitted, CudaLoading]:
-    config = ModelConfig.from_directory(system.model_path)
+    config = read_config(system.model_path)
     device = NumpyDevice(memory_bytes, CONTEXT_BYTES)
     loading, fitted = fit_system(device, system, config)
     assert loading.spec.gpu is not None
@@ -63,7 +64,7 @@ def bytes_of_all(system: SystemConfig) -> int:
 
 
 def test_all_of_it_where_there_is_room(system: SystemConfig) -> None:
-    config = ModelConfig.from_directory(system.model_path)
+    config = read_config(system.model_path)
     _, fitted, loading = fit(system)
     assert fitted.note == "" and fitted.system.num_hot_neurons == 3 * config.ffn_size
     assert [ids.size for ids in loading.spec.neuron_ids or []] == [config.ffn_size] * 3
@@ -125,7 +126,7 @@ def test_reckoning_that_was_too_bold_is_made_good(
 def test_the_services_hold_what_the_gpu_does_not(system: SystemConfig) -> None:
     whole = bytes_of_all(system)
     _, fitted, _ = fit(replace(system, gpu_memory_bytes=int(0.9 * whole)))
-    config = ModelConfig.from_directory(system.model_path)
+    config = read_config(system.model_path)
     specs = service_specs(fitted.system, config)
     for layer in range(config.num_layers):
         ids = [spec.neuron_ids[layer] for spec in specs if spec.neuron_ids is not None]
@@ -143,7 +144,7 @@ class NoGpuHost(ServiceHost):
 
 def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
     """The CPU does it, unless the GPU was asked for."""
-    config = ModelConfig.from_directory(system.model_path)
+    config = read_config(system.model_path)
     host = NoGpuHost(replace(service_specs(system, config)[0], share=None))
     fitted = host.fit(system)
     assert fitted.system == replace(system, device="cpu")

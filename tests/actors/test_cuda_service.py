@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.failures import RequestError, is_lost_device
-from actors.steps import KERNEL_TOKENS
-from numba_kernels.mailbox import NUM_COMPUTED
+from actors.protocol.failures import RequestError, is_lost_device
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from numba_kernels.serve.mailbox import NUM_COMPUTED
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.bundles import BundleLayout, bundle_bytes
-from actors.engine import Engine
+from actors.driver.engine import Engine
+from actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
 from numba_kernels.formats import Q4, Q8
-from numba_kernels.mailbox import FFN, OPERATION, SHIP, STREAM
+from numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
 from placement.crossover import UNMEASURED_TOKENS, streaming_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
-from tests.actors.test_planning import MACHINE, WITH_GPU
+from tests.actors.test_placement_choice import MACHINE, WITH_GPU
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.unit.test_reference import relative_difference

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import ray
 
-from actors import cuda_fit
+from actors.gpu.cuda import fit as cuda_fit
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, SystemConfig
+from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.system import System
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.actors.numpy_device import NumpyDevice
@@ -45,7 +45,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def system(checkpoint: TinyCheckpoint, broken: Path) -> Iterator[System]:
     """Half of the neurons fit on the device."""
-    config = ModelConfig.from_directory(checkpoint.path)
+    config = read_config(checkpoint.path)
     asked = SystemConfig(
         str(checkpoint.path),
         num_cpu_actors=1,
@@ -74,7 +74,7 @@ def test_the_same_tokens_and_what_it_says_of_itself(
 ) -> None:
     assert system.complete(request(checkpoint)).ids[:20] == checkpoint.greedy_ids[:20]
     found: SystemConfig = system.call("describe")
-    config = ModelConfig.from_directory(checkpoint.path)
+    config = read_config(checkpoint.path)
     total = config.num_layers * config.ffn_size
     assert found.device == "cuda" and total // 4 < found.num_hot_neurons <= total // 2
     assert system.call("driver_load").device == "cuda (a stand-in)"

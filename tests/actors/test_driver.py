@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver import Driver
-from actors.failures import RequestError
-from actors.messages import GenerateRequest, SystemConfig, TokenEvent
+from actors.driver.driver import Driver
+from actors.protocol.failures import RequestError
+from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
 from model.errors import PromptError, ServiceError
 from model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
@@ -157,7 +157,7 @@ def test_what_goes_wrong_in_the_driver_ends_only_its_request(
     def fail(*arguments: object, **options: object) -> None:
         raise ValueError("the logits hold a NaN\nand more")
 
-    monkeypatch.setattr("actors.generation.sample", fail)
+    monkeypatch.setattr("actors.driver.active_request.sample", fail)
     error = Running(driver, request_).end()
     assert type(error) is RequestError
     assert str(error) == "the request failed: ValueError: the logits hold a NaN"

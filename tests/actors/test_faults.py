@@ -15,10 +15,10 @@ import psutil
 import pytest
 import ray
 
+from actors.exchange.recovery import MOST_FAILURES
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, SystemConfig
-from actors.recovery import MOST_FAILURES
-from actors.steps import ProductChoice
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.step_sizes import ProductChoice
 from actors.system import System
 from model.errors import ServiceError
 from model.sampling import SamplingParams

@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors import planning
-from actors.driver import Driver
-from actors.hot_neurons import hot_counts
-from actors.messages import GenerateRequest, SystemConfig
-from actors.planning import plan_request
-from actors.preflight import SystemOptions, prepare_system
-from actors.scoring import AuditedEngine
-from actors.shards import service_specs
-from model.artifact import ModelIdentity
+from actors.driver.driver import Driver
+from actors.driver.scoring import AuditedEngine
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.setup import placement_choice
+from actors.setup.hot_neurons import hot_counts
+from actors.setup.placement_choice import plan_request
+from actors.setup.preflight import SystemOptions, prepare_system
+from actors.setup.shards import service_specs
+from model.files.artifact import ModelIdentity
 from model.sampling import SamplingParams
 from placement.hottest import hottest_neurons
 from placement.plan import plan_path, write_plan
 from placement.planner import make_plan
 from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_planning import MACHINE, OPTIONS, WITH_GPU
+from tests.actors.test_placement_choice import MACHINE, OPTIONS, WITH_GPU
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import make_tiny
 from tests.unit.test_reference import relative_difference
@@ -81,7 +81,7 @@ def test_bad_numbers_of_hot_neurons_are_the_gpus(tiny: Tiny) -> None:
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A system of two CPU services with a plan that has a GPU."""
-    monkeypatch.setattr(planning, "measured_before", lambda: MACHINE)
+    monkeypatch.setattr(placement_choice, "measured_before", lambda: MACHINE)
     path = make_tiny("llama-relu", tmp_path / "model")
     system, config = prepare_system(path, OPTIONS)
     request = plan_request(system, None, None, WITH_GPU.digest, None)

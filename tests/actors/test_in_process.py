@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.failures import RequestError
-from actors.steps import KERNEL_TOKENS, ProductChoice
-from numba_kernels.bfloat16_ir import has_pair_products
-from numba_kernels.int16_ir import has_word_products
-from numba_kernels.mailbox import FAILED, STATUS
+from actors.protocol.failures import RequestError
+from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from numba_kernels.ir.bfloat16_ir import has_pair_products
+from numba_kernels.ir.int16_ir import has_word_products
+from numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VARIANTS
@@ -174,7 +174,7 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
 def test_queries_of_a_prompt_attend_in_parts(
     tiny: Tiny, variant: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.torch_attention._QUERIES", size)
+    monkeypatch.setattr("actors.gpu.prompt_attention._QUERIES", size)
     checkpoint = tiny(variant)
     ids = np.tile(checkpoint.ids, 2)[:73]
     with InProcessSystem(checkpoint.path, 2, 2, max_tokens=73) as system:

@@ -10,16 +10,16 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.arena import ArenaLayout
-from actors.cpu_service import CpuService
-from actors.failures import RequestError
-from actors.gpu_service import GpuService
-from actors.service import Service
-from actors.shards import deal_neurons
-from actors.stop_strings import StopStrings
-from actors.watch import Pulse
+from actors.cpu.cpu_service import CpuService
+from actors.driver.text.stop_strings import StopStrings
+from actors.exchange.service import Service
+from actors.exchange.watch import Pulse
+from actors.gpu.gpu_service import GpuService
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.failures import RequestError
+from actors.setup.shards import deal_neurons
 from model.errors import ServiceError
-from numba_kernels.mailbox import OPERATION, STOP
+from numba_kernels.serve.mailbox import OPERATION, STOP
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 

@@ -15,12 +15,12 @@ import pytest
 import ray
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest
-from actors.preflight import NUMA_ROOT, SystemOptions, prepare_system
+from actors.protocol.messages import GenerateRequest
+from actors.setup.preflight import NUMA_ROOT, SystemOptions, prepare_system
 from actors.system import System
 from model.sampling import SamplingParams
-from placement.locality import running_services
-from placement.sysfs import parse_core_list
+from placement.machine.sysfs import parse_core_list
+from placement.threads.locality import running_services
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.numa_trees import write_tree
 

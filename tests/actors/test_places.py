@@ -15,17 +15,17 @@ import numpy as np
 import psutil
 import pytest
 
-from actors.arena import ArenaLayout
-from actors.call_exchange import Answer
-from actors.exchange import ArenaExchange
-from actors.failures import AnswerFailed, RequestError, ServiceLost
-from actors.hosts_exchange import HostsExchange
-from actors.places import OwnPlace
-from actors.relay import RelayHost
-from actors.service_process import ServiceProcess
+from actors.exchange.call_exchange import Answer
+from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.hosts_exchange import HostsExchange
+from actors.exchange.places import OwnPlace
+from actors.exchange.service_process import ServiceProcess
+from actors.processes.relay_actor import RelayHost
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost
 from model.errors import HotcoldError, ServiceError
-from numba_kernels.doorbell import WORDS_A_CELL
-from numba_kernels.mailbox import DONE, NUM_REPLY_WORDS, OPERATION, PING, REQUEST, Wires, cell
+from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.mailbox import DONE, NUM_REPLY_WORDS, OPERATION, PING, REQUEST, Wires, cell
 
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.driver import Driver
-from actors.messages import GenerateRequest, SystemConfig
-from actors.steps import KERNEL_TOKENS
-from model.artifact import ModelIdentity
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
 from model.sampling import SamplingParams
-from numba_kernels.mailbox import NUM_IDS
+from numba_kernels.serve.mailbox import NUM_IDS
 from predictors.fit_lowrank import fit_lowrank
 from predictors.fit_sign import fit_sign
 from predictors.layer_data import LayerData
@@ -136,7 +137,7 @@ def test_an_oracle_of_every_family(tiny: Tiny, variant: str) -> None:
 def silenced(tiny: Tiny, variant: str, quiet: Sequence[int], path: Path) -> TinyCheckpoint:
     """The model whose `quiet` neurons, ids in every layer, add nothing."""
     shutil.copytree(tiny(variant).path, path)
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     tensors = load_file(path / "model.safetensors")
     for key, tensor in tensors.items():
         if key.endswith(f"{NAMES[config.family][1]}.weight"):
@@ -254,7 +255,7 @@ def test_what_the_predictor_is_given(tiny: Tiny, variant: str, input_name: str) 
 
 def ffn_inputs(checkpoint: TinyCheckpoint, input_name: str) -> list[np.ndarray]:
     """By transformers: what goes into each layer's FFN, or into the norm before it."""
-    model, family = checkpoint._model(), ModelConfig.from_directory(checkpoint.path).family
+    model, family = checkpoint._model(), read_config(checkpoint.path).family
     if input_name == "ffn_input":
         wanted = NAMES[family][0]
     else:
@@ -272,7 +273,7 @@ def ffn_inputs(checkpoint: TinyCheckpoint, input_name: str) -> list[np.ndarray]:
 def fitted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files of predictors of llama-relu, fitted to what goes into its FFNs on random tokens."""
     path, folder = tiny("llama-relu").path, tmp_path_factory.mktemp("predictors")
-    config, identity = ModelConfig.from_directory(path), ModelIdentity.of(path)
+    config, identity = read_config(path), ModelIdentity.of(path)
     checkpoint = TinyCheckpoint(path)
     parts: list[list[np.ndarray]] = []
     for seed in range(8):

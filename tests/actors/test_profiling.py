@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.cpu_service import CpuService
-from actors.driver import Driver
-from actors.failures import RequestError
-from actors.messages import GenerateRequest, SystemConfig
-from actors.profiling import as_float16_bits, counts_by_neuron
-from actors.service import Service
-from actors.shards import service_specs
-from model.config import ModelConfig
+from actors.cpu.cpu_service import CpuService
+from actors.driver.driver import Driver
+from actors.driver.profiling import as_float16_bits, counts_by_neuron
+from actors.exchange.service import Service
+from actors.protocol.failures import RequestError
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.setup.shards import service_specs
+from model.config.build import read_config
 from model.sampling import SamplingParams
 from tests import tiny_models
 from tests.actors.in_process import InProcessSystem
@@ -62,7 +62,7 @@ def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callab
 def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Counts (L, N), and the FFN inputs (L, T, d) of each window, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     layers = next(
         part for name, part in model.named_modules() if name.split(".")[-1] in ("layers", "h")
     )
@@ -136,7 +136,7 @@ def test_a_model_without_bos(tmp_path: Path) -> None:
     path = make_tiny("llama-relu", tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
-    assert ModelConfig.from_directory(path).bos_token_id is None
+    assert read_config(path).bos_token_id is None
     check_against_reference(path)
 
 

@@ -22,7 +22,7 @@ import ray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, LoadProgress, SystemConfig
+from actors.protocol.messages import GenerateRequest, Generation, LoadProgress, SystemConfig
 from actors.system import System
 from model.errors import PromptError, ServiceError
 from model.sampling import SamplingParams

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver import Driver
-from actors.exchange import Exchange
-from actors.failures import AnswerFailed, CacheLost, NotFiniteError, ServiceLost
-from actors.messages import Generation, ServiceSpec, SystemConfig
-from actors.recovering_exchange import RecoveringExchange
-from actors.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
-from actors.replacement import ServiceReplacer
-from actors.service_process import ServiceProcess
+from actors.driver.driver import Driver
+from actors.exchange.doorbell_exchange import Exchange
+from actors.exchange.recovering_exchange import RecoveringExchange
+from actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
+from actors.exchange.replacement import ServiceReplacer
+from actors.exchange.service_process import ServiceProcess
+from actors.protocol.failures import AnswerFailed, CacheLost, NotFiniteError, ServiceLost
+from actors.protocol.messages import Generation, ServiceSpec, SystemConfig
 from model.errors import ServiceError
-from numba_kernels.mailbox import Wires
+from numba_kernels.serve.mailbox import Wires
 from tests.actors.batching import CONTEXT, ask, complete, random_predictor, random_request
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -258,7 +258,7 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
         waits.append(service)
         raise ServiceLost(service, "the process is gone")
 
-    monkeypatch.setattr("actors.replacement._NEW_PROCESS_S", 0.5)
+    monkeypatch.setattr("actors.exchange.replacement._NEW_PROCESS_S", 0.5)
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
     spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model.errors import MemoryBudgetError, UsageError
 from model.sampling import SamplingParams
@@ -122,12 +122,12 @@ def test_what_cannot_be_had_leaves_all_as_it_was(tiny: Tiny) -> None:
             system.call("scale", 4)
 
         def without_memory(host: Any) -> None:
-            import actors.scaling
+            import actors.processes.scaling
 
             actors.scaling.available_bytes = lambda: 1 << 20
 
         def with_memory(host: Any) -> None:
-            import actors.scaling
+            import actors.processes.scaling
 
             actors.scaling.available_bytes = lambda: 1 << 40
 

@@ -13,17 +13,17 @@ import torch
 from scipy.special import log_softmax
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.driver import Driver
-from actors.engine import Engine
-from actors.failures import RequestError
-from actors.messages import SystemConfig
-from actors.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
-from actors.shards import deal_neurons
-from jobs.cmd_perplexity import summary
-from model.checkpoint import Checkpoint
+from actors.driver.driver import Driver
+from actors.driver.engine import Engine
+from actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
+from actors.protocol.failures import RequestError
+from actors.protocol.messages import SystemConfig
+from actors.setup.shards import deal_neurons
+from jobs.commands.perplexity import summary
 from model.errors import ServiceError
-from model.weights import load_embedding
-from numba_kernels.mailbox import HEAD, OPERATION
+from model.files.checkpoint import Checkpoint
+from model.weights.embedding import load_embedding
+from numba_kernels.serve.mailbox import HEAD, OPERATION
 from predictors.predictor import NeuronPredictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint

@@ -8,13 +8,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from actors.driver import Driver
-from actors.messages import GenerateRequest, SystemConfig
-from actors.step_times import StepRecord, StepTimes
-from actors.telemetry import NeuronWatch, bucket_of, speed_of
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
+from actors.telemetry.step_times import StepRecord, StepTimes
 from model import reference
 from model.sampling import SamplingParams
-from numba_kernels.mailbox import FFN, LAYER, NUM_BUCKETS, NUM_IDS, NUM_TOKENS, OPERATION, WATCHED
+from numba_kernels.serve.mailbox import (
+    FFN,
+    LAYER,
+    NUM_BUCKETS,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    WATCHED,
+)
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -146,7 +154,7 @@ def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
 def test_a_driver_tells_what_its_steps_computed(
     mode, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.telemetry._RECENT_S", 600)  # steps may wait for a compiler
+    monkeypatch.setattr("actors.telemetry.snapshot._RECENT_S", 600)  # steps may wait for a compiler
     config = SystemConfig(str(tiny("llama-relu").path), mode=mode, context_length=128, max_batch=2)
     with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
         shards = [[ids] * system.config.num_layers for ids in system.shards()]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import connect
-from actors.messages import GenerateRequest, Generation
-from jobs.answer_file import AnswerFile
+from actors.processes.cluster import connect
+from actors.protocol.messages import GenerateRequest, Generation
 from jobs.generate import NUM_AHEAD, WINDOW, _serve
-from jobs.request_lines import RequestLine, read_requests
+from jobs.requests.answer_file import AnswerFile
+from jobs.requests.request_lines import RequestLine, read_requests
 from model.errors import HotcoldError, ServiceError, UsageError
 from model.sampling import SamplingParams
 

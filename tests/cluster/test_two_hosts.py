@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.host_files import require_same_model
-from actors.hosts import node_ids, service_nodes
-from actors.messages import SystemConfig
-from actors.shards import service_specs
-from model.config import ModelConfig
+from actors.protocol.messages import SystemConfig
+from actors.setup.host_files import require_same_model
+from actors.setup.hosts import node_ids, service_nodes
+from actors.setup.shards import service_specs
+from model.config.build import read_config
 from model.errors import CheckpointError, UsageError
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
@@ -71,7 +71,7 @@ def test_the_copy_of_the_model_is_checked(
     path = tmp_path / "model"
     shutil.copytree(tiny("llama-relu").path, path)
     system = SystemConfig(str(path), num_cpu_actors=2, hosts=("a", "b"))
-    spec = service_specs(system, ModelConfig.from_directory(path))[2]
+    spec = service_specs(system, read_config(path))[2]
     require_same_model(spec)
     shutil.rmtree(path)
     shutil.copytree(tiny("opt-postnorm").path, path)

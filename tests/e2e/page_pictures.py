@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from actors.messages import SystemConfig
+from actors.protocol.messages import SystemConfig
 from actors.system import System
-from placement.columns import GPU_RESERVE_BYTES
-from placement.machine import write_machine
+from placement.machine.description import write_machine
+from placement.solver.columns import GPU_RESERVE_BYTES
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
 from tests.e2e.page_server import served_page

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from actors.messages import GenerateRequest, TokenEvent
+from actors.protocol.messages import GenerateRequest, TokenEvent
 from actors.system import System
 
 
@@ -37,7 +37,7 @@ def served_page(system: Any, model_name: str) -> Iterator[str]:
     import uvicorn
     from fastapi import FastAPI
 
-    from ui.page import build_page, mount_page
+    from ui.page.page import build_page, mount_page
 
     app = FastAPI()
     mount_page(app, build_page(system, model_name))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.driver import Driver
-from actors.messages import GenerateRequest, SystemConfig
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest, SystemConfig
 from model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from actors.launch import start_local_ray
-from actors.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model import reference
+from model.config.build import read_config
 from model.sampling import SamplingParams
 from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_server import LongWinded, served_page
@@ -285,10 +286,9 @@ def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:
         for kind in ("hot", "computed", "gate", "skipped")
     }
     answer = completed(system, QUESTION)
-    from actors.prompts import Prompts
-    from model.config import ModelConfig
+    from actors.driver.text.prompts import Prompts
 
-    prompts = Prompts(DEMO, ModelConfig.from_directory(DEMO), 1024)
+    prompts = Prompts(DEMO, read_config(DEMO), 1024)
     prompt = prompts.ids(system.requests[-1])
     # The last token was chosen, and not computed any more.
     expected = fired_neurons(monkeypatch, [*prompt, *answer.ids[:-1]])

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from jobs.cli import main
-from jobs.profile_plot import cumulative_share
-from jobs.profile_report import hot_share
-from jobs.profile_state import ProfileState, ProfileTask
-from model.artifact import ModelIdentity, check_artifact
-from model.config import ModelConfig
+from jobs.profile.plot import cumulative_share
+from jobs.profile.report import hot_share
+from jobs.profile.state import ProfileState, ProfileTask
+from model.config.build import read_config
 from model.errors import ArtifactError
-from model.locate import DEMO_DIRECTORY
+from model.files.artifact import ModelIdentity, check_artifact
+from model.files.locate import DEMO_DIRECTORY
 from placement.profile import ActivationProfile, read_profile, write_profile
 from predictors.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
@@ -90,7 +90,7 @@ def test_files_are_what_transformers_says(
     size = WINDOW - 1  # bos takes one
     windows = [ids[first : first + size] for first in range(0, NUM_TOKENS, size)]
     counts, inputs = reference(words, windows)
-    identity, config = ModelIdentity.of(words), ModelConfig.from_directory(words)
+    identity, config = ModelIdentity.of(words), read_config(words)
     profile = read_profile(Path(report["path"]), identity, config)
     np.testing.assert_array_equal(profile.counts, counts)
     assert (profile.num_tokens, profile.text_name) == (NUM_TOKENS, "words.txt")
@@ -190,7 +190,7 @@ def _stop_midway(arguments: list[str | Path], out: Path, how: signal.Signals) ->
 
 def saved_state(out: Path, words: Path, task: ProfileTask) -> ProfileState:
     """A state of two windows done, whose counts are all wrong."""
-    config = ModelConfig.from_directory(words)
+    config = read_config(words)
     state = ProfileState(out, ModelIdentity.of(words), config, task)
     state.start()
     for first, last in ((0, 23), (23, 46)):
@@ -217,7 +217,7 @@ def test_which_state_is_taken_over(words: Path, tmp_path: Path, change: str, num
         rows.write_bytes(b"" if change == "no rows" else rows.read_bytes() + bytes(288))
     if change == "damage":
         out.with_name("profile.part").write_bytes(b"nonsense")
-    config = ModelConfig.from_directory(words)
+    config = read_config(words)
     state = ProfileState(out, identity, config, replace(task, **fields.get(change, {})))
     state.resume()
     assert state.num_done == num_done
@@ -236,7 +236,7 @@ def test_restart(
     ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: Path, text: Path,
     ids: list[int],
 ) -> None:  # fmt: skip
-    config, out = ModelConfig.from_directory(words), tmp_path / "profile"
+    config, out = read_config(words), tmp_path / "profile"
     digest = hashlib.sha256(text.read_bytes()).hexdigest()
     saved_state(out, words, ProfileTask(digest, NUM_TOKENS, WINDOW - 1, NUM_INPUTS))
     arguments: list[str | Path] = [words, "--text", text, "--out", out, "--inputs-out"]
@@ -280,7 +280,7 @@ def test_mistakes_cost_no_waiting(
 
 
 def test_files_of_another_model_are_refused(words: Path, tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(words)
+    config = read_config(words)
     other = ModelIdentity("other", "0" * 64)
     counts = np.ones((config.num_layers, config.ffn_size), np.int64)
     write_profile(tmp_path / "p", other, ActivationProfile(counts, 9, "a.txt", "0" * 64))

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from model.locate import DEMO_DIRECTORY
+from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_benchmark
 from tests.e2e.commands import run
 from tests.e2e.server import WAIT_S, Server, await_that, serving

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.preflight import SystemOptions, prepare_system
+from actors.setup.preflight import SystemOptions, prepare_system
 from jobs.cli import main
-from model.artifact import ModelIdentity, artifact_path
-from model.config import ModelConfig
-from model.locate import DEMO_DIRECTORY
+from model.config.build import read_config
+from model.files.artifact import ModelIdentity, artifact_path
+from model.files.locate import DEMO_DIRECTORY
 from predictors.inputs import LayerInputs, write_inputs
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import predictors_path, read_predictors
@@ -110,7 +110,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_random_inputs(model: Path, file: Path, num_tokens: int = 400) -> None:
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     shape = (config.num_layers, num_tokens, config.hidden_size)
     inputs = np.random.default_rng(0).standard_normal(shape).astype(np.float16).view(np.uint16)
     write_inputs(file, ModelIdentity.of(model), LayerInputs(inputs, num_tokens, "0" * 64))
@@ -123,7 +123,7 @@ def test_what_is_said_is_what_is_written(run: Run, demo: Path, tmp_path: Path, k
         run("train-predictors", demo, "--kind", kind, "--recall", "0.95", "--out", out, "--json")
     )
     assert found["path"] == str(out) and found["seconds"] > 0 and found["target_recall"] == 0.95
-    config = ModelConfig.from_directory(demo)
+    config = read_config(demo)
     written = read_predictors(out, ModelIdentity.of(demo), config)
     assert written.target_recall == 0.95 and written.input_name == "ffn_input"
     assert written.qualities is not None and len(written.text_digest) == 64
@@ -149,7 +149,7 @@ def test_best_takes_the_cheaper_one(run: Run, demo: Path, tmp_path: Path) -> Non
         )
         for kind in ("sign", "lowrank", "best")
     }
-    config = ModelConfig.from_directory(demo)
+    config = read_config(demo)
     gate_bytes = config.ffn_size * config.hidden_size * 2
 
     def costs(kind: str) -> np.ndarray:
@@ -288,7 +288,7 @@ def test_without_a_mode_predictors_are_refused(
 def test_import(ray_here: None, run: Run, tmp_path: Path) -> None:
     model = make_tiny("llama-relu", tmp_path / "model")
     add_tokenizer(model)
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     folder = write_folder(tmp_path / "pt", config)
     found = last_line(run("train-predictors", model, "--import", folder, "--json"))
     assert found["path"] == str(predictors_path(model, "lowrank"))

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.cuda_device import Device
-from actors.cuda_fit import open_device
-from actors.messages import GenerateRequest, SystemConfig
-from actors.preflight import SystemOptions, prepare_system
+from actors.gpu.cuda.device import Device
+from actors.gpu.cuda.fit import open_device
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from cuda_kernels.device import list_gpus
-from model.locate import locate_model
+from model.files.locate import locate_model
 from model.sampling import SamplingParams
-from model.synthetic import make_model
-from model.synthetic_shape import DTYPES, resolve_shape
+from model.synthetic.make import make_model
+from model.synthetic.shape import DTYPES, resolve_shape
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint

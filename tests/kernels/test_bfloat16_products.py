@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.pair_products import PairProducts
-from numba_kernels.bfloat16_ir import has_pair_products
+from actors.cpu.pair_products import PairProducts
+from numba_kernels.ir.bfloat16_ir import has_pair_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

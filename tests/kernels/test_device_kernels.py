@@ -10,7 +10,7 @@ import pytest
 from cuda_kernels.matrix import DeviceMatrix, row_bytes
 from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
 from numba_kernels.formats import QUANTIZED
-from numba_kernels.quantize import dequantize_rows
+from numba_kernels.load.quantize import dequantize_rows
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix

@@ -15,7 +15,7 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 import pytest
 
-from numba_kernels.doorbell import (
+from numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
     RUNG_US,
@@ -25,7 +25,7 @@ from numba_kernels.doorbell import (
     ring,
     wait_change,
 )
-from numba_kernels.mailbox import (
+from numba_kernels.serve.mailbox import (
     ARRIVED,
     CELLS_A_SERVICE,
     DONE,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.pair_products import WordProducts
-from numba_kernels.int16_ir import has_word_products
+from actors.cpu.pair_products import WordProducts
+from numba_kernels.ir.int16_ir import has_word_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
@@ -122,7 +122,7 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
 
 MULTIPLY = """
 import numpy as np
-from actors.pair_products import WordProducts
+from actors.cpu.pair_products import WordProducts
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)

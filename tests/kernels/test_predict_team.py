@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from actors.arena import ArenaLayout
-from numba_kernels.doorbell import WORDS_A_CELL, ring
-from numba_kernels.mailbox import DONE, Wires, cell
-from numba_kernels.predict import pack_weights
+from actors.protocol.arena import ArenaLayout
+from numba_kernels.decode.predict import pack_weights
+from numba_kernels.serve.doorbell import WORDS_A_CELL, ring
+from numba_kernels.serve.mailbox import DONE, Wires, cell
 from predictors.sign import SignLayer
 from predictors.sign_team import SignTeam
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from numba_kernels.formats import is_quantized
-from numba_kernels.products import quantize_kernel
-from numba_kernels.prompt_ffn import (
+from numba_kernels.prompt.products import quantize_kernel
+from numba_kernels.prompt.prompt_ffn import (
     BLOCK,
     empty_fired,
     list_fired,
@@ -16,7 +17,6 @@ from numba_kernels.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from numba_kernels.vectors import QuantizedVectors, empty_vectors
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, quantized_vectors, random_rows

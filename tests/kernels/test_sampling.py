@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from numba_kernels.sampling import sample, sample_kernel
+from numba_kernels.decode.sampling import sample, sample_kernel
 from tests.kernels.arrays import random_floats, unaligned
 from tests.kernels.reference import sample_shares
 

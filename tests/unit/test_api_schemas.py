@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
-from ui.api_errors import ApiError, as_api_error
-from ui.api_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from ui.api.errors import ApiError, as_api_error
+from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from safetensors.torch import save_file as save_torch_file
 
-from model.artifact import (
+from model.errors import ArtifactError
+from model.files.artifact import (
     COMMANDS,
     VERSION,
     ModelIdentity,
@@ -26,7 +27,6 @@ from model.artifact import (
     read_artifact,
     write_artifact,
 )
-from model.errors import ArtifactError
 from tests.tiny_models import make_tiny
 
 IDENTITY = ModelIdentity("mine", "ab" * 32)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from actors.prompts import Prompts
-from jobs.demo_corpus import HELD_OUT_MODULES, stdlib_entries
-from jobs.demo_text import mixed, write_demo_text
-from jobs.text_file import read_text_ids
-from model.config import ModelConfig
+from actors.driver.text.prompts import Prompts
+from jobs.demo.corpus import HELD_OUT_MODULES, stdlib_entries
+from jobs.demo.text import mixed, write_demo_text
+from jobs.support.text_file import read_text_ids
+from model.config.build import read_config
 from model.errors import UsageError
-from model.locate import DEMO_DIRECTORY
+from model.files.locate import DEMO_DIRECTORY
 from tests.benchmark_programs import rows_of, table_of
 
 NUM_TOKENS = 12_000
@@ -84,7 +84,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def _ids(file: Path) -> Any:
-    return read_text_ids(file, Prompts(DEMO_DIRECTORY, ModelConfig.from_directory(DEMO_DIRECTORY),
+    return read_text_ids(file, Prompts(DEMO_DIRECTORY, read_config(DEMO_DIRECTORY),
                                        512))  # fmt: skip
 
 

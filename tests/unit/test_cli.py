@@ -12,7 +12,7 @@ import click
 import pytest
 
 from jobs.cli import COMMANDS, cli, main
-from jobs.lazy_group import LazyCommand, LazyGroup
+from jobs.support.lazy_group import LazyCommand, LazyGroup
 from model.errors import CheckpointError
 
 failure: Exception | KeyboardInterrupt | None = None

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from model.config import ModelConfig, RopeConfig
+from model.config.build import build_config, read_config
+from model.config.model_config import RopeConfig
 from model.errors import ConfigError, HotcoldError
 
 LLAMA: dict[str, Any] = {
@@ -55,18 +56,18 @@ LLAMA3 = {
 def refused(config: dict[str, Any]) -> str:
     """Return the one line that refuses `config`."""
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(config, source="dir/config.json")
+        build_config(config, source="dir/config.json")
     text = str(caught.value)
     assert "\n" not in text and "dir/config.json" in text
     return text
 
 
 def test_defaults_of_each_family() -> None:
-    llama = ModelConfig.from_dict(LLAMA)
+    llama = build_config(LLAMA)
     assert (llama.num_kv_heads, llama.head_dim, llama.tied_embeddings) == (4, 16, False)
     assert (llama.has_gate, llama.norm_kind, llama.rope) == (True, "rmsnorm", RopeConfig(10000.0))
     assert (llama.bos_token_id, llama.eos_token_ids, llama.dtype) == (1, (2,), "float32")
-    opt = ModelConfig.from_dict(OPT)
+    opt = build_config(OPT)
     assert (opt.activation_fn, opt.position_offset, opt.rope) == ("relu", 2, None)
     assert (opt.has_gate, opt.ffn_bias, opt.tied_embeddings, opt.post_norm) == (
         False,
@@ -74,27 +75,27 @@ def test_defaults_of_each_family() -> None:
         True,
         False,
     )
-    falcon = ModelConfig.from_dict(FALCON)
+    falcon = build_config(FALCON)
     assert (falcon.num_kv_heads, falcon.ffn_size, falcon.activation_fn) == (1, 256, "gelu")
     assert (falcon.parallel_ffn, falcon.has_ffn_norm) == (True, False)
 
 
 def test_falcon_layouts() -> None:
-    grouped = ModelConfig.from_dict(
+    grouped = build_config(
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": False}
     )
     assert (grouped.num_kv_heads, grouped.parallel_ffn, grouped.has_ffn_norm) == (2, True, True)
-    sequential = ModelConfig.from_dict(FALCON | {"parallel_attn": False, "multi_query": False})
+    sequential = build_config(FALCON | {"parallel_attn": False, "multi_query": False})
     assert (sequential.num_kv_heads, sequential.parallel_ffn) == (4, False)
     # Configs of falcon-7b carry a number of KV heads that is not used.
-    assert ModelConfig.from_dict(FALCON | {"num_kv_heads": 4}).num_kv_heads == 1
+    assert build_config(FALCON | {"num_kv_heads": 4}).num_kv_heads == 1
 
 
 def test_several_eos_ids_and_dtype_spellings() -> None:
-    config = ModelConfig.from_dict(LLAMA | {"eos_token_id": [7, 9], "torch_dtype": "float16"})
+    config = build_config(LLAMA | {"eos_token_id": [7, 9], "torch_dtype": "float16"})
     assert (config.eos_token_ids, config.dtype) == ((7, 9), "float16")
-    assert ModelConfig.from_dict(LLAMA | {"dtype": "bfloat16"}).dtype == "bfloat16"
-    assert ModelConfig.from_dict(LLAMA | {"bos_token_id": None}).bos_token_id is None
+    assert build_config(LLAMA | {"dtype": "bfloat16"}).dtype == "bfloat16"
+    assert build_config(LLAMA | {"bos_token_id": None}).bos_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_several_eos_ids_and_dtype_spellings() -> None:
 )
 def test_inv_freq_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope))
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_config(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert config.rope is not None
     found = config.rope.inv_freq(config.head_dim)
@@ -222,7 +223,7 @@ def test_unknown_architecture_is_named(changes: dict[str, Any]) -> None:
 def test_damaged_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -231,15 +232,15 @@ def test_the_model_is_named_by_its_directory(tmp_path: Path) -> None:
     for directory, name in ((tmp_path / "mine", "mine"), (cached, "org/repo-7b")):
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(LLAMA))
-        assert ModelConfig.from_directory(directory).name == name
+        assert read_config(directory).name == name
 
 
 def test_missing_file_and_directory_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not found"):
-        ModelConfig.from_directory(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
 
 
 JSON_VALUES = st.recursive(
@@ -278,6 +279,6 @@ KEYS = sorted(
 )
 def test_random_values_never_escape(base: dict[str, Any], changes: dict[str, Any]) -> None:
     try:
-        ModelConfig.from_dict(base | changes)
+        build_config(base | changes)
     except HotcoldError as error:
         assert "\n" not in str(error)

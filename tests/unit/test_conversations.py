@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("gradio")
 
-from actors.messages import GenerateRequest, Generation, TokenEvent
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from model.errors import ServiceError, UsageError
 from model.sampling import SamplingParams
-from ui.chat_settings import read_settings
-from ui.conversations import NO_TITLE, Conversation, Desk
+from ui.page.chat_settings import read_settings
+from ui.page.conversations import NO_TITLE, Conversation, Desk
 
 SAMPLING = SamplingParams(temperature=0.0)
 

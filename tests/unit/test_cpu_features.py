@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from actors import preflight
-from actors.preflight import SystemOptions, choose_system, read_model
-from jobs import doctor_checks
+from actors.setup import preflight
+from actors.setup.preflight import SystemOptions, choose_system, read_model
 from jobs.cli import main
-from jobs.doctor_checks import Finding, check_machine, kernel_instructions
+from jobs.support import doctor_checks
+from jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
 from model.errors import UsageError
-from numba_kernels import llvm_vectors
-from placement.survey import survey
-from placement.sysfs import Cpu, missing_features, read_cpu
+from numba_kernels.ir import llvm_vectors
+from placement.machine.survey import survey
+from placement.machine.sysfs import Cpu, missing_features, read_cpu
 from tests.tiny_models import make_tiny
 
 FakeCpu = Callable[..., Path]
@@ -125,8 +125,8 @@ def test_doctor_measures_nothing_where_that_would_end_it(
         raise UsageError("measured")
 
     fake_cpu("fpu avx")
-    monkeypatch.setattr("placement.sysfs.read_cpu", lambda root=None: read_cpu(tmp_path))
-    monkeypatch.setattr("placement.machine.this_machine", measure)
+    monkeypatch.setattr("placement.machine.sysfs.read_cpu", lambda root=None: read_cpu(tmp_path))
+    monkeypatch.setattr("placement.machine.this_machine.this_machine", measure)
     assert main(["doctor"]) == 0
     capsys.readouterr()
     fake_cpu("avx2 fma f16c")
@@ -148,7 +148,9 @@ def test_kernels_of_a_named_cpu(
 ) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    code = "from jobs.doctor_checks import kernel_instructions; print(kernel_instructions())"
+    code = (
+        "from jobs.support.doctor_checks import kernel_instructions; print(kernel_instructions())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(doctor_checks.__file__).parents[1],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.demo_corpus import (
+from jobs.demo.corpus import (
     HELD_OUT_MODULES,
     Entry,
     Question,

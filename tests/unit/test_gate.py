@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ui import sse
+from ui.api import sse
 from ui.gate import Gate, is_loopback
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs import doctor_checks
-from jobs.doctor_checks import Finding, check_machine
+from jobs.support import doctor_checks
+from jobs.support.doctor_checks import Finding, check_machine
 from model.errors import MemoryBudgetError
-from model.memory import HUGE_PAGE_BYTES, aligned_empty
-from placement import huge_pages
-from placement.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
-from placement.survey import survey
-from placement.sysfs import read_huge_page_setting
+from model.weights.memory import HUGE_PAGE_BYTES, aligned_empty
+from placement.machine import huge_pages
+from placement.machine.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
+from placement.machine.survey import survey
+from placement.machine.sysfs import read_huge_page_setting
 
 MIB = 1 << 20
 _PR_SET_THP_DISABLE = 41

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNELS = {"numba_kernels", "cuda_kernels"}
@@ -27,6 +29,87 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tests": _OFFLINE | {"actors", "ui", "jobs"},
     "demo": set(),
 }
+
+# Inside a package: room -> the rooms of the same package that it may import. A room is a folder, or
+# a file at the package's top.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "actors": {
+        "protocol": set(),
+        "telemetry": set(),
+        "exchange": {"protocol"},
+        "setup": {"exchange", "protocol"},
+        "cpu": {"exchange", "protocol", "telemetry"},
+        "gpu": {"cpu", "exchange", "protocol"},
+        "gpu.cuda": {"gpu", "exchange", "protocol", "setup"},
+        "driver.text": {"protocol"},
+        "driver": {"driver.text", "exchange", "protocol", "setup", "telemetry"},
+        "processes": {
+            "cpu",
+            "driver",
+            "exchange",
+            "gpu",
+            "gpu.cuda",
+            "protocol",
+            "setup",
+            "telemetry",
+        },
+        "launch": {"processes", "protocol", "setup"},
+        "system": {"launch", "exchange", "protocol", "setup"},
+        "client": {"system", "exchange", "protocol"},
+    },
+    "numba_kernels": {
+        "formats": set(),
+        "kernel_cache": set(),
+        "checks": {"formats"},
+        "ir": {"formats"},
+        "load": {"checks", "formats", "ir"},
+        "decode": {"checks", "formats", "ir", "load"},
+        "prompt": {"decode", "ir"},
+        "serve": {"decode", "formats"},
+    },
+    "model": {
+        "errors": set(),
+        "config": {"errors"},
+        "files": {"config", "errors"},
+        "weights": {"config", "errors", "files"},
+        "text": {"config", "errors"},
+        "sampling": {"config", "errors"},
+        "synthetic": {"config", "errors", "files"},
+        "reference": {"config", "files", "weights"},
+    },
+    "placement": {
+        "machine": set(),
+        "hottest": set(),
+        "memory": set(),
+        "plan": set(),
+        "profile": set(),
+        "threads": {"machine"},
+        "crossover": {"machine"},
+        "solver": {"machine", "threads"},
+        "report": {"solver"},
+        "planner": {"machine", "plan", "profile", "report", "solver"},
+    },
+    "jobs": {
+        "support": set(),
+        "requests": set(),
+        "bench": {"support"},
+        "profile": {"support"},
+        "commands": {"profile", "support"},
+        "cli": {"support"},
+        "demo": {"cli", "support"},
+        "generate": {"cli", "requests", "support"},
+        "stop": {"cli", "support"},
+        "train_demo": {"demo"},
+    },
+    "ui": {
+        "api": set(),
+        "page": set(),
+        "gate": {"api"},
+        "serving": {"api", "gate"},
+        "server": {"api", "page"},
+    },
+}
+MOST_FILES_A_ROOM = 13
 
 
 @dataclass(frozen=True)
@@ -49,10 +132,29 @@ def _imports_below(node: ast.AST, at_top_level: bool) -> Iterator[Import]:
             for alias in child.names:
                 yield Import(alias.name, child.lineno, at_top_level)
         elif isinstance(child, ast.ImportFrom) and child.module:
-            yield Import(child.module, child.lineno, at_top_level)
+            for alias in child.names:
+                module = f"{child.module}.{alias.name}"
+                yield Import(
+                    module if _is_ours(module) else child.module, child.lineno, at_top_level
+                )
         deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         deferred |= isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
         yield from _imports_below(child, at_top_level and not deferred)
+
+
+def _is_ours(module: str) -> bool:
+    """Whether `module` is a file or folder of this checkout, not a name in one."""
+    path = ROOT / module.replace(".", "/")
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module of one of the packages stands in, without the package."""
+    package, *inner = module.split(".")
+    known = ROOMS.get(package, {})
+    while inner and ".".join(inner) not in known:
+        inner.pop()
+    return ".".join(inner)
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -70,9 +172,14 @@ def _wrong_import(path: str, entry: Import) -> str:
     where = f"{entry.line}: imports {entry.module}"
     if target in MAY_IMPORT and target != package and target not in MAY_IMPORT[package]:
         return f"{where}, which {package} may not"
+    if target == package and package in ROOMS:
+        here = room_of(path.removesuffix(".py").replace("/", "."))
+        there = room_of(entry.module)
+        if there and there != here and there not in ROOMS[package].get(here, set()):
+            return f"{where}, which {package}/{here} may not"
     if target in ("cupy", "cupyx"):
-        if not path.startswith(("cuda_kernels/", "actors/gpu_service", "tests/gpu/")):
-            return f"{where} outside of cuda_kernels/ and the GPU service"
+        if not path.startswith(("cuda_kernels/", "actors/gpu/", "tests/gpu/")):
+            return f"{where} outside of cuda_kernels/ and actors/gpu/"
         if entry.at_top_level:
             return f"{where} at the top: import it where a GPU is used"
     if target == "gradio" and not path.startswith(("ui/", "tests/")):
@@ -116,20 +223,85 @@ def test_no_file_breaks_the_layering() -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_room_is_known_and_none_is_crowded() -> None:
+    for package, rooms in ROOMS.items():
+        files = [path for path in source_files() if path.is_relative_to(ROOT / package)]
+        for path in files:
+            module = path.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", ".")
+            if path.name != "__init__.py":
+                assert room_of(module) in rooms, f"{module} stands in no known room"
+        for folder in {path.parent for path in files}:
+            shown = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+            assert len(shown) <= MOST_FILES_A_ROOM, f"{folder} shows {len(shown)} files"
+        assert {
+            room for room in rooms if not (ROOT / package / room.replace(".", "/")).is_dir()
+        } <= {path.stem for path in (ROOT / package).glob("*.py")}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return every file's imports of other files of this checkout, deferred ones too."""
+    graph: dict[str, set[str]] = {}
+    for path in source_files():
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        name = name.removesuffix(".__init__")
+        modules = {entry.module for entry in imports_of(ast.parse(path.read_text()))}
+        graph[name] = {module for module in modules if module.split(".")[0] in MAY_IMPORT}
+    return {name: {m for m in modules if m in graph} for name, modules in graph.items()}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Return the names along one circle, or nothing where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph.get(name, ())):
+            if found := walk(other, [*way, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    graph = import_graph()
+    assert graph["actors.driver.driver"] >= {"actors.driver.engine"}
+    assert circle_in(graph) == []
+    for rooms in ROOMS.values():
+        assert circle_in(rooms) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 def test_every_package_is_known_and_shipped() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders <= set(MAY_IMPORT)
-    settings = (ROOT / "pyproject.toml").read_text()
-    for name in folders - {"tests", "benchmarks"}:
-        assert f'"{name}",' in settings
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    shipped = set(find_packages(str(ROOT), include=found["find"]["include"]))
+    ours = {path.parent for path in source_files()}
+    expected = {path.relative_to(ROOT).as_posix().replace("/", ".") for path in ours}
+    assert shipped == {
+        name for name in expected if name.split(".")[0] not in ("tests", "benchmarks")
+    }
 
 
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("numba_kernels/a.py", "import model.config", "numba_kernels may not"),
+        ("numba_kernels/a.py", "import model.config.model_config", "numba_kernels may not"),
         ("numba_kernels/a.py", "from cuda_kernels import device", "numba_kernels may not"),
-        ("model/a.py", "def f():\n    from actors.driver import Driver", "a.py:2: imports actors"),
+        (
+            "model/a.py",
+            "def f():\n    from actors.driver.driver import Driver",
+            "a.py:2: imports actors",
+        ),
         ("model/a.py", "if TYPE_CHECKING:\n    import placement", "model may not"),
         ("predictors/a.py", "from placement.plan import Plan", "predictors may not"),
         ("placement/a.py", "import predictors", "placement may not"),
@@ -139,15 +311,25 @@ def test_every_package_is_known_and_shipped() -> None:
         ("tests/unit/a.py", "import benchmarks", "tests may not"),
         ("jobs/a.py", "from tests.unit import helper", "jobs may not"),
         ("model/a.py", "from .config import ModelConfig", "relative import"),
-        ("actors/driver.py", "@ray.remote\nclass A: pass", "ray.remote outside"),
-        ("actors/driver.py", "@ray.remote(num_cpus=1)\nclass A: pass", "ray.remote outside"),
+        ("actors/driver/driver.py", "@ray.remote\nclass A: pass", "ray.remote outside"),
+        ("actors/driver/driver.py", "@ray.remote(num_cpus=1)\nclass A: pass", "ray.remote outside"),
         ("jobs/a.py", "from ray import remote", "ray.remote outside"),
         ("cuda_kernels/a.py", "import cupy as cp", "at the top"),
         ("cuda_kernels/a.py", "try:\n    import cupy\nexcept ImportError: pass", "at the top"),
         ("cuda_kernels/a.py", "class A:\n    import cupy", "at the top"),
         ("model/a.py", "def f():\n    import cupy", "outside of cuda_kernels/"),
-        ("actors/driver.py", "def f():\n    from cupy import cuda", "outside of cuda_kernels/"),
+        (
+            "actors/driver/driver.py",
+            "def f():\n    from cupy import cuda",
+            "outside of cuda_kernels/",
+        ),
         ("jobs/a.py", "def f():\n    import gradio", "outside of ui/"),
+        ("actors/cpu/a.py", "from actors.driver import engine", "actors/cpu may not"),
+        ("actors/driver/text/a.py", "import actors.driver.engine", "actors/driver.text may not"),
+        ("actors/driver/a.py", "from actors.processes.cluster import x", "actors/driver may not"),
+        ("numba_kernels/ir/a.py", "from numba_kernels.decode import ffn", "kernels/ir may not"),
+        ("model/files/a.py", "def f():\n    from model.weights import ffn", "model/files may not"),
+        ("placement/machine/a.py", "import placement.planner", "placement/machine may not"),
     ],
 )
 def test_violations_are_caught(path: str, source: str, expected: str) -> None:
@@ -159,19 +341,21 @@ def test_violations_are_caught(path: str, source: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("model/a.py", "import numpy\nfrom numba_kernels.ffn import ffn"),
+        ("model/a.py", "import numpy\nfrom numba_kernels.decode.ffn import ffn"),
         ("actors/launch.py", "import ray\nActor = ray.remote(object)"),
-        ("actors/gpu_service_cuda.py", "def f():\n    import cupy"),
+        ("actors/gpu/cuda/a.py", "def f():\n    import cupy"),
         ("cuda_kernels/a.py", "if TYPE_CHECKING:\n    import cupy"),
         ("ui/chat.py", "import gradio\nfrom actors.system import System"),
-        ("jobs/cmd_serve.py", "def f():\n    from ui.chat import page"),
+        ("jobs/commands/serve.py", "def f():\n    from ui.page import page"),
     ],
 )
 def test_allowed_imports_pass(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
-@pytest.mark.parametrize("module", ["jobs.cmd_generate", "jobs.cmd_serve", "actors.driver_host"])
+@pytest.mark.parametrize(
+    "module", ["jobs.commands.generate", "jobs.commands.serve", "actors.processes.driver_actor"]
+)
 def test_what_starts_does_not_wait_for_torch(module: str) -> None:
     """It takes a second to import: services do it while they load."""
     program = f"import sys, {module}; print('torch' in sys.modules)"

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.synthetic import make_model
-from model.synthetic_shape import SyntheticShape
+from model.config.build import read_config
+from model.files.checkpoint import Checkpoint
+from model.synthetic.make import make_model
+from model.synthetic.shape import SyntheticShape
 from numba_kernels.formats import Q4, Q8
-from numba_kernels.quantize import dequantize_rows, quantize_rows
+from numba_kernels.load.quantize import dequantize_rows, quantize_rows
 from tests.benchmark_programs import error_of, output_of
 
 gguf = pytest.importorskip("gguf")
@@ -129,7 +129,7 @@ def test_a_falcon_has_the_same_weights(models: Path, name: str, dtype: str, tmp_
 
 
 def test_an_opt_is_a_llama_of_equal_bytes(models: Path, tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(models / "opt")
+    config = read_config(models / "opt")
     found = _written(models / "opt", "q8", tmp_path)
     by_part = {"attn": 0, "ffn": 0}
     for name, values in found.items():

@@ -13,26 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import placement.machine
+import placement.machine.description
 from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu
 from jobs.cli import main
-from jobs.doctor_checks import check_measured
+from jobs.support.doctor_checks import check_measured
 from model.errors import UsageError
-from placement.machine import (
-    CpuNode,
-    GpuDevice,
-    Machine,
-    measured_before,
-    read_machine,
-    this_machine,
-    write_machine,
-)
-from placement.measure import ASSUMED_GPU_READ_GB_PER_S
-from placement.measure_cache import cache_path
-from placement.measure_exchange import measure_exchange_us, median_us
-from placement.measure_node import NodeRates, measure_node
-from placement.survey import usable_cores
+from placement.machine.description import CpuNode, GpuDevice, Machine, read_machine, write_machine
+from placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S
+from placement.machine.measure_cache import cache_path
+from placement.machine.measure_exchange import measure_exchange_us, median_us
+from placement.machine.measure_node import NodeRates, measure_node
+from placement.machine.survey import usable_cores
+from placement.machine.this_machine import measured_before, this_machine
 from tests.unit.test_survey import NODE_BYTES, write, write_big_machine
 
 NODE = CpuNode("node0", 8, 1000, 500, 50.0, 45.0, 30.0)
@@ -140,16 +133,20 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
         return NodeRates(10.0 * len(cores), 9.0 * len(cores), 5.123456 * len(cores))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("placement.measure.measure_node", node)
-    monkeypatch.setattr("placement.measure.measure_exchange_us", lambda cores: 20.0 + len(cores))
-    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((), "none"))
+    monkeypatch.setattr("placement.machine.measure.measure_node", node)
+    monkeypatch.setattr(
+        "placement.machine.measure.measure_exchange_us", lambda cores: 20.0 + len(cores)
+    )
+    monkeypatch.setattr("placement.machine.measure_layout.list_gpus", lambda: ((), "none"))
     return nodes
 
 
 @pytest.fixture
 def big_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
-    monkeypatch.setattr("placement.measure_layout.available_bytes", lambda: 100 * NODE_BYTES)
+    monkeypatch.setattr(
+        "placement.machine.measure_layout.available_bytes", lambda: 100 * NODE_BYTES
+    )
     return write_big_machine(tmp_path)
 
 
@@ -214,7 +211,7 @@ def test_free_memory_is_looked_up_each_time(
     measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = this_machine(root=big_root)
-    monkeypatch.setattr("placement.measure_layout.available_bytes", lambda: 7 << 30)
+    monkeypatch.setattr("placement.machine.measure_layout.available_bytes", lambda: 7 << 30)
     after = this_machine(root=big_root)
     assert [node.free_bytes for node in after.nodes] == [1 << 30] * 7
     assert before.nodes[0].free_bytes == NODE_BYTES
@@ -295,17 +292,17 @@ def test_a_gpu_that_cannot_be_measured(
     with pytest.raises(RuntimeError, match="CuPy cannot be imported"):
         measure_gpu_bandwidth(0)
     gpu = Gpu(0, "NVIDIA H100", 80 << 30, 79 << 30, (9, 0))
-    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((gpu,), ""))
+    monkeypatch.setattr("placement.machine.measure_layout.list_gpus", lambda: ((gpu,), ""))
     machine = this_machine(root=big_root)
     assert [(found.name, found.model) for found in machine.gpus] == [("gpu0", "NVIDIA H100")]
     assert not machine.gpus[0].measured
     assert machine.gpus[0].read_gb_per_s == ASSUMED_GPU_READ_GB_PER_S
     smaller = replace(gpu, free_bytes=1 << 30)
-    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((smaller,), ""))
+    monkeypatch.setattr("placement.machine.measure_layout.list_gpus", lambda: ((smaller,), ""))
     again = this_machine(root=big_root)
     assert again.gpus == (replace(machine.gpus[0], free_bytes=1 << 30),)
     assert len(measured) == 7
-    monkeypatch.setattr("placement.measure_layout.list_gpus", lambda: ((gpu, gpu), ""))
+    monkeypatch.setattr("placement.machine.measure_layout.list_gpus", lambda: ((gpu, gpu), ""))
     assert measured_before(big_root) is None
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import SystemConfig
-from actors.preflight import NUMA_ROOT, SystemOptions, choose_system, read_model
-from actors.shards import service_specs
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import NUMA_ROOT, SystemOptions, choose_system, read_model
+from actors.setup.shards import service_specs
 from model.errors import UsageError
-from placement.columns import make_columns
-from placement.numa import (
+from placement.machine.sysfs import read_numa_nodes
+from placement.solver.columns import make_columns
+from placement.threads.numa import (
     NodeCores,
     node_groups,
     nodes_with_memory,
@@ -21,8 +22,7 @@ from placement.numa import (
     place_services,
     thread_counts,
 )
-from placement.pinning import HostShare, find_place, not_pinned_because
-from placement.sysfs import read_numa_nodes
+from placement.threads.pinning import HostShare, find_place, not_pinned_because
 from tests.numa_trees import GIB, cores_as_nodes, write_tree
 from tests.placement_cases import make_machine
 from tests.tiny_models import make_tiny

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.columns import GPU_RESERVE_BYTES, make_columns
-from placement.cost import Column, RowBytes, least_neurons, neuron_seconds
+from placement.solver.columns import GPU_RESERVE_BYTES, make_columns
+from placement.solver.cost import Column, RowBytes, least_neurons, neuron_seconds
 from tests.placement_cases import llama_config, make_machine
 
 

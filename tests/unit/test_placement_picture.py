@@ -8,12 +8,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from model.config.build import read_config
+
 pytest.importorskip("gradio")
 
-from actors.messages import SystemConfig
-from model.config import ModelConfig
-from ui.placement import device_shares, placement_of
-from ui.placement_tab import placement_html
+from actors.protocol.messages import SystemConfig
+from ui.page.placement_picture import device_shares, placement_of
+from ui.page.placement_tab import placement_html
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 
@@ -39,7 +40,7 @@ def test_a_device_may_hold_nothing() -> None:
 
 
 def test_the_demo_is_dealt_in_turn_without_a_plan() -> None:
-    config = ModelConfig.from_directory(DEMO)
+    config = read_config(DEMO)
     found = placement_of(SystemConfig(str(DEMO), num_cpu_actors=3, num_threads=3), config)
     assert found.plan is None
     assert [device.name for device in found.devices] == ["cpu0", "cpu1", "cpu2"]

@@ -8,18 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.artifact import ModelIdentity, read_artifact, write_artifact
-from model.config import ModelConfig
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError, MemoryBudgetError
-from model.weights import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from placement.columns import GPU_RESERVE_BYTES
-from placement.cost import (
-    PredictorCost,
-    group_order,
-)
+from model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
 from placement.planner import make_plan
 from placement.profile import ActivationProfile, read_profile, write_profile
+from placement.solver.columns import GPU_RESERVE_BYTES
+from placement.solver.cost import PredictorCost, group_order
 from tests.placement_cases import llama_config, make_machine
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jobs.cli import main
-from model.artifact import ModelIdentity, artifact_path
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.errors import ArtifactError
-from placement.columns import GPU_RESERVE_BYTES
-from placement.machine import Machine, write_machine
+from model.files.artifact import ModelIdentity, artifact_path
+from placement.machine.description import Machine, write_machine
 from placement.plan import PlanRequest, load_plan, read_plan
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from placement.solver.columns import GPU_RESERVE_BYTES
 from tests.placement_cases import make_machine
 
 Plan = Callable[..., tuple[int, str, str]]
@@ -46,7 +46,7 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     def described(**_options: Any) -> Machine:
         return make_machine()
 
-    monkeypatch.setattr("placement.machine.this_machine", described)
+    monkeypatch.setattr("placement.machine.this_machine.this_machine", described)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -58,7 +58,7 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def add_profile(model: Path, name: str = "named.safetensors") -> Path:
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     counts = np.random.default_rng(0).integers(0, 10, (config.num_layers, config.ffn_size))
     path = artifact_path(model, name)
     write_profile(
@@ -72,7 +72,7 @@ def test_the_json_says_what_the_tables_say(plan: Plan, model: Path) -> None:
     assert (status, err.count("no profile: every neuron counts")) == (0, 1)
     report = json.loads(out.splitlines()[-1])
     assert [device["name"] for device in report["devices"]] == ["gpu0", "cpu0"]
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     neurons = sum(device["neurons"] for device in report["devices"])
     assert neurons == config.num_layers * config.ffn_size
     assert f"expect {report['tokens_per_s']:.3g} tokens/s" in out
@@ -105,7 +105,7 @@ def test_the_written_plan_can_be_read(plan: Plan, model: Path) -> None:
         profile_digest="",
         predictor_digest="",
     )
-    config = ModelConfig.from_directory(model)
+    config = read_config(model)
     found = read_plan(path, ModelIdentity.of(model), config, request)
     assert found.report["devices"][0]["budget_bytes"] == 100_000
     assert set(np.unique(found.neuron_device)) <= {0, 1}
@@ -141,7 +141,7 @@ def test_a_plan_counts_quantized_bytes(plan: Plan, model: Path) -> None:
     for arguments in ((), ("--dtype", "q8"), ("--dtype", "q4")):
         report = json.loads(plan(*arguments, "--json")[1].splitlines()[-1])
         used[arguments] = sum(device["used_bytes"] for device in report["devices"])
-        path, config = Path(report["path"]), ModelConfig.from_directory(model)
+        path, config = Path(report["path"]), read_config(model)
         made_for = load_plan(path, ModelIdentity.of(model), config).request
         assert made_for.weight_dtype == "".join(arguments[1:])
         if arguments:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError, CheckpointError, HotcoldError
 from predictors.lowrank import LowRankLayer
 from predictors.powerinfer import import_powerinfer
@@ -52,7 +53,7 @@ def masked_logits(checkpoint: TinyCheckpoint, variant: str) -> tuple[np.ndarray,
 
     Last the smallest distance from zero of a score that decided.
     """
-    model, config = checkpoint._model(), ModelConfig.from_directory(checkpoint.path)
+    model, config = checkpoint._model(), read_config(checkpoint.path)
     residuals: dict[int, torch.Tensor] = {}
     shares, margins = [], []
     before, activation = RESIDUAL_AND_ACTIVATION[variant]
@@ -82,7 +83,7 @@ def test_the_neurons_are_those_that_torch_expects(
     tiny: Tiny, tmp_path: Path, variant: str, num_services: int, copying: bool
 ) -> None:
     checkpoint = tiny(variant)
-    config = ModelConfig.from_directory(checkpoint.path)
+    config = read_config(checkpoint.path)
     expected, share, margin = masked_logits(checkpoint, variant)
     assert 0.3 < share < 0.8 and margin > 1e-6  # no neuron hangs on a rounding
     assert np.abs(expected - checkpoint.logits).max() > 0.1 * np.abs(expected).max()
@@ -98,7 +99,7 @@ def test_the_neurons_are_those_that_torch_expects(
 
 @pytest.fixture(scope="module")
 def config(tiny: Tiny) -> ModelConfig:
-    return ModelConfig.from_directory(tiny("llama-relu").path)
+    return read_config(tiny("llama-relu").path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from actors.shards import deal_neurons
-from model.artifact import ModelIdentity, read_artifact, write_artifact
-from model.config import ModelConfig
+from actors.setup.shards import deal_neurons
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity, read_artifact, write_artifact
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer, Predictors, read_predictors, write_predictors
 from predictors.quality import Quality
@@ -27,7 +28,7 @@ IDENTITY = ModelIdentity("mine", "ab" * 32)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    tiny = ModelConfig.from_directory(make_tiny("llama-relu", tmp_path_factory.mktemp("tiny")))
+    tiny = read_config(make_tiny("llama-relu", tmp_path_factory.mktemp("tiny")))
     return replace(tiny, **CONFIG_SIZES)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.errors import ArtifactError
+from model.files.checkpoint import Checkpoint
 from predictors import fit_lowrank as lowrank_module
 from predictors.fit_lowrank import fit_lowrank
 from predictors.fit_sign import fit_sign
@@ -183,7 +183,7 @@ def test_dead_layers_and_constant_neurons(kind: str) -> None:
 )
 def test_layer_data_is_what_the_checkpoint_says(variant: str, dtype: str, tmp_path: Path) -> None:
     path = make_tiny(variant, tmp_path, dtype=dtype)
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
     data = LayerData.load(checkpoint, config, 1, x.view(np.uint16))
     from transformers import AutoModelForCausalLM

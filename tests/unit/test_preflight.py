@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, choose_system, prepare_system, read_model, system_need
-from actors.shards import arena_layout, service_specs
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import (
+    SystemOptions,
+    choose_system,
+    prepare_system,
+    read_model,
+    system_need,
+)
+from actors.setup.shards import arena_layout, service_specs
 from jobs.cli import main
 from model.errors import MemoryBudgetError, UsageError
 from tests.tiny_models import MAX_POSITIONS, make_tiny

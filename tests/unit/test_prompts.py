@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.prompts import Prompts
-from model.config import ModelConfig
+from actors.driver.text.prompts import Prompts
+from model.config.build import read_config
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 
@@ -18,5 +18,5 @@ def test_opening_id(tokenizer: str, expected: int | None, tmp_path: Path) -> Non
     model = make_tiny("llama-relu", tmp_path)
     if tokenizer != "none":
         add_tokenizer(model, None if tokenizer == "plain" else tokenizer)
-    prompts = Prompts(model, ModelConfig.from_directory(model), 16)
+    prompts = Prompts(model, read_config(model), 16)
     assert prompts.opening_id == expected

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_kernels import loading
 from numba_kernels.formats import Q4, Q8, row_items, row_width
-from numba_kernels.quantize import (
+from numba_kernels.load import loading
+from numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,

@@ -13,23 +13,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from actors.preflight import read_model
+from actors.setup.preflight import read_model
 from jobs.cli import main
-from model import quantized_checkpoint
-from model.artifact import ModelIdentity
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.errors import CheckpointError, ConfigError, HotcoldError, UsageError
-from model.quantized_checkpoint import write_quantized
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.files.safetensors_writer import SafetensorsWriter
 from model.reference import reference_logits
-from model.safetensors_writer import SafetensorsWriter
-from model.weights import (
-    load_attention,
-    load_embedding,
-    load_ffn,
-    load_gate,
-    load_head,
-)
+from model.weights import quantized_checkpoint
+from model.weights.attention import load_attention
+from model.weights.embedding import load_embedding, load_head
+from model.weights.ffn import load_ffn, load_gate
+from model.weights.quantized_checkpoint import write_quantized
 from numba_kernels.formats import Q8, row_items
 from predictors.layer_data import as_float32
 from tests.quantized_models import MODELS, make_model
@@ -60,7 +56,7 @@ def failed(result: tuple[int, str, str], *texts: str) -> None:
 
 def all_arrays(path: Path, dtype: str = "") -> dict[str, np.ndarray]:
     """All that services load."""
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     ids = [np.arange(config.ffn_size, dtype=np.int32)[::-1].copy()] * config.num_layers
     parts = [
         load_attention(checkpoint, config, dtype=dtype),
@@ -101,7 +97,7 @@ def test_the_file_is_as_described(model: str, run: Run, tmp_path: Path) -> None:
     status, text, _err = run("quantize", "--dtype", "q8", "--json", path, out)
     report = json.loads(text.splitlines()[-1])
     assert (status, report["path"], report["dtype"]) == (0, str(out), "q8")
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     before, after = load_file(path / WEIGHTS), load_file(out / WEIGHTS)
     assert before.keys() == after.keys()
     num_quantized = 0
@@ -156,7 +152,7 @@ def test_it_is_another_model(run: Run, tmp_path: Path) -> None:
 def test_gates_for_predictors(run: Run, tmp_path: Path) -> None:
     path, out = make_model("q-llama", tmp_path / "m"), tmp_path / "out"
     assert run("quantize", path, out, "--dtype", "q8")[0] == 0
-    config = ModelConfig.from_directory(out)
+    config = read_config(out)
     gate, _bias = load_gate(Checkpoint(out), config, 1)
     plain, _bias = load_gate(Checkpoint(path), config, 1)
     assert gate.nbytes == config.ffn_size * row_items(Q8, config.hidden_size)
@@ -239,7 +235,7 @@ def test_on_a_quantized_model(run: Run, tmp_path: Path) -> None:
         read_model(out, "q4")
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="already"):
-        load_head(Checkpoint(out), ModelConfig.from_directory(out), dtype="q4")
+        load_head(Checkpoint(out), read_config(out), dtype="q4")
     sizes = {}
     for arguments in ((path,), (path, "--dtype", "q8"), (out,), (path, "--dtype", "q4")):
         status, text, _err = run("doctor", "--no-measure", "--json", *arguments)

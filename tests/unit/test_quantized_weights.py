@@ -13,29 +13,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, prepare_system, read_model, system_need
-from actors.service_host import ServiceHost
-from actors.shards import service_specs
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from actors.processes.service_actor import ServiceHost
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system, read_model, system_need
+from actors.setup.shards import service_specs
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import row_bytes
 from model.errors import CheckpointError, HotcoldError, UsageError
+from model.files.checkpoint import Checkpoint
+from model.files.tensor_names import tensor_names
 from model.reference import reference_logits
-from model.tensor_names import tensor_names
-from model.weights import (
-    attention_bytes,
-    ffn_bytes,
-    head_bytes,
-    load_attention,
-    load_embedding,
-    load_ffn,
-    load_head,
-    row_bytes,
-    stored_config,
-)
+from model.weights.attention import load_attention
+from model.weights.check import stored_config
+from model.weights.embedding import load_embedding, load_head
+from model.weights.ffn import load_ffn
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from numba_kernels.formats import Q4, Q8
-from numba_kernels.loading import to_float32
-from placement.cost import RowBytes
+from numba_kernels.load.loading import to_float32
+from placement.solver.cost import RowBytes
 from tests.quantized_models import MODELS, dequantized, laid_out, make_model
 from tests.tiny_models import make_tiny
 
@@ -60,7 +56,7 @@ def test_matrices_are_quantized_row_by_row(
     model: str, name: str, dtype: np.dtype, tmp_path: Path
 ) -> None:
     path = make_model(model, tmp_path, dtype="bfloat16")
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     attention = load_attention(checkpoint, config, dtype=name)
     ffn = load_ffn(checkpoint, config, all_ids(config), include_down_bias=True, dtype=name)
     head = load_head(checkpoint, config, dtype=name)
@@ -94,7 +90,7 @@ def test_matrices_are_quantized_row_by_row(
 @pytest.mark.parametrize("model", ["q-llama", "q-falcon-grouped"])
 def test_any_subset_of_neurons(model: str, name: str, tmp_path: Path) -> None:
     path = make_model(model, tmp_path)
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     whole = load_ffn(checkpoint, config, all_ids(config), include_down_bias=True, dtype=name)
     rng = np.random.default_rng(0)
     ids = [rng.permutation(config.ffn_size)[: 7 * n].astype(np.int32) for n in range(2)]
@@ -114,7 +110,7 @@ def test_any_subset_of_neurons(model: str, name: str, tmp_path: Path) -> None:
 def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -> None:
     path = make_model(model, tmp_path)
     checkpoint = Checkpoint(path)
-    config = stored_config(checkpoint, ModelConfig.from_directory(path), name)
+    config = stored_config(checkpoint, read_config(path), name)
     assert config.dtype == name
     seen: list[int] = []
     ids = all_ids(config)
@@ -148,7 +144,7 @@ def edited(path: Path, name: str, value: float) -> Path:
 
 
 def load_all(path: Path, dtype: str = "") -> None:
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     load_attention(checkpoint, config, dtype=dtype)
     load_ffn(checkpoint, config, all_ids(config), include_down_bias=True, dtype=dtype)
     load_embedding(checkpoint, config)
@@ -247,4 +243,4 @@ def test_config_json_keeps_its_word(tmp_path: Path) -> None:
     about = {"quant_method": "hotcold", "bits": 4, "group_size": 32, "version": 1}
     (path / "config.json").write_text(json.dumps(values | {"quantization_config": about}))
     assert read_model(path).dtype == "q4"
-    assert load_head(Checkpoint(path), ModelConfig.from_directory(path)).head.dtype == Q4
+    assert load_head(Checkpoint(path), read_config(path)).head.dtype == Q4

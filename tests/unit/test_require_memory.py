@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from actors.preflight import SystemOptions, choose_system, prepare_system, read_model, system_need
+from actors.setup.preflight import (
+    SystemOptions,
+    choose_system,
+    prepare_system,
+    read_model,
+    system_need,
+)
 from model.errors import MemoryBudgetError
-from model.quantized_checkpoint import write_quantized
+from model.weights.quantized_checkpoint import write_quantized
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 import pytest
 
-from actors.messages import SystemConfig
-from actors.preflight import SystemOptions, prepare_system
-from jobs import cluster_system
-from jobs.cluster_system import _difference
-from jobs.options import system_options
-from model.quantized_checkpoint import write_quantized
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system
+from jobs.requests import cluster_system
+from jobs.requests.cluster_system import _difference
+from jobs.support.options import system_options
+from model.weights.quantized_checkpoint import write_quantized
 from tests.quantized_models import make_model
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
+from model.config.build import build_config
 from model.errors import ConfigError, UsageError
-from model.locate import DEMO_DIRECTORY, locate_model
+from model.files.locate import DEMO_DIRECTORY, locate_model
 from model.sampling import SamplingParams, eos_ids
 from tests.unit.test_config import LLAMA
 
@@ -72,7 +72,7 @@ def test_defaults_of_a_model(tmp_path: Path) -> None:
 
 
 def test_end_tokens(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(LLAMA | {"eos_token_id": 5})
+    config = build_config(LLAMA | {"eos_token_id": 5})
     assert eos_ids(tmp_path, config) == (5,)
     assert eos_ids(write(tmp_path, {}), config) == (5,)
     assert eos_ids(write(tmp_path, {"eos_token_id": 7}), config) == (7,)
@@ -85,7 +85,7 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("model.locate.DEMO_DIRECTORY", tmp_path)
+    monkeypatch.setattr("model.files.locate.DEMO_DIRECTORY", tmp_path)
     for name in (
         str(tmp_path / "file"),
         str(tmp_path / "none"),

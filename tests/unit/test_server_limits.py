@@ -10,11 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.failures import RequestError
-from actors.messages import DriverLoad, GenerateRequest, Generation, SystemConfig, TokenEvent
+from actors.protocol.failures import RequestError
+from actors.protocol.messages import (
+    DriverLoad,
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+)
 from model.errors import ServiceError
-from model.locate import DEMO_DIRECTORY
-from ui.backend import Backend, ServerSettings
+from model.files.locate import DEMO_DIRECTORY
+from ui.api.backend import Backend, ServerSettings
 from ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import MemoryBudgetError
-from placement.cost import Column, PredictorCost, make_problem, part_costs
-from placement.greedy import hottest_first
-from placement.problem import Assignment, Problem, objective_s, part_bytes_on, shares
-from placement.program import make_classes
-from placement.solver import Solution, solve
+from placement.solver.cost import Column, PredictorCost, make_problem, part_costs
+from placement.solver.greedy import hottest_first
+from placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
+from placement.solver.program import make_classes
+from placement.solver.solver import Solution, solve
 from tests.placement_cases import llama_config, random_problem
 
 
@@ -272,7 +272,7 @@ def test_without_time_hottest_first_remains(monkeypatch: pytest.MonkeyPatch) -> 
     def finds_nothing(*_arguments: object) -> tuple[Assignment | None, float]:
         return None, 0.0
 
-    monkeypatch.setattr("placement.solver._solve_program", finds_nothing)
+    monkeypatch.setattr("placement.solver.solver._solve_program", finds_nothing)
     problem = random_problem(np.random.default_rng(5), 3, (64,) * 6, 1, 2, tightness=3.0)
     found = solve(problem)
     assert (found.method, found.gap) == ("greedy", 1.0)

@@ -12,12 +12,11 @@ import pytest
 
 from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu, list_gpus
-from jobs.doctor_checks import Finding, check_machine, check_model
-from placement.bandwidth import measure_read_bandwidth
-from placement.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
-from placement.memory import MemoryNeed
-from placement.survey import MachineSurvey, survey, usable_cores, usable_numa_nodes
-from placement.sysfs import (
+from jobs.support.doctor_checks import Finding, check_machine, check_model
+from placement.machine.bandwidth import measure_read_bandwidth
+from placement.machine.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
+from placement.machine.survey import MachineSurvey, survey, usable_cores, usable_numa_nodes
+from placement.machine.sysfs import (
     NumaNode,
     parse_core_list,
     read_cpu,
@@ -25,6 +24,7 @@ from placement.sysfs import (
     read_huge_page_setting,
     read_numa_nodes,
 )
+from placement.memory import MemoryNeed
 
 CORES_PER_NODE = 16
 NODE_BYTES = 64 << 30

@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from model.config import WeightDtype
+from model.config.model_config import WeightDtype
 from model.errors import HotcoldError, UsageError
-from model.safetensors_writer import SafetensorsWriter, TensorSpec
-from model.synthetic import SyntheticReport, make_model
-from model.synthetic_gate import power_law_rates
-from model.synthetic_shape import SHAPES, SyntheticShape, config_json, resolve_shape
+from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from model.synthetic.gate import power_law_rates
+from model.synthetic.make import SyntheticReport, make_model
+from model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.prompts import Prompts
-from jobs.text_file import TextIds, read_text_ids, split_text, windows
-from model.config import ModelConfig
+from actors.driver.text.prompts import Prompts
+from jobs.support.text_file import TextIds, read_text_ids, split_text, windows
+from model.config.build import read_config
 from model.errors import HotcoldError, UsageError
-from model.locate import DEMO_DIRECTORY
+from model.files.locate import DEMO_DIRECTORY
 from tests.tiny_models import make_tiny
 
 BOS, EOS = 1, 2  # the demo model's
@@ -22,7 +22,7 @@ BOS, EOS = 1, 2  # the demo model's
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    return Prompts(DEMO_DIRECTORY, ModelConfig.from_directory(DEMO_DIRECTORY), 512)
+    return Prompts(DEMO_DIRECTORY, read_config(DEMO_DIRECTORY), 512)
 
 
 def read(prompts: Prompts, folder: Path, name: str, content: str | bytes) -> TextIds:
@@ -136,7 +136,7 @@ def test_missing_files_tokenizers_and_foreign_ids(prompts: Prompts, tmp_path: Pa
         read_text_ids(tmp_path, prompts)
     model = make_tiny("llama-relu", tmp_path / "model")
     with pytest.raises(UsageError, match="needs a tokenizer"):
-        read(Prompts(model, ModelConfig.from_directory(model), 64), tmp_path, "a.txt", "one")
+        read(Prompts(model, read_config(model), 64), tmp_path, "a.txt", "one")
     small = Prompts(DEMO_DIRECTORY, replace(prompts.config, vocab_size=10), 512)
     with pytest.raises(HotcoldError, match="the model knows 0"):
         read(small, tmp_path, "a.txt", "one two three")

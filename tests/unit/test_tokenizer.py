@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from model.errors import ConfigError, HotcoldError, PromptError
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello world, héllo wörld! 你好 🙂🙃",
@@ -307,7 +307,7 @@ def test_templates_with_bad_syntax(template: str, tmp_path: Path) -> None:
 
 
 def test_endless_template_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.chat.RENDER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("model.text.chat_template.RENDER_TIMEOUT_S", 0.3)
     loops = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
     start = time.monotonic()
     with pytest.raises(ConfigError, match="longer than"):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from model.synthetic import make_model
-from model.synthetic_shape import SyntheticShape
+from model.synthetic.make import make_model
+from model.synthetic.shape import SyntheticShape
 from tests.benchmark_programs import ROOT, error_of, output_of, rows_of, table_of
 from tests.unit.test_llama_cpp_driver import _build
 
 ROUNDS_OF_HOTCOLD = """
 import json
 from types import SimpleNamespace
-from actors.messages import Generation
+from actors.protocol.messages import Generation
 from benchmarks.hotcold_side import batch_report, batch_requests
 ended = [(Generation("", [0] * 11, "length", 2, 0.5, 5.0), 105.0),
          (Generation("", [0] * 11, "length", 2, 0.5, 10.0), 111.0)]

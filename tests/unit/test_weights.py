@@ -12,23 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config.build import read_config
 from model.errors import CheckpointError, MemoryBudgetError
-from model.memory import aligned_empty, available_bytes
-from model.weights import (
-    attention_bytes,
-    check_tensors,
-    ffn_bytes,
-    head_bytes,
-    kv_cache_bytes,
-    load_attention,
-    load_embedding,
-    load_ffn,
-    load_head,
-    stored_config,
-)
-from numba_kernels import loading
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import load_attention
+from model.weights.check import check_tensors, stored_config
+from model.weights.embedding import load_embedding, load_head
+from model.weights.ffn import load_ffn
+from model.weights.memory import aligned_empty, available_bytes
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from numba_kernels.load import loading
 from tests.tiny_models import VARIANTS, make_tiny
 
 Edit = Callable[[dict[str, torch.Tensor]], None]
@@ -36,7 +29,7 @@ BITS = [np.float32, np.uint16, np.int16]
 
 
 def load_all(path: Path) -> None:
-    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+    config, checkpoint = read_config(path), Checkpoint(path)
     ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
     load_attention(checkpoint, config)
     load_ffn(checkpoint, config, ids, include_down_bias=True)
@@ -63,7 +56,7 @@ def refused(path: Path) -> str:
 def refused_by_headers(path: Path) -> str:
     """The line that loading ends in, which is also known before any weight is read."""
     with pytest.raises(CheckpointError) as caught:
-        check_tensors(Checkpoint(path), ModelConfig.from_directory(path))
+        check_tensors(Checkpoint(path), read_config(path))
     assert str(caught.value) == refused(path)
     return str(caught.value)
 
@@ -71,7 +64,7 @@ def refused_by_headers(path: Path) -> str:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_headers_of_good_models(variant: str, tmp_path: Path) -> None:
     path = make_tiny(variant, tmp_path)
-    check_tensors(Checkpoint(path), ModelConfig.from_directory(path))
+    check_tensors(Checkpoint(path), read_config(path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -82,7 +75,7 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
         values.pop(key, None)
     for said in ({}, {"torch_dtype": "float16"}, {"torch_dtype": "float32"}):
         (path / "config.json").write_text(json.dumps(values | said))
-        config = ModelConfig.from_directory(path)
+        config = read_config(path)
         assert stored_config(Checkpoint(path), config).dtype == dtype
 
 
@@ -90,7 +83,7 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype=dtype)
-    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
     whole = load_ffn(checkpoint, config, all_ids, include_down_bias=True)
     rng = np.random.default_rng(0)
@@ -111,7 +104,7 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
 
 def test_wrong_neuron_ids(tmp_path: Path) -> None:
     make_tiny("llama-relu", tmp_path)
-    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     good: list[np.ndarray] = [np.arange(3, dtype=np.int32)] * 3
     wrong: Any = ([], good[:2], [*good[:2], np.arange(3)], [*good[:2], np.array([88], np.int32)])
     for bad in wrong:
@@ -122,7 +115,7 @@ def test_wrong_neuron_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype="float16")
-    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     ids = [np.arange(10, dtype=np.int32)] * config.num_layers
     seen: list[int] = []
     for found, size in [
@@ -142,7 +135,7 @@ def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
 
 def test_embedding_is_mapped_and_looked_up(tmp_path: Path) -> None:
     make_tiny("opt-postnorm", tmp_path)
-    embedding = load_embedding(Checkpoint(tmp_path), ModelConfig.from_directory(tmp_path))
+    embedding = load_embedding(Checkpoint(tmp_path), read_config(tmp_path))
     assert not embedding.tokens.flags.owndata and not embedding.tokens.flags.writeable
     found = embedding.lookup(np.array([3, 100]), np.array([0, 127]))
     expected = embedding.tokens[[3, 100]] @ embedding.project_in.T + embedding.positions[[2, 129]]
@@ -235,7 +228,7 @@ def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
             )
 
     edited(tmp_path, "llama-relu", edit)
-    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     weights = load_attention(checkpoint, config)
     assert weights.qkv.dtype == np.uint16
     expected = loading.to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))

@@ -1,0 +1,118 @@
+"""A running system as an asyncio server sees it: many requests, one stream of their events."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.exchange.watch import DRIVER_LOOKS, LOOK_S
+from actors.protocol.failures import service_error
+from actors.protocol.messages import DriverLoad, GenerateRequest, TokenEvent
+from actors.system import System
+from model.errors import HotcoldError
+
+_WAIT_S = 1.0  # the longest that the driver keeps a question for events open
+# Unanswered looks at which the driver counts as stuck.
+_PATIENCE_LOOKS = round(_WAIT_S / LOOK_S) + DRIVER_LOOKS
+
+Deliver = Callable[[TokenEvent | BaseException], None]
+
+
+class AsyncClient:
+    """Asks one driver for the events of all requests together, while there are any.
+
+    All of it is for one event loop, and one client a system.
+    """
+
+    def __init__(self, system: System) -> None:
+        """`system` must outlive the client."""
+        self._system = system
+        self._readers: dict[str, Deliver] = {}
+        self._taking: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None  # what ended the last `_take`
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        """Queue a request; returns its id, with which it can be cancelled.
+
+        `deliver` is called in this loop with each event, the last of which has a result, or with
+        the RequestError or ServiceError that ends them.
+        Errors:  PromptError, UsageError, ServiceError
+        """
+        request = replace(request, request_id=uuid.uuid4().hex)
+        name = request.request_id
+        self._readers[name] = deliver
+        if self._taking is None or self._taking.done():
+            self._taking = asyncio.create_task(self._take())
+        submitting = asyncio.ensure_future(_answer(self._system.begin("submit", request)))
+        try:
+            # The other task looks whether the driver lives.
+            await asyncio.wait({submitting, self._taking}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None and not submitting.done():
+                raise self._failure
+            await submitting
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda done: self._forget(name, done))
+            raise
+        except BaseException:
+            self._readers.pop(name, None)
+            raise
+        return name
+
+    def cancel(self, request_id: str) -> None:
+        """End a request within a token, if it has not ended; nothing more of it is delivered."""
+        if self._readers.pop(request_id, None) is not None:
+            with suppress(HotcoldError, ray.exceptions.RayError):
+                self._system.cancel(request_id)
+
+    def _forget(self, request_id: str, submitted: asyncio.Future[None]) -> None:
+        """Nobody waits for a request that has just been queued, or refused."""
+        if submitted.exception() is None:
+            self.cancel(request_id)
+        self._readers.pop(request_id, None)
+
+    async def load(self) -> DriverLoad:
+        """What the driver is busy with. Errors: ServiceError."""
+        load: DriverLoad = await _patient(self._system.begin("driver_load", control=True))
+        return load
+
+    async def _take(self) -> None:
+        """Deliver events until no request is left; what goes wrong ends all of them."""
+        self._failure = None
+        try:
+            while self._readers:
+                asked = self._system.begin("take_letters", _WAIT_S, control=True)
+                for request_id, letter in await _patient(asked):
+                    self._deliver(request_id, letter)
+        except Exception as error:
+            self._failure = error
+            for request_id in list(self._readers):
+                self._deliver(request_id, error)
+
+    def _deliver(self, request_id: str, letter: TokenEvent | BaseException) -> None:
+        deliver = self._readers.get(request_id)
+        if deliver is not None:
+            if isinstance(letter, BaseException) or letter.result is not None:
+                del self._readers[request_id]
+            deliver(letter)
+
+
+async def _answer(ref: Any) -> Any:
+    """What a call returned. Errors: HotcoldError."""
+    try:
+        return await ref
+    except ray.exceptions.RayError as error:
+        raise service_error("driver", error) from error
+
+
+async def _patient(ref: Any) -> Any:
+    """What a call returned that a live driver answers soon. Errors: HotcoldError."""
+    answering = asyncio.ensure_future(_answer(ref))
+    for _ in range(_PATIENCE_LOOKS):
+        if (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
+            return answering.result()
+    answering.cancel()
+    raise service_error("driver", ray.exceptions.GetTimeoutError())

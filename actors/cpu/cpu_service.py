@@ -1,0 +1,220 @@
+"""The CPU service: cold neurons, a shard of every layer, on the CPU."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.cpu.matrix_products import MatrixProducts
+from actors.cpu.prompt_ffn import prompt_ffn
+from actors.exchange.service import Service
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.neuron_bundles import BundleLayout, write_count
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.telemetry.snapshot import bucket_of
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.ffn import load_ffn
+from model.weights.tensor_reader import Touch
+from numba_kernels.checks import activation_code
+from numba_kernels.decode.batch_ffn import empty_lists
+from numba_kernels.decode.rows import share
+from numba_kernels.decode.vectors import empty_vectors
+from numba_kernels.serve.mailbox import (
+    COUNT_FFN,
+    FFN,
+    LAYER,
+    NUM_BUCKETS,
+    NUM_COMPUTED,
+    NUM_TOKENS,
+    OPERATION,
+    ROUND,
+    SHIP,
+    SKIP_SILENT,
+)
+from numba_kernels.serve.serve_ffn import NUM_DEALS, FfnArrays, FfnScratch, ffn_request, serve_ffn
+from numba_kernels.serve.work_stealing import new_deals
+
+
+class CpuService(Service):
+    """Computes the partial FFN output of its neurons."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        arrays: FfnArrays,
+        activation_fn: str,
+        buckets: np.ndarray | None = None,
+    ) -> None:
+        """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint.
+
+        `buckets` (uint8, one for each row) says in which bucket a neuron is counted; all in the
+        first without it.
+        """
+        super().__init__(name, index, num_threads)
+        self.arrays = arrays
+        self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
+        self.activation_fn = activation_fn
+        self.buckets = np.zeros(int(arrays.offsets[-1]), np.uint8) if buckets is None else buckets
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        self._products = MatrixProducts(
+            self.num_threads, self.arrays.gate.dtype, self.thread_cores, layout.products
+        )
+        self._places = layout.bundles(self._arena)[self.index]
+        tokens = min(KERNEL_TOKENS, layout.max_tokens)
+        most = int(np.diff(self.arrays.offsets).max(initial=0))
+        by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
+        sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
+        self._scratch = FfnScratch(
+            sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
+            fired_ids=np.zeros((self.num_threads, most), np.int32),
+            fired_tokens=np.zeros((self.num_threads, most), np.uint32),
+            gates=np.zeros((self.num_threads, tokens * most), np.float32),
+            values=np.zeros(tokens * most, np.float32),
+            counts=np.zeros(self.num_threads, np.int64),
+            lists=empty_lists(self.num_threads, tokens),
+            inputs=empty_vectors(self.num_threads, tokens, layout.width),
+            deals=new_deals(NUM_DEALS, self.num_threads),
+            buckets=self.buckets,
+            bucket_sizes=sizes.astype(np.uint32),
+        )
+
+    def release(self) -> None:
+        """End the threads of matrix products."""
+        self._products.close()
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the compiled loop; see `numba_kernels.serve.serve_ffn`."""
+        return int(
+            serve_ffn(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.arrays,
+                self._scratch,
+                activation_code(self.activation_fn),
+            )
+        )
+
+    def work_within(self, service: Service) -> None:
+        """Take another service's requests and threads for one's own."""
+        self.thread_cores, self.wires = service.thread_cores, service.wires
+        self._arena = service._arena
+
+    @property
+    def deals(self) -> np.ndarray:
+        """Counters of `numba_kernels.serve.work_stealing` that are to be zeroed after a request."""
+        return self._scratch.deals
+
+    def answer_share(self, thread: int) -> None:
+        """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
+        ffn_request(
+            thread,
+            self.num_threads,
+            self.index,
+            self.wires,
+            self.arrays,
+            self._scratch,
+            activation_code(self.activation_fn),
+        )
+
+    def answer_in_python(self) -> None:
+        """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
+        request = self.wires.requests[self.index]
+        if request[OPERATION] == SHIP:
+            self._ship(int(request[LAYER]), int(request[ROUND]))
+            return
+        if request[OPERATION] not in (FFN, COUNT_FFN):
+            raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
+        layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
+        x = self.wires.ffn_input[:num_tokens]
+        partial = self.wires.partials[self.index, :num_tokens]
+        first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
+        counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
+        prompt_ffn(
+            self._products,
+            self.arrays,
+            layer,
+            x,
+            self.activation_fn,
+            partial,
+            skip_silent=bool(request[SKIP_SILENT]),
+            counts=counts,
+        )
+        self.wires.replies[self.index, NUM_COMPUTED] = last - first
+
+    def _ship(self, layer: int, number: int) -> None:
+        """Lay the neurons of a round into the arena; the reply says how many rounds there are."""
+        arrays = self.arrays
+        begin, end = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
+        bundle = BundleLayout.of(
+            arrays.gate,
+            arrays.up,
+            arrays.down,
+            arrays.gate_bias.size > 0,
+            self._places.shape[1],
+            arrays.up.shape[0] > 0,
+        )
+        first, last = bundle.span(end - begin, number)
+        place = self._places[number % 2]
+        sources = arrays.gate, arrays.up, arrays.down, arrays.gate_bias, arrays.up_bias
+
+        def copy(thread: int) -> None:
+            part = slice(*share(last - first, thread, self.num_threads, 1))
+            for index, source in enumerate(sources):
+                rows = bundle.rows(place, index, last - first)
+                if rows is not None:
+                    own = source[begin + first : begin + last][part]
+                    rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
+
+        self._products.each_thread(copy)
+        write_count(place, last - first)
+        self.wires.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
+
+
+def load_cpu_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+    on_bytes: Callable[[int], None],
+    weight_dtype: str = "",
+    touch: Touch | None = None,
+) -> CpuService:
+    """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
+
+    With index 0 it is the hot neurons' part of the GPU service.
+
+    `touch` takes each new matrix before it is filled.
+
+    Errors:  CheckpointError, UsageError
+    """
+    weights = load_ffn(
+        Checkpoint(path),
+        config,
+        neuron_ids,
+        include_down_bias=include_down_bias,
+        dtype=weight_dtype,
+        on_bytes=on_bytes,
+        touch=touch,
+    )
+    arrays = FfnArrays(
+        offsets=weights.offsets,
+        gate=weights.gate,
+        up=weights.up,
+        down=weights.down,
+        gate_bias=weights.gate_bias,
+        up_bias=weights.up_bias,
+        down_bias=weights.down_bias,
+    )
+    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    name = f"cpu{index - 1}" if index else "gpu"
+    return CpuService(name, index, num_threads, arrays, config.activation_fn, buckets)

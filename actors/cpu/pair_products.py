@@ -1,0 +1,122 @@
+"""Products of 16-bit weights with many tokens' vectors, by this project's kernels."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from model.weights.memory import aligned_empty
+from numba_kernels.decode.rows import share
+from numba_kernels.ir.int16_ir import GROUP_PAIRS
+from numba_kernels.ir.llvm_vectors import LANES
+from numba_kernels.prompt import bfloat16_products, int16_products
+from numba_kernels.prompt.bfloat16_products import (
+    combine_kernel,
+    linear_kernel,
+    num_groups,
+    pack_tokens_kernel,
+)
+from numba_kernels.prompt.int16_products import (
+    linear_words_kernel,
+    num_column_groups,
+    pack_words_kernel,
+)
+
+EachThread = Callable[[Callable[[int], None]], None]
+
+
+class _Space:
+    """An array that is kept from call to call, as it takes long to get."""
+
+    def __init__(self, dtype: type) -> None:
+        self._items = aligned_empty((0,), dtype)
+
+    def shaped(self, *shape: int) -> np.ndarray:
+        """An array of that shape; what was got before lies in the same place."""
+        count = int(np.prod(shape))
+        if self._items.size < count:
+            self._items = aligned_empty((count,), self._items.dtype)
+        return self._items[:count].reshape(shape)
+
+
+class PairProducts:
+    """Products of bfloat16.
+
+    Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
+    """
+
+    def __init__(self, num_threads: int, each_thread: EachThread) -> None:
+        """`each_thread` calls a function with every thread's number, in that thread."""
+        self._num_threads = num_threads
+        self._each_thread = each_thread
+        self._buffers = _buffers(bfloat16_products.BUFFER_PAIRS, num_threads)
+        self._tokens, self._sums = _Space(np.int32), _Space(np.float32)
+
+    def linear(self, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T.
+
+        Shapes:  x (T, d), weights (N, d), out (T, N)
+        Dtypes:  x, out float32; weights uint16 (float16 bits) or int16 (bfloat16 bits)
+        """
+        self._multiply(linear_kernel, x, weights, out)
+
+    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """out = h @ rows.
+
+        Shapes:  h (T, N), rows (N, d), out (T, d)
+        Dtypes:  as in `linear`
+        """
+        self._multiply(combine_kernel, h, rows, out)
+
+    def _multiply(
+        self, kernel: Callable[..., None], x: np.ndarray, weights: np.ndarray, out: np.ndarray
+    ) -> None:
+        groups, num_pairs = num_groups(x.shape[0]), -(-x.shape[1] // 2)
+        tokens = self._tokens.shaped(groups, num_pairs, LANES)
+        sums = self._sums.shaped(self._num_threads, bfloat16_products.MOST_SUMS, groups, LANES)
+
+        def pack(thread: int) -> None:
+            part = share(groups, thread, self._num_threads, 1)
+            pack_tokens_kernel(x, tokens, self._buffers[thread], *part)
+
+        def multiply(thread: int) -> None:
+            part = share(out.shape[1], thread, self._num_threads, LANES)
+            kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
+
+        self._each_thread(pack)
+        self._each_thread(multiply)
+
+
+class WordProducts:
+    """Products of int16 with scales; each thread has rows, and a buffer of its own."""
+
+    def __init__(self, num_threads: int, each_thread: EachThread) -> None:
+        """See `PairProducts`."""
+        self._num_threads = num_threads
+        self._each_thread = each_thread
+        self._buffers = _buffers(int16_products.BUFFER_PAIRS, num_threads)
+        self._tokens, self._scales, self._sums = (
+            _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
+        )
+
+    def linear(self, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T; see `PairProducts.linear`."""
+        groups, parts = num_groups(x.shape[0]), num_column_groups(x.shape[1])
+        tokens = self._tokens.shaped(groups, parts * GROUP_PAIRS, LANES)
+        scales = self._scales.shaped(groups, parts, LANES)
+        sums = self._sums.shaped(self._num_threads, int16_products.MOST_SUMS, groups, LANES)
+
+        def pack(thread: int) -> None:
+            part = share(groups, thread, self._num_threads, 1)
+            pack_words_kernel(x, tokens, scales, self._buffers[thread], *part)
+
+        def multiply(thread: int) -> None:
+            part = share(weights.shape[0], thread, self._num_threads, LANES)
+            buffer = self._buffers[thread]
+            linear_words_kernel(weights, tokens, scales, buffer, sums[thread], out, *part)
+
+        self._each_thread(pack)
+        self._each_thread(multiply)
+
+
+def _buffers(num_pairs: int, num_threads: int) -> list[np.ndarray]:
+    return [aligned_empty((num_pairs,), np.int32) for _ in range(num_threads)]

@@ -1,0 +1,275 @@
+"""The driver: owns the engine, takes requests, streams their tokens.
+
+A single thread runs the engine (`actors.driver.request_queue`), so a slow reader never holds the
+model.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from actors.driver.active_request import Generator, Run, Stream
+from actors.driver.engine import GPU, Engine
+from actors.driver.profiling import ProfilingEngine
+from actors.driver.request_events import Letter, Outbox, OwnStream
+from actors.driver.request_queue import Line
+from actors.driver.scheduler import Scheduler
+from actors.driver.scoring import WindowScores, score_window
+from actors.exchange.doorbell_exchange import Exchange
+from actors.protocol.failures import CacheLost, RequestError
+from actors.protocol.kv_pool import KvPool
+from actors.protocol.messages import (
+    PREDICTED_MODES,
+    DriverLoad,
+    GenerateRequest,
+    SystemConfig,
+    TokenEvent,
+)
+from actors.setup.hot_neurons import hot_counts
+from actors.setup.shards import num_kv_pages
+from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.errors import ServiceError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.embedding import load_embedding
+from predictors.predictor import NeuronPredictor
+from predictors.predictor_file import read_predictors
+
+_EARLY_CANCELS = 256  # ids of requests cancelled before they came that are kept, the last ones
+_Result = TypeVar("_Result")
+
+
+class Driver:
+    """Runs requests on services that an exchange reaches."""
+
+    def __init__(
+        self, system: SystemConfig, exchange: Exchange, shards: Sequence[Sequence[np.ndarray]] = ()
+    ) -> None:
+        """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
+
+        Neurons that none of them holds are hot ones of the GPU service; without shards there are
+        none.
+        Errors:  CheckpointError, ConfigError, ArtifactError
+        """
+        self._system = system
+        path = Path(system.model_path)
+        config = read_config(path)
+        embedding = load_embedding(Checkpoint(path), config)
+        predictor = _load_predictor(system, config, shards)
+        num_hot = hot_counts(config, shards)
+        engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
+        engine.stream_tokens = system.stream_tokens
+        self.engine = engine
+        self._share_out_predictor(system.num_threads)
+        self.generator = Generator(path, config, engine, system.context_length)
+        opening_id = self.generator.prompts.opening_id
+        self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
+        slots = exchange.wires.page_tables[: engine.kernel_tokens]
+        self._pool = KvPool(num_kv_pages(system), slots)
+        self.generator.warm_up()
+        self._streams: list[Stream] = []
+        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
+        self._naming = threading.Lock()  # held while one of the two is read and changed
+        self._scheduler = Scheduler(engine, self._pool)
+        self._line = Line(self._scheduler)
+        self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
+        self._started_s = time.monotonic()
+        self._outbox = Outbox()
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Queue a request and yield its events; closing the iterator cancels it.
+
+        Tokens of a moment come as one event; see `actors.driver.request_events`.
+
+        Errors:  PromptError, RequestError, ServiceError
+        """
+        stream = OwnStream(request.request_id)
+        self._expect(stream)
+        try:
+            self._submit(request, stream)
+            while True:
+                for event in stream.take():
+                    if isinstance(event, BaseException):
+                        raise event
+                    yield event
+                    if event.result is not None:
+                        return
+        finally:
+            stream.cancelled.set()
+            self._streams.remove(stream)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request whose events `take_letters` hands out.
+
+        Errors:  PromptError, UsageError, ServiceError
+        """
+        stream = self._outbox.stream(request.request_id, self._streams.remove)
+        self._expect(stream)
+        try:
+            self._submit(request, stream)
+        except BaseException:
+            self._streams.remove(stream)
+            raise
+
+    def take_letters(self, wait_s: float) -> list[Letter]:
+        """The events of submitted requests since the last call; see `Outbox.take`."""
+        return self._outbox.take(wait_s)
+
+    def load(self) -> DriverLoad:
+        """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
+        self._line.require_whole()
+        return DriverLoad(self._scheduler.num_running, self._line.num_waiting, self._pool.usage)
+
+    def _submit(self, request: GenerateRequest, stream: Stream) -> None:
+        ids = self.generator.prompts.ids(request)
+        checked = replace(request, prompt=None, messages=None, prompt_ids=ids)
+        self._line.submit(Run(self.generator, checked, stream))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits, runs or has yet to come; its reason is then "cancelled".
+
+        One that runs ends within a token.
+        """
+        with self._naming:
+            streams = list(self._streams)  # whole: they leave it at any moment
+            found = [stream for stream in streams if stream.request_id == request_id]
+            for stream in found:
+                stream.cancelled.set()
+            if not found:
+                self._cancelled_early.append(request_id)
+
+    def _expect(self, stream: Stream) -> None:
+        with self._naming:
+            self._streams.append(stream)
+            if stream.request_id in self._cancelled_early:
+                self._cancelled_early.remove(stream.request_id)
+                stream.cancelled.set()
+
+    def between_requests(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` where no request uses the exchange, and slot 0 is a whole context.
+
+        Requests that come later wait for it.
+        Errors:  its own, ServiceError
+        """
+
+        def with_pages() -> _Result:
+            slot = self._pool.take(self.generator.context_length)
+            if slot != 0:
+                raise ServiceError("the KV cache is smaller than the context; start again")
+            try:
+                return function()
+            finally:
+                self._pool.give_back(slot)
+
+        return self._line.between_requests(with_pages)
+
+    def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
+        """Score a window between requests; see `actors.driver.scoring.score_window`.
+
+        Errors:  RequestError, also for a window longer than the context; ServiceError
+        """
+        room = self.generator.context_length
+        if len(ids) > room:
+            raise RequestError(f"a window of {len(ids)} tokens does not fit in a context of {room}")
+        return self.between_requests(
+            lambda: score_window(self.engine, ids, first, audit, self._line.require_whole)
+        )
+
+    def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
+        """Count who fires in a window, between requests; see `ProfilingEngine.profile_window`.
+
+        Errors:  RequestError, also for a window longer than the context; ServiceError
+        """
+        length, room = self._profiling.num_opening + len(ids), self.generator.context_length
+        if length > room:
+            raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
+        return self.between_requests(
+            lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
+        )
+
+    def change_services(
+        self,
+        system: SystemConfig,
+        shards: Sequence[Sequence[np.ndarray]],
+        change: Callable[[], None],
+    ) -> None:
+        """Let `change` put other services behind the exchange, between two steps.
+
+        What runs goes on with them; `system` and `shards` are of the new ones.
+        Errors:  those of `change`; ArtifactError
+        """
+        predictor = _load_predictor(system, self.generator.config, shards)
+
+        def swap() -> None:
+            try:
+                change()
+            except CacheLost:
+                self._scheduler.replay_all()
+            self._scheduler.begin_chunk_again()
+            self._pool.move(self.engine.exchange.wires.page_tables[: self.engine.kernel_tokens])
+            if self.engine.predictor is not None:
+                self.engine.predictor.close()
+            self.engine.predictor = predictor
+            self._share_out_predictor(system.num_threads)
+            for engine in (self.engine, self._profiling):
+                engine.count_services()
+            self.neuron_watch = NeuronWatch(
+                self.generator.config, self.engine.exchange.wires, shards
+            )
+
+        self._line.between_steps(swap)
+
+    def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
+        """What the system does now; services go on counting neurons for `watch_s`."""
+        self.neuron_watch.watch(watch_s)
+        now_s, config = time.monotonic(), self.generator.config
+        num_running = self._scheduler.num_running
+        num_pages = num_kv_pages(self._system)
+        return Telemetry(
+            mode=self._system.mode,
+            uptime_s=now_s - self._started_s,
+            num_running=num_running,
+            num_waiting=self._line.num_waiting,
+            kv_pages_used=num_pages - self._pool.num_free_pages,
+            kv_pages=num_pages,
+            speed=speed_of(
+                self._scheduler.recent.copy(),
+                config.num_layers * config.ffn_size,
+                now_s,
+                is_running=num_running > 0,
+            ),
+            neurons=self.neuron_watch.read(),
+        )
+
+    def close(self) -> None:
+        """End the engine's thread within a token; requests that run are cancelled."""
+        self._line.close(self._cancel_all)
+        if self.engine.predictor is not None:
+            self.engine.predictor.close()
+
+    def _share_out_predictor(self, num_threads: int) -> None:
+        """Let several cores predict, where they can hear the doorbell that brings the input."""
+        exchange, predictor = self.engine.exchange, self.engine.predictor
+        if predictor is not None and exchange.next_number:
+            predictor.share_out(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
+
+    def _cancel_all(self) -> None:
+        for stream in list(self._streams):
+            stream.cancelled.set()
+
+
+def _load_predictor(
+    system: SystemConfig, config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]
+) -> NeuronPredictor | None:
+    if system.mode not in PREDICTED_MODES:
+        return None
+    identity = ModelIdentity.of(system.model_path)
+    return read_predictors(Path(system.predictors_path), identity, config).arranged(shards)

@@ -1,0 +1,206 @@
+"""One step of the model: token ids in, logits out, two exchanges a layer.
+
+A step may be run layer by layer: `place`, then `run_layer` for each, then `logits`.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.driver.neuron_upload import stream_ffn
+from actors.driver.not_finite import bad_embedding, bad_layer, bad_logits
+from actors.exchange.doorbell_exchange import Exchange
+from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
+from actors.telemetry.step_times import StepTimes
+from model.config.model_config import ModelConfig
+from model.weights.embedding import EmbeddingWeights
+from numba_kernels.decode.finite import finite_pair, finite_rows
+from numba_kernels.decode.merge import merge_partials
+from numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    ATTENTION,
+    BUSY_NS,
+    FFN,
+    FIRST_LOGIT,
+    HEAD,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    SKIP_SILENT,
+)
+from predictors.predictor import NeuronPredictor
+
+GPU = 0  # the service of attention, head and hot neurons; the CPU services follow
+
+
+class Engine:
+    """Knows the order of things: attention, FFN partials, their sum, layer by layer, the head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: EmbeddingWeights,
+        exchange: Exchange,
+        mode: str,
+        predictor: NeuronPredictor | None = None,
+        num_hot: np.ndarray | None = None,
+    ) -> None:
+        """`mode` "dense" computes all neurons, others up and down only where the gate fired.
+
+        With a `predictor`, steps of few tokens ask for the neurons that it chooses, longer ones
+        for all: few stay silent throughout. Of each layer the GPU service holds num_hot[l] neurons,
+        which need no predictor; none without it.
+        """
+        self.config = config
+        self.exchange = exchange
+        self.mode = mode
+        self.max_tokens = exchange.wires.hidden.shape[0]
+        self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
+        self.embedding = embedding
+        self.predictor = predictor
+        self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
+        self.stream_tokens = 0  # prompts of so many tokens have all neurons brought to a GPU
+        self.count_services()
+        self.times = StepTimes()
+        self.num_steps = 0
+
+    def count_services(self) -> None:
+        """Ask all services that the exchange has now."""
+        self._num_services = self.exchange.wires.requests.shape[0]
+
+    def step(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        num_logits: int = 1,
+    ) -> np.ndarray:
+        """Run tokens through the model; returns logits of the last `num_logits` of them.
+
+        Token t stands at positions[t] of sequence slots[t], whose earlier positions are in the KV
+        cache or earlier in this step. More tokens than a kernel takes must be one sequence's.
+        Shapes:  token_ids, positions, slots (T,), T <= max_tokens; result (num_logits, V) float32,
+                 a view that the next step overwrites
+        The same step may be run again, whatever it ended with.
+        Errors:  ServiceError if a service died or hangs, RequestError if one failed,
+                 NotFiniteError if numbers are not finite
+        """
+        num_tokens = len(token_ids)
+        with self.times.step(num_tokens):
+            self.place(token_ids, positions, slots)
+            for layer in range(self.config.num_layers):
+                self.run_layer(layer, num_tokens)
+            self.num_steps += 1
+            return self.logits(num_tokens, num_logits)
+
+    def place(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Put a step's tokens where the layers find them. Shapes: (T,) each."""
+        wires, num_tokens = self.exchange.wires, len(token_ids)
+        wires.positions[:num_tokens] = positions
+        wires.slots[:num_tokens] = slots
+        wires.hidden[:num_tokens] = self.embedding.lookup(
+            np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
+        )
+        if not finite_rows(wires.hidden, num_tokens):
+            raise bad_embedding(wires, num_tokens)
+
+    def run_layer(self, layer: int, num_tokens: int) -> None:
+        """Bring the hidden states of the tokens that were placed through one layer.
+
+        Between layers only `hidden`, `positions` and `slots` matter.
+        Errors:  as of `step`
+        """
+        wires, times = self.exchange.wires, self.times
+        request = wires.requests[GPU]
+        request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
+        request[SKIP_SILENT] = self.mode != "dense"  # a GPU begins with its hot neurons unasked
+        if self.predictor is not None and self._predicts(num_tokens):
+            name, number = self._predictor_input(), self.exchange.next_number
+            self.predictor.announce(layer, num_tokens, name, number)
+        times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
+        first, partials = self._first_ffn(layer), wires.partials
+        if self._streams(layer, num_tokens):
+            stream_ffn(self.exchange, times, layer, num_tokens)
+            times.count_neurons(self.config.ffn_size, self.config.ffn_size)
+            first, partials = GPU, partials[:1]
+        else:
+            self._ffn(layer, num_tokens)
+        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
+        # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
+        if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
+            raise bad_layer(wires, layer, num_tokens, first)
+
+    def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
+        """Logits of the last `num_logits` tokens after the last layer; as of `step`."""
+        wires = self.exchange.wires
+        if num_logits == 0:
+            return wires.logits[:0]
+        request = wires.requests[GPU]
+        request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
+        request[FIRST_LOGIT] = num_tokens - num_logits
+        self.times.add("head", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
+        if not finite_rows(wires.logits, num_logits):
+            raise bad_logits(wires, num_tokens, num_logits)
+        return wires.logits[:num_logits]
+
+    def _ffn(self, layer: int, num_tokens: int) -> None:
+        """Ask for the layer's partial outputs."""
+        chosen = self._choose(layer, num_tokens)
+        num_gates = self.config.ffn_size
+        if chosen is not None:
+            num_gates = int(chosen.sum() + self.num_hot[layer])
+        self.times.count_neurons(self._ask_ffn(FFN, layer, num_tokens, chosen), num_gates)
+
+    def _ask_ffn(
+        self, operation: int, layer: int, num_tokens: int, num_ids: np.ndarray | None
+    ) -> int:
+        """Ask for all neurons, or of CPU service s num_ids[s] listed ones, and for all hot ones.
+
+        Returns how many neurons' up and down were computed.
+        """
+        wires, first = self.exchange.wires, self._first_ffn(layer)
+        requests, replies = wires.requests[first:], wires.replies[first:]
+        requests[:, OPERATION] = operation
+        requests[:, LAYER], requests[:, NUM_TOKENS] = layer, num_tokens
+        requests[:, SKIP_SILENT] = self.mode != "dense"
+        requests[:, NUM_IDS] = ALL_NEURONS
+        if num_ids is not None:
+            wires.requests[1:, NUM_IDS] = num_ids
+        waited_ns = self.exchange.ask(range(first, self._num_services))
+        self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
+        return int(replies[:, NUM_COMPUTED].sum())
+
+    def _streams(self, layer: int, num_tokens: int) -> bool:
+        if not self.stream_tokens or num_tokens < max(self.stream_tokens, MATRIX_TOKENS):
+            return False
+        return bool(self.num_hot[layer] < self.config.ffn_size)
+
+    def _first_ffn(self, layer: int) -> int:
+        """The first service that holds neurons of the layer."""
+        return GPU if self.num_hot[layer] else 1
+
+    def _choose(self, layer: int, num_tokens: int) -> np.ndarray | None:
+        """List the neurons that are expected to fire; their numbers, or None for all neurons."""
+        if self.predictor is None or not self._predicts(num_tokens):
+            return None
+        wires, started = self.exchange.wires, time.monotonic_ns()
+        x: np.ndarray = getattr(wires, self._predictor_input())
+        chosen = self.predictor.choose(
+            layer, x[:num_tokens], wires.active_ids[1:], wires.active_tokens[1:]
+        )
+        self.times.add_predictor(time.monotonic_ns() - started)
+        return chosen
+
+    def _predicts(self, num_tokens: int) -> bool:
+        return self.predictor is not None and num_tokens <= KERNEL_TOKENS
+
+    def _predictor_input(self) -> str:
+        """The array of the wires that the predictor reads."""
+        if self.predictor is None or self.predictor.input_name == "ffn_input":
+            return "ffn_input"
+        return "hidden" if self.config.parallel_ffn else "mixed"

@@ -1,0 +1,42 @@
+"""A layer's FFN for a long prompt with all neurons brought to the GPU, in rounds.
+
+In each round the CPU services lay the next neurons into the arena while the GPU service takes those
+of the round before, in the other place. A round asked again does no harm: what the GPU has added
+already it does not add twice.
+"""
+
+from __future__ import annotations
+
+from actors.exchange.doorbell_exchange import Exchange
+from actors.telemetry.step_times import StepTimes
+from numba_kernels.serve.mailbox import (
+    BUSY_NS,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    ROUND,
+    SHIP,
+    STREAM,
+)
+
+_UNKNOWN = -1  # how many rounds there are, before the first
+
+
+def stream_ffn(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
+    """Let partials[0] be the whole FFN's output. Errors: as of `Exchange.ask`."""
+    wires = exchange.wires
+    services = range(wires.requests.shape[0])
+    wires.requests[:, LAYER], wires.requests[:, NUM_TOKENS] = layer, num_tokens
+    wires.requests[0, OPERATION], wires.requests[1:, OPERATION] = STREAM, SHIP
+    number, num_rounds = 0, _UNKNOWN
+    while num_rounds == _UNKNOWN or number <= num_rounds:
+        wires.requests[:, ROUND] = number
+        wires.requests[0, NUM_IDS] = num_rounds
+        asked = services if number != num_rounds else services[:1]
+        waited_ns = exchange.ask(asked)
+        times.add("ffn", waited_ns, wires.replies[asked, BUSY_NS].max())
+        if num_rounds == _UNKNOWN:
+            num_rounds = int(wires.replies[1:, NUM_COMPUTED].max())
+        number += 1

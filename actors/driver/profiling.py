@@ -1,0 +1,103 @@
+"""Reading a text to learn which neurons fire: how often each does, and on which inputs."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.driver.engine import Engine
+from actors.exchange.doorbell_exchange import Exchange
+from actors.protocol.messages import ServiceSpec
+from model.config.model_config import ModelConfig
+from model.weights.embedding import EmbeddingWeights
+from numba_kernels.serve.mailbox import COUNT_FFN
+
+
+class ProfilingEngine(Engine):
+    """An engine whose services count who fires, for all neurons of every layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: EmbeddingWeights,
+        exchange: Exchange,
+        opening_id: int | None,
+        num_hot: np.ndarray | None = None,
+    ) -> None:
+        """Shares the exchange with the engine that answers requests; the two take turns.
+
+        `opening_id` stands before each window, where texts of this model open with one.
+        """
+        super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
+        self._opening_id = opening_id
+        self.num_opening = 0 if opening_id is None else 1
+        self._counts = False
+        self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
+        self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
+        self._num_recorded = 0  # in earlier steps of the window
+
+    def profile_window(
+        self, ids: list[int], recorded: list[int], check: Callable[[], None] = lambda: None
+    ) -> np.ndarray:
+        """Run `ids` from position 0 of slot 0; return the FFN inputs of the tokens `recorded`.
+
+        The opening token stands before the ids but is not counted: its activations are unlike any
+        other's, and every window would add one. `check` may raise between two steps.
+        Shapes:  recorded: ascending indices into ids; result (L, len(recorded), d)
+        Dtypes:  result uint16, float16 bits
+        Errors:  RequestError if a service failed or the model's numbers are not finite: a NaN
+                 would count as fired; ServiceError
+        """
+        config = self.config
+        chosen = np.asarray(recorded, np.int64)
+        self._inputs = np.zeros((config.num_layers, chosen.size, config.hidden_size), np.uint16)
+        self._num_recorded = 0
+        if self._opening_id is not None:
+            self._counts = False
+            self.step([self._opening_id], [0], [0], num_logits=0)
+        self._counts = True
+        for first in range(0, len(ids), self.max_tokens):
+            last = min(first + self.max_tokens, len(ids))
+            check()
+            self._rows = chosen[(chosen >= first) & (chosen < last)] - first
+            positions = range(self.num_opening + first, self.num_opening + last)
+            self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
+            self._num_recorded += self._rows.size
+        inputs, self._inputs = self._inputs, self._inputs[:, :0]
+        return inputs
+
+    def _ffn(self, layer: int, num_tokens: int) -> None:
+        if not self._counts:
+            super()._ffn(layer, num_tokens)
+            return
+        if self._rows.size:
+            first = self._num_recorded
+            inputs = self.exchange.wires.ffn_input[self._rows]
+            self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
+        self._ask_ffn(COUNT_FFN, layer, num_tokens, None)
+
+
+def as_float16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 as float16 bits, clipped to what float16 holds.
+
+    Beyond 65504 it would be infinite, and one such number makes a whole training run NaN.
+    """
+    most = np.finfo(np.float16).max
+    return np.clip(values, -most, most).astype(np.float16).view(np.uint16)
+
+
+def counts_by_neuron(
+    config: ModelConfig, specs: list[ServiceSpec], counts: list[np.ndarray]
+) -> np.ndarray:
+    """Put services' counts into the checkpoint's order of neurons.
+
+    counts[s] follows specs[s].neuron_ids layer by layer.
+    Shapes:  result (L, N)
+    Dtypes:  int64
+    """
+    result = np.zeros((config.num_layers, config.ffn_size), np.int64)
+    for spec, found in zip(specs, counts, strict=True):
+        first = 0
+        for layer, ids in enumerate(spec.neuron_ids or []):
+            result[layer, ids] = found[first : first + len(ids)]
+            first += len(ids)
+    return result

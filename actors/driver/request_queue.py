@@ -1,0 +1,155 @@
+"""The engine's thread, and the line of those who wait for it.
+
+Requests run side by side as the scheduler says. What uses the engine in another way, a job, waits
+in the same line until nothing runs; requests behind it wait for it.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from actors.driver.active_request import Run
+from actors.driver.scheduler import Scheduler
+from actors.protocol.failures import CacheLost, NotFiniteError, first_line
+from model.errors import ServiceError
+
+_Result = TypeVar("_Result")
+
+
+class _Job:
+    def __init__(self, function: Callable[[], object], waits: bool = True) -> None:
+        """`waits`: until nothing runs; else only for the step in progress."""
+        self._function = function
+        self.waits = waits
+        self.future: Future[object] = Future()
+
+    def run(self, replace: Callable[[int, str], bool]) -> None:
+        """Call the function, again from its beginning where a service was replaced meanwhile."""
+        while not self._has_ended(replace):
+            pass
+
+    def _has_ended(self, replace: Callable[[int, str], bool]) -> bool:
+        try:
+            try:
+                self.future.set_result(self._function())
+            except NotFiniteError as error:
+                if error.service is None or not replace(error.service, str(error)):
+                    raise
+                return False
+        except CacheLost:
+            return False
+        except BaseException as error:
+            self.future.set_exception(error)
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
+
+
+class Line:
+    """First come, first served. All but `_serve` and what it calls is for other threads."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Start the thread."""
+        self._scheduler = scheduler
+        self._incoming: queue.SimpleQueue[Run | _Job | None] = queue.SimpleQueue()
+        self._waiting: deque[Run | _Job] = deque()
+        self._broken: ServiceError | None = None
+        self._submitting = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
+        self._thread.start()
+
+    def submit(self, item: Run | _Job) -> None:
+        """Put a request in the line. Errors: ServiceError where the system has ended."""
+        with self._submitting:
+            self.require_whole()
+            self._incoming.put(item)
+
+    def between_requests(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread where nothing runs. Errors: its own.
+
+        It is called anew where the KV cache is lost, or a service replaced for a NaN.
+        """
+        job = _Job(function)
+        self.submit(job)
+        result: _Result = job.future.result()  # type: ignore[assignment]
+        return result
+
+    def between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread, whatever runs. Errors: its own."""
+        job = _Job(function, waits=False)
+        self.submit(job)
+        result: _Result = job.future.result()  # type: ignore[assignment]
+        return result
+
+    def require_whole(self) -> None:
+        """Raise the ServiceError that ended the system, if one did."""
+        if self._broken is not None:
+            raise self._broken
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait in the line."""
+        return self._incoming.qsize() + len(self._waiting)
+
+    def close(self, cancel_all: Callable[[], None]) -> None:
+        """End the thread within a token; `cancel_all` marks the requests that run as cancelled."""
+        with self._submitting:  # nothing is submitted later
+            self._broken = self._broken or ServiceError("the system is being stopped")
+        cancel_all()
+        self._incoming.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while self._collect():
+            self._start_waiting()
+            try:
+                self._scheduler.advance()
+            except Exception as error:
+                if not isinstance(error, ServiceError):
+                    error = ServiceError(f"the driver failed: {first_line(error)}; start again")
+                self._broken = self._broken or error
+                self._scheduler.end_all(error)
+        self._start_waiting()
+        self._scheduler.end_cancelled()
+
+    def _collect(self) -> bool:
+        """Move what has come into the line; wait for something where there is nothing to do.
+
+        False at the end.
+        """
+        idle = self._scheduler.is_idle and not self._waiting
+        while idle or not self._incoming.empty():
+            item = self._incoming.get()
+            if item is None:
+                return False
+            if isinstance(item, _Job) and not item.waits:
+                item.run(self._scheduler.replace)
+                continue
+            self._waiting.append(item)
+            idle = False
+        return True
+
+    def _start_waiting(self) -> None:
+        """End those that were cancelled, start those at the head for which there is room."""
+        if self._broken is not None:
+            while self._waiting:
+                self._waiting.popleft().fail(self._broken)
+        for item in list(self._waiting):
+            if isinstance(item, Run) and item.is_cancelled:
+                item.end("cancelled")
+                self._waiting.remove(item)
+        while self._waiting and self._start(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _start(self, item: Run | _Job) -> bool:
+        """Whether there was room for it."""
+        if isinstance(item, Run):
+            return self._scheduler.admit(item)
+        if self._scheduler.is_idle:
+            item.run(self._scheduler.replace)
+            return True
+        return False

@@ -1,0 +1,198 @@
+"""What the engine computes next, for all requests that run: continuous batching.
+
+Each running request has a slot and pages for all that it can become. Everything that can go through
+kernels goes in one step: the next token of every request, and short prompts while there is room. A
+long prompt goes through matrix products, one chunk's layer at a time, and steps come between.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from actors.driver.active_request import Run
+from actors.driver.engine import Engine
+from actors.driver.prompt_chunk import Chunk
+from actors.driver.token_batch import Batch
+from actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
+from actors.protocol.kv_pool import KvPool
+from actors.telemetry.step_times import StepRecord, StepTimes
+from model.errors import HotcoldError, ServiceError
+
+_MOST_RECENT = 2048  # steps that are remembered, for who asks how fast it goes
+
+
+class Turns:
+    """Gives a long prompt and the other requests half of the time each while both want some."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """`clock` returns nanoseconds."""
+        self._clock = clock
+        self._lead_ns = 0  # of the prompt, since both have wanted time
+        self._has_prompt = False
+
+    def is_prompts(self, has_prompt: bool, has_others: bool) -> bool:
+        """Whether a layer of the prompt is next, or else a step of the others."""
+        self._has_prompt = has_prompt
+        if not (has_prompt and has_others):
+            self._lead_ns = 0
+            return has_prompt
+        return self._lead_ns <= 0
+
+    @contextmanager
+    def timed(self, is_prompts: bool) -> Iterator[None]:
+        """Count the time that one of them takes."""
+        started = self._clock()
+        yield
+        took_ns = self._clock() - started
+        if is_prompts:  # alone too: those that come meanwhile have waited for it
+            self._lead_ns += took_ns
+        elif self._has_prompt:
+            self._lead_ns -= took_ns
+
+
+class Scheduler:
+    """Runs requests side by side, all in the engine's thread."""
+
+    def __init__(
+        self, engine: Engine, pool: KvPool, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        """`pool` has no more slots than a kernel takes tokens."""
+        self._engine = engine
+        self._pool = pool
+        self._runs: list[Run] = []  # in the order of admission
+        self._chunk: Chunk | None = None
+        self._turns = Turns(clock)
+        self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs."""
+        return not self._runs
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run."""
+        return len(self._runs)
+
+    def admit(self, run: Run) -> bool:
+        """Let a request run, if there is a slot and pages for it."""
+        slot = self._pool.take(run.num_positions)
+        if slot is None:
+            return False
+        run.start(slot)
+        self._runs.append(run)
+        return True
+
+    def advance(self) -> None:
+        """Run one step, or one layer of a long prompt. Errors: ServiceError, which ends all."""
+        try:
+            self._advance()
+        except CacheLost:
+            self.replay_all()
+
+    def begin_chunk_again(self) -> None:
+        """Forget the layers of a long prompt's chunk that have been run."""
+        self._chunk = None
+
+    def replay_all(self) -> None:
+        """Begin again all that runs; tokens that were chosen stay."""
+        self._chunk = None
+        for run in self._runs:
+            run.replay()
+
+    def replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.replace`."""
+        return self._engine.exchange.replace(service, cause)
+
+    def _advance(self) -> None:
+        self.end_cancelled()
+        others = [run for run in self._runs if not run.chunk_sizes]
+        if self._chunk is None:
+            long = next((run for run in self._runs if run.chunk_sizes), None)
+            self._chunk = None if long is None else Chunk(self._engine, long)
+        chunk = self._chunk
+        is_prompts = self._turns.is_prompts(chunk is not None, bool(others))
+        with self._turns.timed(is_prompts):
+            if chunk is not None and is_prompts:
+                self._run_layer(chunk)
+            elif others:
+                self._run_step(others)
+
+    def end_cancelled(self) -> None:
+        """Let those go whose readers want no more."""
+        for run in [run for run in self._runs if run.is_cancelled]:
+            run.end("cancelled")
+            self._leave(run)
+
+    def end_all(self, error: BaseException) -> None:
+        """End all that runs with an error."""
+        for run in list(self._runs):
+            run.fail(error)
+            self._leave(run)
+
+    def _run_layer(self, chunk: Chunk) -> None:
+        with self._failing([chunk.run]):
+            logits = chunk.run_layer()
+            if chunk.is_done:
+                self._chunk = None
+            if logits is not None:
+                self._accept(chunk.run, logits)
+
+    def _run_step(self, runs: list[Run]) -> None:
+        if self._chunk is not None:
+            self._chunk.pause()
+        self._engine.times = StepTimes()
+        with self._failing(runs):
+            engine = self._engine
+            most_logits = engine.exchange.wires.logits.shape[0]
+            ends = Batch.of(runs, engine.kernel_tokens, most_logits).step(engine)
+            for run, logits in ends:
+                if run.has_answered:
+                    run.times.include(self._engine.times)
+                self._accept(run, logits)
+            self.recent.append(StepRecord(time.monotonic(), len(ends), self._engine.times))
+            self._engine.times = StepTimes()  # layers of prompts may follow
+
+    def _accept(self, run: Run, logits: np.ndarray) -> None:
+        with self._failing([run]):
+            if run.accept(logits):
+                self._leave(run)
+
+    @contextmanager
+    def _failing(self, runs: list[Run]) -> Iterator[None]:
+        """End `runs` with what goes wrong, unless all of the system does."""
+        try:
+            yield
+        except ServiceError:
+            raise
+        except NotFiniteError as error:
+            self._mend(error, runs)
+        except Exception as error:
+            told = error
+            if not isinstance(error, HotcoldError):
+                told = RequestError(f"the request failed: {first_line(error)}")
+            self._fail(runs, told)
+
+    def _mend(self, error: NotFiniteError, runs: list[Run]) -> None:
+        """Replace who made a NaN; where that is no remedy, end those who have it.
+
+        The step, or the chunk, is then run again.
+        """
+        if self._chunk is not None and self._chunk.run in runs:
+            self._chunk = None
+        if error.service is None or not self.replace(error.service, str(error)):
+            self._fail([run for run in runs if run.slot in error.slots], error)
+
+    def _fail(self, runs: list[Run], error: BaseException) -> None:
+        for run in runs:
+            run.fail(error)
+            self._leave(run)
+
+    def _leave(self, run: Run) -> None:
+        self._runs.remove(run)
+        self._pool.give_back(run.slot)
+        if self._chunk is not None and self._chunk.run is run:
+            self._chunk = None

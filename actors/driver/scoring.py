@@ -1,0 +1,164 @@
+"""How well a mode predicts a text: one window of it, beside the dense model's answer on it.
+
+Windows go through kernels, in steps of few tokens: matrix products round 16-bit weights to
+bfloat16, which is more than what is to be measured.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.driver.engine import Engine
+from actors.protocol.failures import RequestError
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
+from numba_kernels.serve.mailbox import FFN
+
+
+@dataclass(frozen=True)
+class NeuronCounts:
+    """What an audited run counted, over `num_tokens` tokens.
+
+    num_listed: neurons that the predictor chose, or all where it does not predict a layer;
+    num_fired: neurons that fire in truth; num_fired_listed: those of them that were chosen
+    Shapes:  (L,) int64 each
+    """
+
+    num_tokens: int
+    num_listed: np.ndarray
+    num_fired_listed: np.ndarray
+    num_fired: np.ndarray
+
+    def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
+        return NeuronCounts(
+            self.num_tokens + other.num_tokens,
+            self.num_listed + other.num_listed,
+            self.num_fired_listed + other.num_fired_listed,
+            self.num_fired + other.num_fired,
+        )
+
+
+@dataclass(frozen=True)
+class WindowScores:
+    """One window. Arrays are (n,), one item a scored position; float64, in nats.
+
+    What compares with the dense model is None for the dense model itself; `counts` is None where
+    nothing was audited.
+    """
+
+    nll: np.ndarray
+    nll_dense: np.ndarray | None = None
+    kld: np.ndarray | None = None
+    same_top: np.ndarray | None = None  # bool
+    predicts: bool = False  # whether a predictor chose the neurons
+    counts: NeuronCounts | None = None
+
+
+class AuditedEngine(Engine):
+    """Computes what another engine computes, and asks each layer again who fires in truth."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Take over `engine`'s mode, predictor, embedding and exchange."""
+        super().__init__(
+            engine.config,
+            engine.embedding,
+            engine.exchange,
+            engine.mode,
+            engine.predictor,
+            engine.num_hot,
+        )
+        self._num_tokens = 0
+        self._counts = np.zeros((3, self.config.num_layers), np.int64)
+
+    @property
+    def counts(self) -> NeuronCounts:
+        """What was counted so far."""
+        return NeuronCounts(self._num_tokens, *self._counts.copy())
+
+    def _ffn(self, layer: int, num_tokens: int) -> None:
+        """As the engine's. A reply counts a neuron once a step, so steps are of one token."""
+        if num_tokens != 1:
+            raise ValueError("an audited step takes one token")
+        chosen = self._choose(layer, num_tokens)
+        num_fired = num_fired_listed = self._ask_ffn(FFN, layer, num_tokens, chosen)
+        num_listed = self.config.ffn_size
+        if chosen is not None:
+            num_listed = int(chosen.sum() + self.num_hot[layer])
+            partials = self.exchange.wires.partials[:, :num_tokens]
+            answer = partials.copy()
+            num_fired = self._ask_ffn(FFN, layer, num_tokens, None)
+            partials[:] = answer
+        self._counts[:, layer] += (num_listed, num_fired_listed, num_fired)
+        self._num_tokens += layer == 0
+
+
+def score_window(
+    engine: Engine,
+    ids: Sequence[int],
+    first: int,
+    audit: bool,
+    check: Callable[[], None] = lambda: None,
+) -> WindowScores:
+    """Score tokens first + 1.. of a window, each from all tokens before it, with `engine`'s mode.
+
+    The window is sequence 0 from position 0 on; what the KV cache held of it is overwritten. Modes
+    other than dense are compared with dense. `audit` counts neurons, in steps of one token.
+    `check` is called before each step, and may raise to end the window.
+    Errors:  RequestError where logits are not finite or a service failed; ServiceError
+    """
+    if not 0 <= first < len(ids) - 1:
+        raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
+    most = min(KERNEL_TOKENS, engine.max_tokens, engine.exchange.wires.logits.shape[0])
+    dense = Engine(
+        engine.config, engine.embedding, engine.exchange, "dense", num_hot=engine.num_hot
+    )
+    dense_rows = _scored_rows(dense, ids, first, most, check)
+    if engine.mode == "dense":
+        return WindowScores(np.array([_nll(row, ids, at) for at, row in dense_rows]))
+    reference = np.empty((len(ids) - 1 - first, engine.config.vocab_size), np.float32)
+    for at, row in dense_rows:
+        reference[at - first] = row
+    audited = AuditedEngine(engine) if audit else None
+    rows = _scored_rows(audited or engine, ids, first, 1 if audit else most, check)
+    found = [_compare(reference[at - first], row, ids, at) for at, row in rows]
+    nll_dense, nll, kld, same_top = (np.array(column) for column in zip(*found, strict=True))
+    predicts = engine.predictor is not None
+    counts = audited.counts if audited is not None else None
+    return WindowScores(nll, nll_dense, kld, same_top, predicts, counts)
+
+
+def _scored_rows(
+    engine: Engine, ids: Sequence[int], first: int, most: int, check: Callable[[], None]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Positions first.. but the last, each with its logits (V,), a view that the next step ends."""
+    num_run = len(ids) - 1  # nothing follows the last token
+    for begin in range(0, num_run, most):
+        check()
+        end = min(begin + most, num_run)
+        scored = range(max(begin, first), end)
+        logits = engine.step(ids[begin:end], range(begin, end), [0] * (end - begin), len(scored))
+        yield from zip(scored, logits, strict=True)
+
+
+def _nll(row: np.ndarray, ids: Sequence[int], at: int) -> float:
+    try:
+        return negative_log_likelihood(row, ids[at + 1])
+    except ValueError as problem:
+        raise _refused(problem, at) from None
+
+
+def _compare(
+    reference: np.ndarray, row: np.ndarray, ids: Sequence[int], at: int
+) -> tuple[float, float, float, bool]:
+    try:
+        return compare_logits(reference, row, ids[at + 1])
+    except ValueError as problem:
+        raise _refused(problem, at) from None
+
+
+def _refused(problem: ValueError, at: int) -> RequestError:
+    return RequestError(
+        f"token {at + 2} of this window cannot be scored: {problem}; the weights may be damaged, "
+        "or a float16 KV cache too narrow for them (--kv-dtype float32)"
+    )

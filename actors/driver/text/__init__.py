@@ -1,0 +1,1 @@
+"""What a request has of text: prompts, stop strings, grammars, logprobs of tokens."""

@@ -1,0 +1,68 @@
+"""From a request's text, messages or ids to checked token ids."""
+
+import functools
+from pathlib import Path
+
+from actors.protocol.messages import GenerateRequest
+from model.config.model_config import ModelConfig
+from model.errors import PromptError, PromptTooLongError
+from model.text.tokenizer import Tokenizer
+
+_MAX_CHARS_A_TOKEN = 1000
+
+
+class Prompts:
+    """A model's prompts; needs no weights, so a command can refuse a bad prompt before loading."""
+
+    def __init__(self, path: Path, config: ModelConfig, context_length: int) -> None:
+        """Tokenizer and chat template come from the model's directory `path`."""
+        self.tokenizer = Tokenizer.from_directory(path)
+        self.config = config
+        self.context_length = context_length
+
+    @functools.cached_property
+    def opening_id(self) -> int | None:
+        """The model's bos where its texts open with it: as its tokenizer does, if there is one."""
+        bos = self.config.bos_token_id
+        if self.tokenizer is None or self.tokenizer.encode("a")[:1] == [bos]:
+            return bos
+        return None
+
+    def ids(self, request: GenerateRequest) -> list[int]:
+        """The request's token ids, all in the vocabulary, fewer than the context holds.
+
+        Errors:  PromptError
+        """
+        ids = self._encode(request)
+        if request.sampling.stop and self.tokenizer is None:
+            raise PromptError("this model has no tokenizer.json, so no text; leave out --stop")
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        last = self.config.vocab_size - 1
+        for token_id in ids:
+            if not 0 <= token_id <= last:
+                raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+        if len(ids) >= self.context_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
+                f"the answer; shorten it or give a larger --context (this model allows "
+                f"{self.config.max_positions})"
+            )
+        return ids
+
+    def _encode(self, request: GenerateRequest) -> list[int]:
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer.json; give token ids (--prompt-ids)")
+        if request.messages is not None:
+            text = self.tokenizer.render_chat(request.messages)
+        else:
+            text = request.prompt or ""
+        if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, far more than the context of "
+                f"{self.context_length} tokens holds; shorten it"
+            )
+        # A chat template writes the special tokens itself.
+        return self.tokenizer.encode(text, request.messages is None) if text else []

@@ -1,0 +1,1 @@
+"""How services are asked and answer: doorbells, actor calls, relays; watch and recovery."""

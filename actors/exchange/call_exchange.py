@@ -1,0 +1,160 @@
+"""The exchange over ordinary actor calls: for services that share no memory with the driver.
+
+The driver's wires are then private arrays. What a request reads travels with the call, what it
+wrote comes back as an object in Ray's store; the service answers it through an arena of its own.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.exchange.doorbell_exchange import Watch
+from actors.exchange.watch import LOOK_S
+from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
+from actors.protocol.kv_pool import num_pages_of
+from model.errors import HotcoldError
+from numba_kernels.serve.mailbox import (
+    ATTENTION,
+    COUNT_FFN,
+    FFN,
+    FIRST_LOGIT,
+    HEAD,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    Wires,
+)
+
+_INPUTS = {
+    ATTENTION: ("positions", "slots", "hidden"),
+    HEAD: ("hidden",),
+    FFN: ("ffn_input",),
+    COUNT_FFN: ("ffn_input",),
+}
+_OF_SERVICE = ("active_ids", "active_tokens")  # a row for each service
+_PAGES = "page_tables"  # a row for each slot
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request and the arrays that it reads, cut to the tokens asked."""
+
+    words: np.ndarray
+    inputs: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, wires: Wires, service: int) -> "Question":
+        """What the wires ask of `service`."""
+        words = wires.requests[service].copy()
+        num_tokens = int(words[NUM_TOKENS])
+        names = _INPUTS.get(int(words[OPERATION]), ())
+        inputs = {name: getattr(wires, name)[:num_tokens].copy() for name in names}
+        if words[OPERATION] == FFN and words[NUM_IDS] > 0:
+            for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
+                inputs[name] = getattr(wires, name)[service, : words[NUM_IDS]].copy()
+        if words[OPERATION] == ATTENTION:
+            most_pages = num_pages_of(int(inputs["positions"].max()) + 1)
+            inputs[_PAGES] = wires.page_tables[np.unique(inputs["slots"]), :most_pages]
+        return cls(words, inputs)
+
+    def write(self, wires: Wires, service: int) -> None:
+        """Put the question into the wires of the process that answers it."""
+        wires.requests[service] = self.words
+        for name, array in self.inputs.items():
+            target = getattr(wires, name)
+            if name == _PAGES:
+                target[np.unique(self.inputs["slots"]), : array.shape[1]] = array
+                continue
+            if name in _OF_SERVICE:
+                target = target[service]
+            target[: array.shape[0]] = array
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply and the arrays that the service wrote."""
+
+    words: np.ndarray
+    outputs: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, wires: Wires, service: int) -> "Answer":
+        """What stands in the wires after `service` has answered."""
+        outputs = {name: view.copy() for name, view in _outputs(wires, service).items()}
+        return cls(wires.replies[service].copy(), outputs)
+
+    def write(self, wires: Wires, service: int) -> None:
+        """Put the answer into the driver's wires."""
+        wires.replies[service] = self.words
+        for name, view in _outputs(wires, service).items():
+            view[:] = self.outputs[name]
+
+
+def _outputs(wires: Wires, service: int) -> dict[str, np.ndarray]:
+    words = wires.requests[service]
+    operation, num_tokens = int(words[OPERATION]), int(words[NUM_TOKENS])
+    if operation == ATTENTION:
+        return {"mixed": wires.mixed[:num_tokens], "ffn_input": wires.ffn_input[:num_tokens]}
+    if operation == HEAD:
+        return {"logits": wires.logits[: num_tokens - int(words[FIRST_LOGIT])]}
+    if operation in (FFN, COUNT_FFN):
+        return {"partials": wires.partials[service, :num_tokens]}
+    return {}
+
+
+class CallExchange:
+    """Asks by `handle.answer.remote(question)`, one call a service."""
+
+    def __init__(
+        self, wires: Wires, watch: Watch, names: Sequence[str], handles: Sequence[Any]
+    ) -> None:
+        """`names[s]` and `handles[s]` are of the actor of service s."""
+        self.wires = wires
+        self._watch = watch
+        self._names = names
+        self._handles = handles
+        self.next_number = 0  # no doorbell rings
+
+    def ask(self, services: Sequence[int]) -> int:
+        """Call all, wait for all. See `Exchange.ask`."""
+        started = time.monotonic_ns()
+        refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
+        pending: list[Any] = list(refs)
+        failure: HotcoldError | None = None  # told when nobody works on the request any more
+        while pending:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
+            for ref in done:
+                try:
+                    self._collect(ref, refs[ref])
+                except RequestError as error:
+                    failure = failure or error
+                except ServiceLost as error:
+                    failure = error
+            try:
+                if pending:
+                    waited_s = (time.monotonic_ns() - started) * 1e-9
+                    self._watch.check([refs[ref] for ref in pending], waited_s)
+            except ServiceLost as error:
+                failure = error
+                pending = [ref for ref in pending if refs[ref] != error.service]
+        if failure is not None:
+            raise failure
+        return time.monotonic_ns() - started
+
+    def replace(self, service: int, cause: str) -> bool:
+        """No remedy of its own: see `actors.exchange.recovering_exchange`."""
+        return False
+
+    def _collect(self, ref: Any, service: int) -> None:
+        try:
+            answer: Answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            told = service_error(f"{self._names[service]} service", error)
+            if isinstance(told, AnswerFailed):
+                raise told from error
+            raise ServiceLost(service, str(told)) from error
+        answer.write(self.wires, service)

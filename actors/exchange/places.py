@@ -1,0 +1,50 @@
+"""Where a service answers: who can end its process there, and which arena a fresh one gets."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from actors.exchange.service_process import ServiceProcess
+from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.mailbox import DONE, REQUEST, Wires, cell
+
+
+class Place(Protocol):
+    """The arena that services are attached to, and whoever asks them through it."""
+
+    @property
+    def arena_refs(self) -> Sequence[Any]:
+        """The arena's ref, for `ServiceHost.attach`; none where each service has its own."""
+        ...
+
+    def end(self, service: int, process: ServiceProcess) -> bool:
+        """End a service's process and wait; False where Ray alone can. Errors: ServiceError."""
+        ...
+
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        """A fresh process serves from now on: nothing has been asked of it. Errors: ServiceError"""
+        ...
+
+
+class OwnPlace:
+    """The driver's own arena, or none: services that it asks itself."""
+
+    def __init__(self, arena_refs: Sequence[Any], wires: Wires | None) -> None:
+        """`wires` are those of the arena."""
+        self.arena_refs = arena_refs
+        self._wires = wires
+
+    def end(self, service: int, process: ServiceProcess) -> bool:
+        """See `Place.end`."""
+        process.kill()
+        return process.is_local
+
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        """See `Place.expect`."""
+        if self._wires is not None:
+            withdraw_request(self._wires, service)
+
+
+def withdraw_request(wires: Wires, service: int) -> None:
+    """Leave nothing to be answered by a service that will be attached to these wires."""
+    words = wires.words
+    words[cell(service, REQUEST) * WORDS_A_CELL] = words[cell(service, DONE) * WORDS_A_CELL]

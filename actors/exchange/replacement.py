@@ -1,0 +1,156 @@
+"""Puts a fresh process in a service's place: Ray restarts it, the driver loads and connects it."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.exchange.call_exchange import Question
+from actors.exchange.places import Place
+from actors.exchange.recovery import RecoveryPolicy
+from actors.exchange.service_process import ServiceProcess
+from actors.exchange.watch import LOOK_S, ActorWatch
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.failures import ServiceLost, cause_of, service_error
+from actors.protocol.messages import ServiceSpec
+from model.errors import HotcoldError, ServiceError
+from numba_kernels.serve.mailbox import NUM_REQUEST_WORDS, OPERATION, PING
+
+# Unanswered looks at which a process that starts, loads or compiles counts as stuck.
+_PATIENCE_LOOKS = 100
+_NEW_PROCESS_S = 120.0
+
+
+class ServiceReplacer:
+    """Knows how to load and connect each service again."""
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        handles: Sequence[Any],
+        watch: ActorWatch,
+        policy: RecoveryPolicy,
+    ) -> None:
+        """`handles` are of actors that Ray restarts when they die."""
+        self._specs = specs
+        self._handles = handles
+        self._watch = watch
+        self._policy = policy
+        self._layout: ArenaLayout | None = None
+        self._places: Sequence[Place] = ()
+        self._processes: dict[int, ServiceProcess] = {}
+        self._closing = threading.Event()
+        self.stage = ""  # what is being done, for those who watch
+        self.num_replaced = 0
+
+    def connected(self, layout: ArenaLayout, places: Sequence[Place]) -> None:
+        """Services are loaded, and nothing has been asked of them; `places[s]` is of service s.
+
+        Errors:  ServiceError
+        """
+        self._layout, self._places = layout, places
+        for service in range(len(self._specs)):
+            self._expect(service, self._find(service))
+
+    def process_ids(self) -> list[int]:
+        """Of the services' processes, in order, as far as they are known."""
+        return [process.pid for _, process in sorted(self._processes.items())]
+
+    def take_over(self, service: int, other: "ServiceReplacer") -> None:
+        """The service is in the process that `other` knows."""
+        self._expect(service, other._processes[service])
+
+    def close(self) -> None:
+        """End a replacement that is under way: it raises ServiceError."""
+        self._closing.set()
+
+    def replace(self, service: int, cause: str) -> None:
+        """Return when a fresh process serves; one that fails meanwhile is replaced in turn.
+
+        Errors:  ServiceError after too many failures
+        """
+        name = self._specs[service].name
+        try:
+            while True:
+                self._policy.count(name, cause)
+                self.stage = f"restarting the {name} service"
+                try:
+                    self._replace_once(service)
+                    break
+                except ServiceLost as error:
+                    cause = cause_of(error)
+            self.num_replaced += 1
+            self._policy.recovered()
+        finally:
+            self.stage = ""
+
+    def _replace_once(self, service: int) -> None:
+        handle, place = self._handles[service], self._places[service]
+        process = self._end_old(service)
+        # Known before it is loaded, so that the next attempt ends it if it fails.
+        self._expect(service, process)
+        self._await(service, handle.load.remote(self._specs[service]))
+        self._await(service, handle.attach.remote(self._layout, place.arena_refs))
+        request = np.zeros(NUM_REQUEST_WORDS, np.int64)
+        request[OPERATION] = PING  # answered once the compiled loops run
+        self._await(service, handle.answer.remote(Question(request, {})))
+
+    def _end_old(self, service: int) -> ServiceProcess:
+        """End what is left of the process; the one that Ray has put in its place.
+
+        Errors:  ServiceError where Ray does not; who has been left without so long will be again
+        """
+        old, handle = self._processes[service], self._handles[service]
+        has_asked = self._places[service].end(service, old)
+        deadline = time.monotonic() + _NEW_PROCESS_S
+        while time.monotonic() < deadline and not self._closing.wait(LOOK_S):
+            found: ServiceProcess | None = None
+            try:
+                found = self._find(service)
+                lives_on = found.pid == old.pid
+            except ServiceLost as error:  # it is being restarted, or stuck
+                lives_on = isinstance(error.__cause__, ray.exceptions.GetTimeoutError)
+            if found is not None and not lives_on:
+                return found
+            if lives_on and not has_asked:
+                ray.kill(handle, no_restart=False)
+                has_asked = True
+        self._require_open()
+        name = self._specs[service].name
+        raise ServiceError(
+            f"Ray has not restarted the {name} service in {_NEW_PROCESS_S:.0f} s; start again"
+        )
+
+    def _find(self, service: int) -> ServiceProcess:
+        """The process that runs now. Errors: ServiceError where none answers."""
+        call = self._handles[service].where.remote()
+        node_id, pid = self._await(service, call, _PATIENCE_LOOKS)
+        return ServiceProcess(pid, node_id == ray.get_runtime_context().get_node_id())
+
+    def _expect(self, service: int, process: ServiceProcess) -> None:
+        self._processes[service] = process
+        self._watch.expect(service, process)
+        self._places[service].expect(service, process)
+
+    def _await(self, service: int, call: Any, most_looks: int | None = None) -> Any:
+        """What a call returns. Errors: ServiceLost where the service dies, is stuck or fails."""
+        num_looks = 0
+        while not ray.wait([call], timeout=LOOK_S)[0]:
+            self._require_open()
+            num_looks += 1
+            if most_looks is None:
+                self._watch.check([service], 0.0)
+            elif num_looks >= most_looks:
+                break
+        try:
+            return ray.get(call, timeout=0)
+        except ray.exceptions.RayError as error:
+            told: HotcoldError = service_error(f"{self._specs[service].name} service", error)
+            raise ServiceLost(service, str(told)) from error
+
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise ServiceError("the system is being stopped")

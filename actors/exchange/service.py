@@ -1,0 +1,183 @@
+"""What every service is: threads that wait for a doorbell, do their part, and ring back."""
+
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.exchange.call_exchange import Answer, Question
+from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.protocol.arena import ArenaLayout
+from model.errors import ServiceError
+from numba_kernels.serve.doorbell import WORDS_A_CELL, clock_ns, sleep_change
+from numba_kernels.serve.mailbox import (
+    ARRIVED,
+    BARRIER_COUNT,
+    DELAYED_US,
+    DONE,
+    FAILED,
+    IDLE_NS,
+    NO_DEALS,
+    NUM_ANSWERED,
+    OPERATION,
+    REQUEST,
+    STATUS,
+    STOP,
+    TAKEN_US,
+    Wires,
+    arrive,
+    cell,
+)
+from placement.threads.core_keeper import CoreKeeper, Delays
+from placement.threads.pinning import pin_thread
+
+
+class Service(ABC):
+    """A piece of the model on some device, asked through a mailbox in the arena.
+
+    The threads live inside compiled loops that hold no GIL, so the process stays free to answer
+    actor calls. A loop returns to Python only for a request that it cannot answer itself.
+    """
+
+    def __init__(self, name: str, index: int, num_threads: int) -> None:
+        """`index` is the service's row in the wires."""
+        self.name = name
+        self.index = index
+        self.num_threads = num_threads
+        self.thread_cores: tuple[tuple[int, ...], ...] = ()  # of each thread; () if not pinned
+        self.keeper: CoreKeeper | None = None  # of threads that are not pinned
+        self.device_name = "cpu"
+        self.last_error = ""
+        self._broken = False
+        self._threads: list[threading.Thread] = []
+        self._ended = threading.Event()
+        self._calls: ArenaExchange | None = None
+
+    @abstractmethod
+    def serve(self, thread: int, seen: int) -> int:
+        """Answer requests after number `seen` until one is Python's; return its number."""
+
+    @abstractmethod
+    def answer_in_python(self) -> None:
+        """Answer the request in the mailbox that the compiled loop left to Python."""
+
+    @abstractmethod
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Make work space for requests of this layout."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """End what `prepare` started; called at a STOP request."""
+
+    def attach(self, layout: ArenaLayout, arena: np.ndarray, wires: Wires | None = None) -> None:
+        """Map the arena and start the threads; the arena may hold a request already.
+
+        `wires`: instead of the arena's own.
+        """
+        self._arena = arena
+        self._calls = None
+        self.wires: Wires = layout.wires(arena) if wires is None else wires
+        self.prepare(layout)
+        words = self.wires.words
+        for kind in (ARRIVED, BARRIER_COUNT):
+            words[cell(self.index, kind) * WORDS_A_CELL] = 0
+        seen = int(words[cell(self.index, DONE) * WORDS_A_CELL])
+        self._threads = [
+            threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)
+            for i in range(self.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        if self.keeper is not None:
+            self._keep(self.keeper)
+
+    def _keep(self, keeper: CoreKeeper) -> None:
+        """Let the keeper look after the threads for as long as they serve this arena."""
+        ended = self._ended = threading.Event()
+        words, reply = self.wires.words, self.wires.replies[self.index]
+        bell = cell(self.index, REQUEST)
+
+        def await_work() -> bool:
+            if not ended.is_set():
+                sleep_change(words, bell, words[bell * WORDS_A_CELL], IDLE_NS)
+            return not ended.is_set()
+
+        def delays() -> Delays:
+            return Delays(int(reply[DELAYED_US]), int(reply[TAKEN_US]), int(reply[NUM_ANSWERED]))
+
+        threading.Thread(
+            target=keeper.watch, args=(await_work, delays), name="keeper", daemon=True
+        ).start()
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a question that came as an actor call, by way of this process's own arena."""
+        if self._calls is None:
+            self._calls = ArenaExchange(self.wires, self)
+        question.write(self.wires, self.index)
+        self._calls.ask([self.index])
+        return Answer.read(self.wires, self.index)
+
+    def check(self, services: Sequence[int], waited_s: float) -> None:
+        """Raise ServiceError if a thread has failed for good: nothing will be answered any more."""
+        if self._broken:
+            raise ServiceError(f"{self.explain(self.index)}; start again")
+
+    def explain(self, service: int) -> str:
+        """The last error's last line, with the service's name."""
+        lines = self.last_error.strip().splitlines() or ["unknown error"]
+        return f"the {self.name} service failed: {lines[-1]}"
+
+    def _run(self, thread: int, seen: int) -> None:
+        self._stay(thread)
+        while True:
+            try:
+                number = self.serve(thread, seen)
+            except Exception:  # a kernel that cannot be compiled must not leave the driver waiting
+                self._fail()
+                self._broken = True
+                return
+            request = self.wires.requests[self.index]
+            stop = request[OPERATION] == STOP
+            started = clock_ns()
+            if thread == 0:
+                try:
+                    if stop:
+                        self._ended.set()
+                        self.release()
+                    else:
+                        self._roam(thread)
+                        self.answer_in_python()
+                except Exception:
+                    self._fail()
+                self._stay(thread)
+            words, replies = self.wires.words, self.wires.replies
+            arrive(words, replies, NO_DEALS, self.index, number, self.num_threads, started)
+            if stop:
+                return
+            seen = number
+
+    def _stay(self, thread: int) -> None:
+        """Keep this thread on its own cores."""
+        if self.thread_cores:
+            pin_thread(self.thread_cores[thread])
+        elif self.keeper is not None:
+            self.keeper.stay(thread)
+
+    def _roam(self, thread: int) -> None:
+        """Let this thread use all of the service's cores: threads that torch starts do likewise."""
+        if self.thread_cores:
+            pin_thread([core for cores in self.thread_cores for core in cores])
+        elif self.keeper is not None:
+            self.keeper.roam(thread)
+
+    def _fail(self) -> None:
+        self.last_error = traceback.format_exc()
+        self.wires.replies[self.index, STATUS] = FAILED
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end after a STOP request; False if one still runs."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,102 @@
+"""Liveness of actors, looked at while somebody waits for them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from actors.exchange.service_process import ServiceProcess
+from actors.protocol.failures import ServiceLost, service_error
+from model.errors import HotcoldError, ServiceError
+
+LOOK_S = 0.1  # between two looks
+# Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,
+# even at work, but not while it compiles kernels or encodes a long prompt, which may keep the
+# interpreter for seconds. Looks are counted, not seconds: time in which all processes are stopped
+# is no silence.
+_STOPPED_LOOKS = 15  # where the operating system says that the process is stopped
+_PATIENCE_LOOKS = 50
+STARTING_LOOKS = 1200
+DRIVER_LOOKS = 50  # it encodes the prompts
+RELAY_LOOKS = 50
+_LONGEST_REQUEST_S = 600.0
+
+
+class Pulse:
+    """Whether an actor answers: one call at a time, and the looks that it has gone unanswered."""
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        """`call` starts a call that a live actor answers at once, and returns its object ref."""
+        self._name = name
+        self._call = call
+        self._ref: Any = None
+        self._num_looks = 0
+
+    def look(self, patience: int) -> Any | None:
+        """The answer if it has come since the last look, else None.
+
+        Errors:  ServiceError if the actor is dead or has let `patience` looks pass
+        """
+        if self._ref is None:
+            self._ref, self._num_looks = self._call(), 0
+        done, _ = ray.wait([self._ref], timeout=0)
+        if not done and self._num_looks < patience:
+            self._num_looks += 1
+            return None
+        ref, self._ref = self._ref, None
+        try:
+            return ray.get(ref, timeout=0)
+        except ray.exceptions.RayError as error:
+            raise service_error(self._name, error) from error
+
+
+class ActorWatch:
+    """Pings the services that the driver waits for; one that died or is stuck is named."""
+
+    def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
+        """`names[s]` and `handles[s]` belong to service s."""
+        self._names = [f"{name} service" for name in names]
+        self._handles = handles
+        self._pulses = [self._new_pulse(service) for service in range(len(handles))]
+        self._processes: dict[int, ServiceProcess] = {}
+        self.starting = True  # until the driver says that all kernels are compiled
+
+    def expect(self, service: int, process: ServiceProcess) -> None:
+        """From now on the service is lost where it does not run in `process`."""
+        self._processes[service] = process
+        self._pulses[service] = self._new_pulse(service)
+
+    def check(self, services: Sequence[int], waited_s: float) -> None:
+        """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered."""
+        for service in services:
+            try:
+                self._look(service)
+            except HotcoldError as error:
+                raise ServiceLost(service, str(error)) from error
+        if waited_s > _LONGEST_REQUEST_S:
+            name = self._names[services[0]]
+            what = f"the {name} has not answered for {waited_s:.0f} s; start again"
+            raise ServiceLost(services[0], what)
+
+    def explain(self, service: int) -> str:
+        """What the service says of its last failure. Errors: ServiceLost if it died since."""
+        try:
+            return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
+        except ray.exceptions.RayError as error:
+            told = service_error(self._names[service], error)
+            raise ServiceLost(service, str(told)) from error
+
+    def _look(self, service: int) -> None:
+        process, name = self._processes.get(service), self._names[service]
+        patience = STARTING_LOOKS if self.starting else _PATIENCE_LOOKS
+        if process is not None:
+            if process.is_gone():
+                raise ServiceError(f"the {name} died; start again")
+            if process.is_stopped():
+                patience = _STOPPED_LOOKS
+        pid = self._pulses[service].look(patience)
+        if process is not None and pid not in (None, process.pid):
+            raise ServiceError(f"the {name} died; start again")
+
+    def _new_pulse(self, service: int) -> Pulse:
+        return Pulse(self._names[service], self._handles[service].ping.remote)

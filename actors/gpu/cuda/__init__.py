@@ -1,0 +1,1 @@
+"""The GPU service on a GPU: memory, copies, graphs and launches."""

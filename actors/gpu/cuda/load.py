@@ -1,0 +1,103 @@
+"""A GPU service on device="cuda" in the making: memory first, then a trial, then the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from actors.gpu.cuda.device import Device
+from actors.gpu.cuda.host_part import HostPart
+from actors.gpu.cuda.model import CudaModel, Share
+from actors.gpu.cuda.service import CudaService
+from actors.gpu.gpu_service import GpuService, attention_shape, cache_array, rope_array
+from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import AttentionWeights
+from model.weights.check import weight_shapes
+from model.weights.embedding import HeadWeights
+from model.weights.memory import aligned_empty
+from numba_kernels.checks import activation_code
+from numba_kernels.serve.serve_attention import AttentionArrays
+
+
+class CudaLoading:
+    """Has taken all that the service will need of the device's memory, but for its graphs."""
+
+    def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
+        """`spec` is of a service with a GPU. Errors: DeviceMemoryError, CheckpointError."""
+        if spec.gpu is None or spec.cache is None:
+            raise ValueError(f"the {spec.name} service is to have no GPU")
+        self.spec, self._config = spec, config
+        self._gpu: GpuShare = spec.gpu
+        self._cache: CacheSpec = spec.cache
+        no_neurons = [np.empty(0, np.int32)] * config.num_layers
+        share = Share(self._gpu.first_layer, self._gpu.has_head, spec.neuron_ids or no_neurons)
+        path = Path(spec.model_path)
+        self._model = CudaModel(device, path, config, share, self._cache, spec.weight_dtype)
+        self._shape = attention_shape(config)
+        code, layout = activation_code(config.activation_fn), self._gpu.layout
+        self._service = CudaService(
+            "gpu", spec.index, device, self._model, self._shape, code, layout
+        )
+        self._service.try_out()
+
+    def fill(self, on_bytes: Callable[[int], None]) -> CudaService:
+        """Read the weights; the service is then complete. Errors: CheckpointError."""
+        arrays = None if self._is_whole else self._host_arrays()
+
+        def keep(layer: int, weights: AttentionWeights) -> None:
+            for name, array in vars(weights).items():
+                if arrays is not None and layer < getattr(arrays, name).shape[0]:
+                    getattr(arrays, name)[layer] = array[0]
+
+        head = self._model.fill(on_bytes, keep)
+        if arrays is not None:
+            if head is not None:
+                arrays = arrays._replace(**vars(head))
+            inner = GpuService("gpu", self.spec.index, self.spec.num_threads, self._shape, arrays)
+            self._service.host = HostPart(inner)
+        return self._service
+
+    def is_of(self, spec: ServiceSpec) -> bool:
+        """Whether this is what `spec` asks for."""
+        mine, other = self.spec.neuron_ids or [], spec.neuron_ids or []
+        return (
+            (self.spec.gpu, self.spec.cache) == (spec.gpu, spec.cache)
+            and len(mine) == len(other)
+            and all(np.array_equal(a, b) for a, b in zip(mine, other, strict=True))
+        )
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._gpu.first_layer == 0 and self._gpu.has_head
+
+    def _host_arrays(self) -> AttentionArrays:
+        """Room for what the GPU does not hold; norms are of all layers."""
+        spec, config, layers = self.spec, self._config, self._gpu.first_layer
+        none = [np.empty(0, np.int32)] * config.num_layers
+        checkpoint = Checkpoint(Path(spec.model_path))
+        attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
+        found = {}
+        for name, array in vars(attention).items():
+            count = config.num_layers if "norm" in name else layers
+            found[name] = aligned_empty((count, *array.shape[1:]), array.dtype)
+        return AttentionArrays(
+            **found,
+            **vars(_no_head(head)),
+            keys=cache_array(config, self._cache, layers),
+            values=cache_array(config, self._cache, layers),
+            rope_table=rope_array(config, self._cache),
+        )
+
+
+def _no_head(like: HeadWeights) -> HeadWeights:
+    """A head without rows, of the same formats."""
+    return HeadWeights(
+        final_norm_weight=np.empty(0, np.float32),
+        final_norm_bias=np.empty(0, np.float32),
+        project_out=np.empty((0, 0), np.float32),
+        head=np.empty((0, like.head.shape[1]), like.head.dtype),
+    )

@@ -1,0 +1,248 @@
+"""The part of a model that lies in a GPU's memory: taken first, filled from the checkpoint later.
+
+So what does not fit is found out before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.gpu.cuda.device import Device
+from actors.protocol.messages import CacheSpec
+from cuda_kernels.matrix import DeviceMatrix
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import dtype_name, requested_dtype
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import AttentionWeights, attention_layers
+from model.weights.check import weight_shapes
+from model.weights.embedding import HeadWeights, read_head
+from model.weights.ffn import FfnWeights, ffn_layers
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
+from numba_kernels.formats import is_quantized, row_width
+
+_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8": "q8", "q4": "q4"}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A layer's norms: (d,) float32 each, or (0,)."""
+
+    weight: Any
+    bias: Any
+    ffn_weight: Any
+    ffn_bias: Any
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """One layer's projections and KV cache; keys, values (pages, KV, 64, head_dim)."""
+
+    qkv: DeviceMatrix
+    qkv_bias: Any
+    out: DeviceMatrix
+    out_bias: Any
+    keys: Any
+    values: Any
+
+
+@dataclass(frozen=True)
+class FfnPart:
+    """One layer's hot neurons."""
+
+    gate: DeviceMatrix
+    gate_bias: Any
+    up: DeviceMatrix | None
+    up_bias: Any
+    down: DeviceMatrix
+
+    @property
+    def num_neurons(self) -> int:
+        """How many there are."""
+        return self.gate.num_rows
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """From the last hidden state to logits."""
+
+    norm_weight: Any
+    norm_bias: Any
+    project_out: DeviceMatrix | None
+    head: DeviceMatrix
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a model a GPU is to hold: attention from layer `first_layer` on, the head or not, and
+    the neurons `neuron_ids` of each layer.
+    """
+
+    first_layer: int
+    has_head: bool
+    neuron_ids: Sequence[np.ndarray]
+
+
+class CudaModel:
+    """A share of a model on a device. Arrays are taken by the constructor, filled by `fill`.
+
+    attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
+    (0,) is of every layer: whoever computes a whole layer adds it. `ffn_like` has the shapes and
+    dtypes of rows that the model's neurons have.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        path: Path,
+        config: ModelConfig,
+        share: Share,
+        cache: CacheSpec,
+        weight_dtype: str = "",
+    ) -> None:
+        """Errors: DeviceMemoryError, CheckpointError, UsageError."""
+        self.config, self.share = config, share
+        self._device, self._path, self._dtype = device, path, weight_dtype
+        shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
+        attention, head, ffn = shapes
+        self.rope_table = self._rope_table(cache)
+        self.norms = [self._norms(attention) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
+        self.head = self._head(head) if share.has_head else None
+        self.attention = [
+            self._attention(attention, cache) if layer >= share.first_layer else None
+            for layer in range(config.num_layers)
+        ]
+        self.ffn_like = ffn
+        sizes = np.diff(ffn.offsets)
+        self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
+
+    def fill(
+        self,
+        on_bytes: Callable[[int], None],
+        on_layer: Callable[[int, AttentionWeights], None],
+    ) -> HeadWeights | None:
+        """Read the weights, layer by layer; the head is returned where the device does not have it.
+
+        `on_layer` is shown each layer's attention, in arrays that the next layer overwrites.
+
+        Errors:  CheckpointError
+        """
+        checkpoint, dtype = Checkpoint(self._path), requested_dtype(self._dtype)
+        with TensorReader(checkpoint, on_bytes, dtype) as reader:
+            for layer, weights in enumerate(attention_layers(reader, self.config)):
+                self._fill_attention(layer, weights)
+                on_layer(layer, weights)
+            for layer, ffn in enumerate(ffn_layers(reader, self.config, self.share.neuron_ids)):
+                self._fill_ffn(layer, ffn)
+            head = read_head(reader, self.config)
+        if self.head is None:
+            return head
+        part, upload = self.head, self._device.upload
+        upload(part.norm_weight, head.final_norm_weight)
+        upload(part.norm_bias, head.final_norm_bias)
+        if part.project_out is not None:
+            upload(part.project_out.data, head.project_out)
+        upload(part.head.data, _bits(head.head))
+        return None
+
+    def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
+        norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload
+        upload(norms.weight, weights.norm_weight[0])
+        upload(norms.bias, weights.norm_bias[0])
+        upload(norms.ffn_weight, weights.ffn_norm_weight[0])
+        upload(norms.ffn_bias, weights.ffn_norm_bias[0])
+        if part is None:
+            return
+        upload(part.qkv.data, _bits(weights.qkv[0]))
+        upload(part.qkv_bias, weights.qkv_bias[0])
+        upload(part.out.data, _bits(weights.out[0]))
+        upload(part.out_bias, weights.out_bias[0])
+
+    def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
+        part, upload = self.ffn[layer], self._device.upload
+        upload(self.down_bias[layer], weights.down_bias[layer])
+        if part is None:
+            return
+        upload(part.gate.data, _bits(weights.gate))
+        upload(part.gate_bias, weights.gate_bias)
+        if part.up is not None:
+            upload(part.up.data, _bits(weights.up))
+            upload(part.up_bias, weights.up_bias)
+        upload(part.down.data, _bits(weights.down))
+
+    def _like(self, array: np.ndarray) -> Any:
+        return self._device.empty(array.shape, array.dtype)
+
+    def _matrix(self, rows: np.ndarray, num_rows: int | None = None) -> DeviceMatrix:
+        """A matrix like `rows` (N, items), or of `num_rows` of them."""
+        items = rows.shape[1]
+        shape = rows.shape[0] if num_rows is None else num_rows, items
+        kind = np.dtype(np.uint8) if is_quantized(rows.dtype) else rows.dtype
+        data = self._device.empty(shape, kind)
+        return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
+
+    def _norms(self, weights: AttentionWeights) -> Norms:
+        names = ("norm_weight", "norm_bias", "ffn_norm_weight", "ffn_norm_bias")
+        return Norms(*(self._like(getattr(weights, name)[0]) for name in names))
+
+    def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
+        config = self.config
+        pages = cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+        kind = np.float32 if cache.dtype == "float32" else np.uint16
+        return AttentionPart(
+            qkv=self._matrix(weights.qkv[0]),
+            qkv_bias=self._like(weights.qkv_bias[0]),
+            out=self._matrix(weights.out[0]),
+            out_bias=self._like(weights.out_bias[0]),
+            keys=self._device.empty(pages, kind),
+            values=self._device.empty(pages, kind),
+        )
+
+    def _ffn(self, weights: FfnWeights, size: int) -> FfnPart:
+        has_up = weights.up.shape[0] > 0
+        no_floats = self._device.empty((0,), np.float32)
+
+        def biases(like: np.ndarray) -> Any:
+            return self._device.empty((size,), np.float32) if like.size else no_floats
+
+        return FfnPart(
+            gate=self._matrix(weights.gate, size),
+            gate_bias=biases(weights.gate_bias),
+            up=self._matrix(weights.up, size) if has_up else None,
+            up_bias=biases(weights.up_bias),
+            down=self._matrix(weights.down, size),
+        )
+
+    def _head(self, weights: HeadWeights) -> HeadPart:
+        projects = weights.project_out.size > 0
+        return HeadPart(
+            norm_weight=self._like(weights.final_norm_weight),
+            norm_bias=self._like(weights.final_norm_bias),
+            project_out=self._matrix(weights.project_out) if projects else None,
+            head=self._matrix(weights.head),
+        )
+
+    def _rope_table(self, cache: CacheSpec) -> Any:
+        rope = self.config.rope
+        if rope is None:
+            return self._device.empty((0, 2, 0), np.float32)
+        table = rope_table(rope.inv_freq(self.config.head_dim), cache.num_positions)
+        found = self._device.empty(table.shape, table.dtype)
+        self._device.upload(found, table)
+        return found
+
+
+def format_of(dtype: np.dtype) -> str:
+    """The kernels' name of a format of `numba_kernels.formats`."""
+    return _FORMATS[dtype_name(dtype)]
+
+
+def _bits(rows: np.ndarray) -> np.ndarray:
+    """Quantized rows as their bytes, others as they are."""
+    return rows.view(np.uint8) if is_quantized(rows.dtype) else rows

@@ -1,0 +1,180 @@
+"""What a GPU computes for a step of few tokens, as launches of kernels: one request of the service
+each, so that a graph can hold it.
+
+A step is filled up to one of a few numbers of tokens with copies of its last one, so that few
+graphs serve all steps. A copy has its original's position and page: it writes and finds the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from actors.gpu.cuda.device import Device
+from actors.gpu.cuda.model import CudaModel, Norms
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from numba_kernels.decode.attention import PAGE_POSITIONS
+from numba_kernels.serve.serve_attention import PARALLEL, POST_NORM, AttentionShape
+
+_TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
+
+
+def whole_step(num_tokens: int) -> int:
+    """The number of tokens that a step of `num_tokens` is filled up to."""
+    return _TOKENS[bisect_left(_TOKENS, num_tokens)]
+
+
+def whole_length(length: int, most: int) -> int:
+    """Positions that a graph for sequences of `length` reckons with: a power of two of pages."""
+    return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
+
+
+class StepWork:
+    """The buffers of a step on the device, and the launches over them.
+
+    hidden, then, for T tokens, `mixed_and_input` with rows 0 (mixed) and 1 (ffn_input) of T * d;
+    partial (T, d), logits (T, V), num_fired (1,) int32. positions, slots (32,) and page_tables
+    (slots, pages) int32 are one array, `place`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: CudaModel,
+        shape: AttentionShape,
+        activation: int,
+        layout: ArenaLayout,
+    ) -> None:
+        """`activation` is the code of numba_kernels.decode.ffn. Errors: DeviceMemoryError."""
+        self._device, self._model, self._shape = device, model, shape
+        self._activation = activation
+        config, tokens, width = model.config, KERNEL_TOKENS, layout.width
+        self.most_length = layout.pages_a_slot * PAGE_POSITIONS
+
+        def floats(*sizes: int) -> Any:
+            return device.empty(sizes, np.float32)
+
+        self.width = width
+        self.hidden = floats(tokens, width)
+        self._residual, self._normed = floats(tokens, width), floats(tokens, width)
+        self._qkv = floats(tokens, config.qkv_rows)
+        self._heads = floats(tokens, config.attention_size)
+        self.mixed_and_input = floats(2, tokens * width)
+        self.input = self.mixed_and_input[1]
+        self.partial, self.num_fired = floats(tokens, width), device.empty((1,), np.int32)
+        self._projected = floats(tokens, config.embed_size)
+        self.logits = floats(tokens, config.vocab_size if model.head else 0)
+        tables = layout.num_slots, layout.pages_a_slot
+        self.place = device.empty((2 * tokens + tables[0] * tables[1],), np.int32)
+        self._positions = self.place[:tokens]
+        self._slots = self.place[tokens : 2 * tokens]
+        self.tables = self.place[2 * tokens :].reshape(tables)
+        kernels = device.kernels
+        self.attention_scratch = floats(
+            kernels.attention_scratch_items(
+                tokens, config.num_heads, config.head_dim, self.most_length
+            )
+        )
+        most = max((part.num_neurons for part in model.ffn if part is not None), default=0)
+        self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
+
+    def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
+        """hidden → mixed_and_input."""
+        shape, device = self._shape, self._device
+        part, norms, kernels = (
+            self._model.attention[layer],
+            self._model.norms[layer],
+            device.kernels,
+        )
+        assert part is not None
+        residual = self._layer_input(layer, num_tokens)
+        normed = residual
+        if shape.order != POST_NORM:
+            normed = self._normed[:num_tokens]
+            self._norm(residual, norms.weight, norms.bias, normed)
+        qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
+        kernels.rows_times_vectors(part.qkv, part.qkv_bias, normed, qkv)
+        place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
+        cache = part.keys, part.values
+        groups = shape.num_heads, shape.num_kv_heads
+        kernels.rope_store(qkv, *groups, self._model.rope_table, *place, *cache)
+        scale = float(shape.head_dim**-0.5)
+        kernels.decode_attention(
+            qkv, *groups, *cache, *place, scale, max_length, self.attention_scratch, heads
+        )
+        mixed, ffn_input = self.outputs(num_tokens)
+        kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
+        self._finish(norms, residual, normed, mixed, ffn_input)
+
+    def _finish(self, norms: Norms, residual: Any, normed: Any, mixed: Any, ffn_input: Any) -> None:
+        if self._shape.order == POST_NORM:
+            self._norm(mixed, norms.weight, norms.bias, ffn_input)
+            self._copy(ffn_input, mixed)
+        elif self._shape.order != PARALLEL:
+            self._norm(mixed, norms.ffn_weight, norms.ffn_bias, ffn_input)
+        elif norms.ffn_weight.shape[0]:
+            self._norm(residual, norms.ffn_weight, norms.ffn_bias, ffn_input)
+        else:
+            self._copy(normed, ffn_input)
+
+    def hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+        """ffn_input → partial, num_fired."""
+        part = self._model.ffn[layer]
+        assert part is not None
+        no_bias = self._model.rope_table.reshape(-1)[:0]
+        self._device.kernels.hot_ffn(
+            part.gate,
+            part.gate_bias,
+            part.up,
+            part.up_bias,
+            part.down,
+            no_bias,
+            self.outputs(num_tokens)[1],
+            self._activation,
+            keep_all,
+            self._ffn_scratch,
+            self.partial[:num_tokens],
+            self.num_fired,
+        )
+
+    def head(self, num_tokens: int) -> None:
+        """hidden → logits."""
+        part, kernels = self._model.head, self._device.kernels
+        assert part is not None
+        x = self._layer_input(self._model.config.num_layers, num_tokens)
+        no_bias = part.norm_bias[:0]
+        if part.norm_weight.shape[0]:
+            normed = self._normed[:num_tokens]
+            self._norm(x, part.norm_weight, part.norm_bias, normed)
+            x = normed
+        if part.project_out is not None:
+            projected = self._projected[:num_tokens]
+            kernels.rows_times_vectors(part.project_out, no_bias, x, projected)
+            x = projected
+        kernels.rows_times_vectors(part.head, no_bias, x, self.logits[:num_tokens])
+
+    def outputs(self, num_tokens: int) -> tuple[Any, Any]:
+        """mixed and ffn_input: (T, d) each."""
+        flat = self.mixed_and_input[:, : num_tokens * self.width]
+        shape = num_tokens, self.width
+        return flat[0].reshape(shape), flat[1].reshape(shape)
+
+    def _layer_input(self, layer: int, num_tokens: int) -> Any:
+        x = self.hidden[:num_tokens]
+        if self._shape.order != POST_NORM or layer == 0:
+            return x
+        residual, norms = self._residual[:num_tokens], self._model.norms[layer - 1]
+        self._norm(x, norms.ffn_weight, norms.ffn_bias, residual)
+        return residual
+
+    def _norm(self, x: Any, weight: Any, bias: Any, out: Any) -> None:
+        shape = self._shape
+        self._device.kernels.norm(shape.norm_kind, x, weight, bias, float(shape.norm_epsilon), out)
+
+    def _copy(self, source: Any, target: Any) -> None:
+        """A norm without weights copies, and can be part of a graph."""
+        nothing = source.reshape(-1)[:0]
+        self._norm(source, nothing, nothing, target)

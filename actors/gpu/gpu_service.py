@@ -1,0 +1,215 @@
+"""The GPU service on device="cpu": attention, its KV cache, the norms and the head.
+
+It runs by compiled loops on all cores. Hot neurons, where a plan puts some here, are a CPU
+service's work in this one's threads. `actors.gpu.cuda.service` is the same service on a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.cpu.cpu_service import CpuService, load_cpu_service
+from actors.cpu.matrix_products import MatrixProducts
+from actors.exchange.service import Service
+from actors.gpu.prompt_attention import dense_attention, dense_head
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.messages import CacheSpec
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import load_attention
+from model.weights.embedding import load_head
+from model.weights.memory import aligned_empty
+from model.weights.tensor_reader import Touch
+from numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
+from numba_kernels.decode.norm import LAYER_NORM, RMS_NORM
+from numba_kernels.decode.vectors import empty_vectors
+from numba_kernels.serve.doorbell import clock_ns
+from numba_kernels.serve.mailbox import (
+    ATTENTION,
+    COUNT_FFN,
+    FFN,
+    HEAD,
+    NUM_TOKENS,
+    OPERATION,
+    arrive,
+)
+from numba_kernels.serve.serve_attention import (
+    NUM_DEALS,
+    PARALLEL,
+    POST_NORM,
+    SEQUENTIAL,
+    AttentionArrays,
+    AttentionScratch,
+    AttentionShape,
+    serve_attention,
+)
+from numba_kernels.serve.work_stealing import new_deals
+
+
+class GpuService(Service):
+    """Computes attention and head for every token of a step."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        shape: AttentionShape,
+        arrays: AttentionArrays,
+        hot: CpuService | None = None,
+    ) -> None:
+        """Serve `arrays`; see `load_gpu_service` for a service from a checkpoint.
+
+        `hot` has the hot neurons, with this service's index and as many threads.
+        """
+        super().__init__(name, index, num_threads)
+        self.shape = shape
+        self.arrays = arrays
+        self._hot = hot
+
+    @property
+    def fired_counts(self) -> np.ndarray:
+        """Of the hot neurons; see `CpuService`."""
+        return np.zeros(0, np.int64) if self._hot is None else self._hot.fired_counts
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """Work space for kernels of up to KERNEL_TOKENS tokens."""
+        self._products = MatrixProducts(
+            self.num_threads, self.arrays.qkv.dtype, self.thread_cores, layout.products
+        )
+        if self._hot is not None:
+            self._hot.work_within(self)
+            self._hot.prepare(layout)
+        tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
+        most_positions = layout.pages_a_slot * PAGE_POSITIONS
+        attention_size = self.shape.num_heads * self.shape.head_dim
+        self._scratch = AttentionScratch(
+            residual=np.zeros((self.num_threads, tokens, width), np.float32),
+            normed=np.zeros((self.num_threads, tokens, width), np.float32),
+            qkv=np.zeros((tokens, self.arrays.qkv.shape[1]), np.float32),
+            heads=np.zeros((tokens, attention_size), np.float32),
+            scores=np.zeros((self.num_threads, most_positions), np.float32),
+            projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
+            inputs=empty_vectors(
+                self.num_threads,
+                tokens,
+                max(width, attention_size, self.arrays.project_out.shape[0]),
+            ),
+            deals=new_deals(NUM_DEALS, self.num_threads),
+        )
+
+    def release(self) -> None:
+        """End the threads of matrix products."""
+        self._products.close()
+        if self._hot is not None:
+            self._hot.release()
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the loop of `numba_kernels.serve.serve_attention`, and a kernel for hot neurons."""
+        while True:
+            seen = self._serve_attention(thread, seen)
+            if not self._asks_for_hot():
+                return seen
+            started = clock_ns()
+            assert self._hot is not None
+            self._hot.answer_share(thread)
+            words, replies = self.wires.words, self.wires.replies
+            deals = self._hot.deals
+            arrive(words, replies, deals, self.index, np.int32(seen), self.num_threads, started)
+
+    def _asks_for_hot(self) -> bool:
+        request = self.wires.requests[self.index]
+        few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
+        return self._hot is not None and request[OPERATION] == FFN and bool(few)
+
+    def _serve_attention(self, thread: int, seen: int) -> int:
+        return int(
+            serve_attention(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.shape,
+                self.arrays,
+                self._scratch,
+            )
+        )
+
+    def answer_in_python(self) -> None:
+        """Attention, head or hot neurons for many tokens, by torch."""
+        operation = self.wires.requests[self.index, OPERATION]
+        if operation == ATTENTION:
+            dense_attention(self._products, self.index, self.wires, self.shape, self.arrays)
+        elif operation == HEAD:
+            dense_head(self._products, self.index, self.wires, self.shape, self.arrays)
+        elif self._hot is not None and operation in (FFN, COUNT_FFN):
+            self._hot.answer_in_python()
+        else:
+            raise ValueError(f"{self.name} knows no operation {operation}")
+
+
+def attention_shape(config: ModelConfig) -> AttentionShape:
+    """The numbers of `config` that the loops need."""
+    order = POST_NORM if config.post_norm else PARALLEL if config.parallel_ffn else SEQUENTIAL
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_kind=RMS_NORM if config.norm_kind == "rmsnorm" else LAYER_NORM,
+        norm_epsilon=np.float32(config.norm_eps),
+        order=order,
+    )
+
+
+def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.ndarray:
+    """Keys or values of so many layers, which take memory as they are written."""
+    shape = num_layers, cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+    dtype = np.float32 if cache.dtype == "float32" else np.uint16
+    return aligned_empty(shape, dtype, huge_pages=False)
+
+
+def rope_array(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
+    """Cosines and sines of all positions; (0, 2, 0) for a model without rope."""
+    if config.rope is None:
+        return np.empty((0, 2, 0), np.float32)
+    return rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
+
+
+def load_gpu_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    cache: CacheSpec,
+    on_bytes: Callable[[int], None],
+    weight_dtype: str = "",
+    touch: Touch | None = None,
+    neuron_ids: Sequence[np.ndarray] | None = None,
+) -> GpuService:
+    """Read attention, head and the neurons `neuron_ids`; make room for the KV cache.
+
+    `touch` takes each new matrix before it is filled.
+
+    Errors:  CheckpointError, MemoryBudgetError, UsageError
+    """
+    checkpoint = Checkpoint(path)
+    attention = load_attention(
+        checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
+    )
+    head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
+    arrays = AttentionArrays(
+        **vars(attention),
+        **vars(head),
+        keys=cache_array(config, cache, config.num_layers),
+        values=cache_array(config, cache, config.num_layers),
+        rope_table=rope_array(config, cache),
+    )
+    hot = None
+    if neuron_ids is not None:
+        hot = load_cpu_service(
+            path, config, index, num_threads, neuron_ids, False, on_bytes, weight_dtype, touch
+        )
+    return GpuService("gpu", index, num_threads, attention_shape(config), arrays, hot)

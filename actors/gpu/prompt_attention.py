@@ -1,0 +1,140 @@
+"""Attention and head of many tokens of one sequence (prefill), by torch.
+
+The same layer orders as numba_kernels.serve.serve_attention, as matrix products over all tokens.
+"""
+
+import numpy as np
+import torch
+
+from actors.cpu.matrix_products import MatrixProducts
+from numba_kernels.decode.attention import read_kernel
+from numba_kernels.decode.norm import RMS_NORM
+from numba_kernels.decode.rows import share
+from numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
+from numba_kernels.serve.serve_attention import (
+    PARALLEL,
+    POST_NORM,
+    AttentionArrays,
+    AttentionShape,
+    rotate_and_store,
+)
+
+_NO_BIAS = np.empty(0, np.float32)
+_QUERIES = 128  # at a time: they read no keys but up to the last of them
+
+
+def _norm(
+    shape: AttentionShape, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray
+) -> torch.Tensor:
+    if not weight.size:
+        return x
+    scale, width = torch.from_numpy(weight), (x.shape[-1],)
+    epsilon = float(shape.norm_epsilon)
+    if shape.norm_kind == RMS_NORM:
+        return torch.nn.functional.rms_norm(x, width, scale, epsilon)
+    shift = torch.from_numpy(bias) if bias.size else None
+    return torch.nn.functional.layer_norm(x, width, scale, shift, epsilon)
+
+
+def _layer_input(
+    hidden: np.ndarray, layer: int, shape: AttentionShape, arrays: AttentionArrays
+) -> torch.Tensor:
+    x = torch.from_numpy(hidden)
+    if shape.order == POST_NORM and layer > 0:
+        return _norm(shape, x, arrays.ffn_norm_weight[layer - 1], arrays.ffn_norm_bias[layer - 1])
+    return x
+
+
+def _attend(
+    products: MatrixProducts,
+    wires: Wires,
+    layer: int,
+    qkv: np.ndarray,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> torch.Tensor:
+    """Write keys and values to the cache, attend over all of it; returns (T, H * head_dim).
+
+    qkv (T, rows) is overwritten.
+    """
+    num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
+    first = int(wires.positions[0])
+    num_pages = -(-(first + num_tokens) // size)
+    pages = wires.page_tables[wires.slots[0], :num_pages]
+    cached = np.empty((2, shape.num_kv_heads, num_pages * size, shape.head_dim), np.float32)
+
+    def store(thread: int) -> None:
+        rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+
+    def read(thread: int) -> None:
+        heads = share(shape.num_kv_heads, thread, num_threads, 1)
+        for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
+            read_kernel(cache[layer], pages, *heads, out)
+
+    products.each_thread(store)
+    products.each_thread(read)
+    heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
+    queries = heads[:, : shape.num_heads].transpose(0, 1)[None]
+    keys, values = torch.from_numpy(cached)[:, None]
+    attended = torch.empty(num_tokens, shape.num_heads, shape.head_dim)
+    for begin in range(0, num_tokens, _QUERIES):
+        end = min(begin + _QUERIES, num_tokens)
+        length = first + end
+        attended[begin:end] = torch.nn.functional.scaled_dot_product_attention(
+            queries[:, :, begin:end],
+            keys[:, :, :length],
+            values[:, :, :length],
+            attn_mask=torch.arange(length) <= torch.arange(first + begin, length)[:, None],
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )[0].transpose(0, 1)
+    return attended.view(num_tokens, -1)
+
+
+def dense_attention(
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> None:
+    """Answer an ATTENTION request whose tokens are consecutive positions of one sequence.
+
+    Errors:  ValueError for tokens of several sequences
+    """
+    layer = int(wires.requests[service, LAYER])
+    num_tokens = int(wires.requests[service, NUM_TOKENS])
+    if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
+        raise ValueError("prefill takes consecutive positions of one sequence")
+    residual = _layer_input(wires.hidden[:num_tokens], layer, shape, arrays)
+    norm = arrays.norm_weight[layer], arrays.norm_bias[layer]
+    ffn_norm = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
+    normed = residual if shape.order == POST_NORM else _norm(shape, residual, *norm)
+    qkv = products.linear(normed, arrays.qkv[layer], arrays.qkv_bias[layer])
+    heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
+    mixed = residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
+    if shape.order == POST_NORM:
+        mixed = ffn_input = _norm(shape, mixed, *norm)
+    elif shape.order == PARALLEL:
+        ffn_input = _norm(shape, residual, *ffn_norm) if ffn_norm[0].size else normed
+    else:
+        ffn_input = _norm(shape, mixed, *ffn_norm)
+    torch.from_numpy(wires.mixed[:num_tokens]).copy_(mixed)
+    torch.from_numpy(wires.ffn_input[:num_tokens]).copy_(ffn_input)
+
+
+def dense_head(
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> None:
+    """Answer a HEAD request for many tokens."""
+    begin = int(wires.requests[service, FIRST_LOGIT])
+    end = int(wires.requests[service, NUM_TOKENS])
+    num_layers = arrays.norm_weight.shape[0]
+    x = _layer_input(wires.hidden[begin:end], num_layers, shape, arrays)
+    x = _norm(shape, x, arrays.final_norm_weight, arrays.final_norm_bias)
+    if arrays.project_out.shape[0]:
+        x = products.linear(x, arrays.project_out, _NO_BIAS)
+    torch.from_numpy(wires.logits[: end - begin]).copy_(products.linear(x, arrays.head, _NO_BIAS))

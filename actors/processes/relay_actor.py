@@ -1,0 +1,64 @@
+"""The relay of another host: asked by actor calls, it fans out over an arena there."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from actors.exchange.call_exchange import Answer, Question
+from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.places import withdraw_request
+from actors.exchange.service_process import ServiceProcess
+from actors.exchange.watch import ActorWatch
+from actors.protocol.arena import ArenaLayout
+from model.errors import ServiceError
+
+
+class RelayHost:
+    """The relay's process; a Ray actor on the host whose services it asks."""
+
+    def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
+        """`names[s]` and `handles[s]` are of service s, on this host or not."""
+        self._watch = ActorWatch(names, handles)
+        self._exchange: ArenaExchange | None = None
+        self._processes: dict[int, ServiceProcess] = {}
+
+    def open_arena(self, layout: ArenaLayout) -> list[Any]:
+        """Put an arena into this host's object store; its ref in a list, so that it stays a ref."""
+        self._arena_ref = ray.put(layout.new_arena())
+        wires = layout.wires(ray.get(self._arena_ref))
+        self._exchange = ArenaExchange(wires, self._watch)
+        return [self._arena_ref]
+
+    def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:
+        """Ask the services that have a question, by their numbers. Errors: as of `Exchange.ask`."""
+        exchange = self._require_exchange()
+        wires = exchange.wires
+        for service, question in questions.items():
+            question.write(wires, service)
+        exchange.ask(list(questions))
+        return {service: Answer.read(wires, service) for service in questions}
+
+    def expect(self, service: int, pid: int) -> None:
+        """The service is in process `pid` of this host, which has been asked nothing yet."""
+        self._processes[service] = ServiceProcess(pid, is_local=True)
+        self._watch.expect(service, self._processes[service])
+        withdraw_request(self._require_exchange().wires, service)
+
+    def end(self, service: int) -> None:
+        """End the service's process, stopped or not, and wait."""
+        self._processes[service].kill()
+
+    def ready(self) -> None:
+        """The services have compiled their kernels: from now on silence is a fault."""
+        self._watch.starting = False
+
+    def ping(self) -> int:
+        """The process id; an answer says that the process lives."""
+        return os.getpid()
+
+    def _require_exchange(self) -> ArenaExchange:
+        if self._exchange is None:
+            raise ServiceError("a relay was asked before it had an arena")
+        return self._exchange

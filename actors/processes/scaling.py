@@ -1,0 +1,162 @@
+"""More or fewer CPU services while the system serves: new ones are loaded beside the old ones.
+
+The GPU service stays, with its KV cache: between two steps it leaves the old arena for the new one.
+Until then the old services serve, and where new ones cannot be had they go on. A plan is made for a
+number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from actors.exchange.call_exchange import CallExchange
+from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from actors.exchange.places import OwnPlace
+from actors.exchange.recovery import RecoveryPolicy
+from actors.exchange.replacement import ServiceReplacer
+from actors.exchange.watch import ActorWatch
+from actors.processes.cluster import await_actors
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.failures import service_error
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.setup.shards import arena_layout, service_specs
+from model.config.model_config import ModelConfig
+from model.errors import MemoryBudgetError, UsageError
+from model.weights.memory import available_bytes
+from numba_kernels.serve.mailbox import OPERATION, PING, STOP
+from placement.memory import memory_need
+
+_START_S = 60.0
+_JOIN_S = 10.0
+_GIB = 1 << 30
+
+
+@dataclass
+class Connection:
+    """Services, and what they are asked through."""
+
+    system: SystemConfig
+    specs: list[ServiceSpec]
+    handles: list[Any]
+    layout: ArenaLayout
+    arena_refs: list[Any]
+    exchange: Exchange
+    watch: ActorWatch
+    replacer: ServiceReplacer
+
+    @property
+    def shards(self) -> Sequence[Sequence[np.ndarray]]:
+        """The neurons of each CPU service, layer by layer."""
+        return [spec.neuron_ids or [] for spec in self.specs[1:]]
+
+
+def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
+    """The same system with another number of CPU services. Errors: UsageError."""
+    if system.hosts:
+        raise UsageError("a system on several hosts cannot be scaled while it serves; start anew")
+    if not 1 <= num_cpu_actors <= system.num_threads:
+        raise UsageError(
+            f"--cpu-actors {num_cpu_actors} is not within 1..{system.num_threads}: the system has "
+            f"{system.num_threads} threads, and a CPU service takes at least one"
+        )
+    # A GPU keeps the neurons that it has; without one a plan says nothing of the new services.
+    plan_path = system.plan_path if system.device == "cuda" else ""
+    return replace(system, num_cpu_actors=num_cpu_actors, plan_path=plan_path)
+
+
+def connect_more(
+    system: SystemConfig,
+    config: ModelConfig,
+    gpu: Any,
+    spawn: Callable[[ServiceSpec, str | None], Any],
+    node_id: str | None,
+    policy: RecoveryPolicy,
+) -> Connection:
+    """Load and try out the CPU services of `system` beside whatever serves now.
+
+    Their cores are those of the services that they replace: Ray is asked for none.
+    Errors:  MemoryBudgetError, ServiceError, and what a service cannot load; none is left then
+    """
+    layout = arena_layout(system, config)
+    _require_room(system, config, layout)
+    specs = [replace(spec, reserves_cpus=False) for spec in service_specs(system, config)]
+    handles = [gpu, *(spawn(spec, node_id) for spec in specs[1:])]
+    try:
+        await_actors(handles[1:], [0] * (len(handles) - 1), _START_S, node_id)
+        call_each(specs[1:], handles[1:], "load")
+        arena_refs, wires = [], layout.wires(layout.new_arena())
+        if system.exchange == "arena":
+            arena_refs = [ray.put(layout.new_arena())]
+            wires = layout.wires(ray.get(arena_refs[0]))
+        call_each(specs[1:], handles[1:], "attach", layout, arena_refs)
+        watch = ActorWatch([spec.name for spec in specs], handles)
+        replacer = ServiceReplacer(specs, handles, watch, policy)
+        exchange: Exchange
+        if arena_refs:
+            exchange = ArenaExchange(wires, watch)
+        else:
+            exchange = CallExchange(wires, watch, [spec.name for spec in specs], handles)
+        place = OwnPlace(arena_refs, wires if arena_refs else None)
+        replacer.connected(layout, [place] * len(specs))
+        wires.requests[:, OPERATION] = PING
+        exchange.ask(range(1, len(specs)))  # returns once the compiled loops run
+        watch.starting = False
+    except BaseException:
+        end(handles[1:])
+        raise
+    return Connection(system, specs, handles, layout, arena_refs, exchange, watch, replacer)
+
+
+def move_gpu(old: Exchange, new: Connection) -> None:
+    """Let the GPU service leave the old arena for the new one, with its KV cache.
+
+    Errors:  HotcoldError where it fails or dies; nothing else has changed then
+    """
+    if new.arena_refs:  # over actor calls it has an arena of its own
+        old.wires.requests[0, OPERATION] = STOP
+        old.ask([0])
+        call_each(new.specs[:1], new.handles[:1], "join", _JOIN_S)
+        call_each(new.specs[:1], new.handles[:1], "attach", new.layout, new.arena_refs)
+        new.exchange.wires.requests[0, OPERATION] = PING
+        new.exchange.ask([0])
+
+
+def call_each(
+    specs: Sequence[ServiceSpec], handles: Sequence[Any], method: str, *arguments: Any
+) -> None:
+    """Call a method of all, side by side. Errors: HotcoldError of the first that fails."""
+    calls = [getattr(handle, method).remote(*arguments) for handle in handles]
+    for spec, call in zip(specs, calls, strict=True):
+        try:
+            ray.get(call)
+        except ray.exceptions.RayError as error:
+            raise service_error(f"{spec.name} service", error) from error
+
+
+def end(handles: Sequence[Any]) -> None:
+    """End services' processes."""
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+
+
+def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
+    """Keep so many of Ray's CPUs from other systems, in place of services that have ended."""
+    return placement_group(
+        [{"CPU": num_cpus}], strategy="STRICT_PACK", _soft_target_node_id=node_id
+    )
+
+
+def _require_room(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
+    need = memory_need(config, 1, 2, system.num_cpu_actors, layout.num_bytes)
+    needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
+    free = available_bytes()
+    if needed > free:
+        raise MemoryBudgetError(
+            f"{system.num_cpu_actors} new CPU services need {needed / _GIB:.2f} GiB beside the old "
+            f"ones, {free / _GIB:.2f} GiB are free: {(needed - free) / _GIB:.2f} GiB are missing; "
+            "free as much, or start the system anew with --cpu-actors"
+        )

@@ -1,0 +1,215 @@
+"""A service's process: what its actor answers while its threads do the work."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from actors.exchange.call_exchange import Answer, Question
+from actors.exchange.service import Service
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
+from actors.protocol.step_sizes import ProductChoice
+from actors.setup.host_files import require_same_model, weight_bytes
+from actors.telemetry.vitals import ServiceVitals, resident_bytes
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.errors import HotcoldError, ServiceError
+from placement.threads.core_keeper import CoreKeeper
+from placement.threads.first_touch import FirstTouch
+from placement.threads.pinning import find_cores, find_place, pin_process, settle_thread
+
+if TYPE_CHECKING:
+    from actors.gpu.cuda.device import Device
+    from actors.gpu.cuda.load import CudaLoading
+
+
+class ServiceHost:
+    """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        """Light: loading is `load`, so that progress can be asked meanwhile.
+
+        The process is kept on its cores here, before anything that starts threads is imported.
+        """
+        self.spec = spec
+        self._place = None if spec.share is None else find_place(spec.share, spec.num_threads)
+        if self._place is not None:
+            pin_process(self._place.cores)
+        self._loaded_bytes = 0
+        self._service: Service | None = None
+        self._loading: CudaLoading | None = None
+        self._arena_ref: Any = None
+
+    def fit(self, system: SystemConfig) -> Fitted:
+        """Open the GPU and take its memory for as much of `system` as fits.
+
+        Errors:  HotcoldError; where the system can do without a GPU it is then one without
+        """
+        from actors.gpu.cuda.fit import fit_system
+
+        try:
+            device = self._open_device()
+            config = read_config(system.model_path)
+            self._loading, fitted = fit_system(device, system, config)
+        except Exception as problem:  # CuPy's and CUDA's have no common base
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
+            if system.requires_gpu:
+                raise problem if isinstance(problem, HotcoldError) else ServiceError(line) from None
+            return Fitted(replace(system, device="cpu"), f"the CPU computes everything: {line}")
+        return fitted
+
+    def _open_device(self) -> Device:
+        from actors.gpu.cuda.fit import open_device
+
+        return open_device()
+
+    def load(self, spec: ServiceSpec | None = None) -> None:
+        """Read this service's own part of the checkpoint; of `spec` instead of the one from before.
+
+        Errors:  HotcoldError
+        """
+        self.spec = self.spec if spec is None else spec
+        require_same_model(self.spec)
+        config = read_config(self.spec.model_path)
+        self._settle(weight_bytes(self.spec, config))
+        service = self._loader(config)(self._count)
+        # One that waits for a GPU goes where a core is free: all of them have threads that work.
+        if self._place is not None and self.spec.gpu is None:
+            service.thread_cores = self._place.thread_cores
+        elif self.spec.share is not None and self.spec.gpu is None:
+            cores = find_cores(self.spec.share, self.spec.num_threads)
+            service.keeper = CoreKeeper(cores) if cores else None
+        self._service = service
+
+    def choose_products(self) -> ProductChoice:
+        """How this process would best multiply long prompts; it tries."""
+        from actors.cpu.product_choice import choose_products
+
+        return choose_products()
+
+    def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
+        # Here, because they import torch: a second that only services need to spend.
+        from actors.cpu.cpu_service import load_cpu_service
+        from actors.gpu.gpu_service import load_gpu_service
+
+        spec, path = self.spec, Path(self.spec.model_path)
+        if spec.gpu is not None:
+            return self._gpu_loading(config).fill
+        dtype, touch = spec.weight_dtype, self._touch()
+        if spec.cache is not None:
+            cache = spec.cache
+            return lambda on_bytes: load_gpu_service(
+                path,
+                config,
+                spec.index,
+                spec.num_threads,
+                cache,
+                on_bytes,
+                dtype,
+                touch,
+                spec.neuron_ids,
+            )
+        ids = spec.neuron_ids or []
+        return lambda on_bytes: load_cpu_service(
+            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
+        )
+
+    def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
+        """What `fit` took, or the same taken by a process that comes in another's place."""
+        from actors.gpu.cuda.load import CudaLoading
+
+        loading, self._loading = self._loading, None
+        if loading is None or not loading.is_of(self.spec):
+            loading = CudaLoading(self._open_device(), config, self.spec)
+        return loading
+
+    def _settle(self, num_bytes: int) -> None:
+        """Before memory is taken: Ray answers calls in several threads, each has its own policy."""
+        if self._place is not None and self.spec.share is not None:
+            settle_thread(self._place, num_bytes, Path(self.spec.share.root))
+
+    def _touch(self) -> FirstTouch | None:
+        """How new matrices are spread over several nodes; on one, all memory is near."""
+        if self._place is None or len(self._place.nodes) < 2:
+            return None
+        return FirstTouch(self._place.thread_cores)
+
+    def _count(self, num_bytes: int) -> None:
+        self._loaded_bytes += num_bytes
+
+    def loaded_bytes(self) -> int:
+        """Bytes of weights read so far."""
+        return self._loaded_bytes
+
+    def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
+        """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""
+        self._settle(0)
+        if arena_refs:
+            self._arena_ref = arena_refs[0]  # held, so that the pages stay mapped
+            arena = ray.get(self._arena_ref)
+        else:
+            arena = layout.new_arena()
+        self._require_service().attach(layout, arena)
+
+    def ping(self) -> int:
+        """The process id; an answer says that the process lives and its threads too.
+
+        Errors:  ServiceError if a thread has failed
+        """
+        if self._service is not None:
+            self._service.check([self.spec.index], 0.0)
+        return os.getpid()
+
+    def where(self) -> tuple[str, int]:
+        """The node, and the process id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def explain_failure(self) -> str:
+        """Why the last request failed, in one line."""
+        service = self._require_service()
+        return service.explain(self.spec.index)
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a request that came as an actor call."""
+        return self._require_service().answer(question)
+
+    def join(self, timeout_s: float) -> bool:
+        """True when the threads have ended, after a STOP request."""
+        return self._service is None or self._service.join(timeout_s)
+
+    def fired_counts(self) -> np.ndarray:
+        """How often each neuron of the shard fired in COUNT_FFN requests, in loading order."""
+        service: Any = self._require_service()
+        return np.array(service.fired_counts)
+
+    def vitals(self) -> ServiceVitals:
+        """Process id, memory, device; what was counted too, where the driver cannot see that."""
+        service = self._service
+        counts = steps = None
+        if service is not None and self._arena_ref is None and hasattr(service, "wires"):
+            counts = service.wires.neuron_counts[self.spec.index].copy()
+            steps = service.wires.counted_steps[self.spec.index].copy()
+        device = "cpu" if service is None else service.device_name
+        return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
+
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """See `CudaService.device_report`; {} of a service without a GPU."""
+        service: Any = self._require_service()
+        return service.device_report(measure) if self.spec.gpu is not None else {}
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds that the process has used; an idle service uses none."""
+        return time.process_time()
+
+    def _require_service(self) -> Service:
+        if self._service is None:
+            raise ServiceError(f"the {self.spec.name} service is not loaded")
+        return self._service

@@ -1,0 +1,114 @@
+"""The arena: one zeroed piece of shared memory that holds everything that crosses a service.
+
+The driver puts it into Ray's object store once; every actor of the host maps the same pages. What
+`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the wires
+are views made from its address.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.protocol.step_sizes import ProductChoice
+from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.mailbox import (
+    CELLS_A_SERVICE,
+    NUM_BUCKETS,
+    NUM_COUNTS,
+    NUM_REPLY_WORDS,
+    NUM_REQUEST_WORDS,
+    Wires,
+)
+
+_ALIGNMENT = 4096
+_BUNDLES = "bundles"
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows;
+    sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
+
+    `products`: how requests of many tokens are multiplied; None leaves it to each service.
+    """
+
+    num_services: int
+    max_tokens: int
+    width: int
+    max_neurons: int
+    vocab_size: int
+    max_logits: int
+    num_slots: int
+    pages_a_slot: int
+    num_layers: int = 1
+    products: ProductChoice | None = None
+    bundle_bytes: int = 0  # of each of a CPU service's two places for neurons on their way to a GPU
+
+    def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
+        s, t, d = self.num_services, self.max_tokens, self.width
+        return [
+            ("words", np.int32, (s * CELLS_A_SERVICE * WORDS_A_CELL,)),
+            ("requests", np.int64, (s, NUM_REQUEST_WORDS)),
+            ("replies", np.int64, (s, NUM_REPLY_WORDS)),
+            ("positions", np.int32, (t,)),
+            ("slots", np.int32, (t,)),
+            ("page_tables", np.int32, (self.num_slots, self.pages_a_slot)),
+            ("hidden", np.float32, (t, d)),
+            ("mixed", np.float32, (t, d)),
+            ("ffn_input", np.float32, (t, d)),
+            ("active_ids", np.int32, (s, self.max_neurons)),
+            ("active_tokens", np.uint32, (s, self.max_neurons)),
+            ("partials", np.float32, (s, t, d)),
+            ("logits", np.float32, (self.max_logits, self.vocab_size)),
+            ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),
+            ("counted_steps", np.uint32, (s, self.num_layers)),
+            (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return _ALIGNMENT + sum(_padded(kind, shape) for _, kind, shape in self._parts())
+
+    def new_arena(self) -> np.ndarray:
+        """A zeroed array to be put into the object store, or used as it is within one process."""
+        return np.zeros(self.num_bytes, np.uint8)
+
+    def wires(self, arena: np.ndarray) -> Wires:
+        """Writable views of the arena's parts, which keep it alive.
+
+        Errors:  ValueError if the arena is smaller than this layout
+        """
+        if arena.nbytes < self.num_bytes:
+            raise ValueError(f"the arena has {arena.nbytes} bytes, the layout {self.num_bytes}")
+        address = arena.ctypes.data
+        at = -address % _ALIGNMENT
+        views = self._views(arena, address + at)
+        del views[_BUNDLES]
+        return Wires(**views)
+
+    def bundles(self, arena: np.ndarray) -> np.ndarray:
+        """The places for neurons on their way: (S, 2, bundle_bytes), which no kernel knows."""
+        address = arena.ctypes.data
+        return self._views(arena, address + -address % _ALIGNMENT)[_BUNDLES]
+
+    def _views(self, arena: np.ndarray, at: int) -> dict[str, np.ndarray]:
+        views: dict[str, np.ndarray] = {}
+        for name, kind, shape in self._parts():
+            num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+            if not num_bytes:
+                views[name] = np.empty(shape, kind)
+                continue
+            memory: Any = (ctypes.c_uint8 * num_bytes).from_address(at)
+            memory.owner = arena
+            items: np.ndarray = np.frombuffer(memory, kind)
+            views[name] = items.reshape(shape)
+            at += _padded(kind, shape)
+        return views
+
+
+def _padded(kind: type, shape: tuple[int, ...]) -> int:
+    num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

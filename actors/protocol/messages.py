@@ -1,0 +1,216 @@
+"""What crosses process borders, all in one place."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.step_sizes import ProductChoice
+from model.sampling import SamplingParams
+from placement.threads.pinning import HostShare
+
+PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
+MODES = ("dense", "exact", *PREDICTED_MODES)
+EXCHANGES = ("arena", "calls")
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """One running system: which model, on what, how."""
+
+    model_path: str
+    mode: str = "exact"
+    num_cpu_actors: int = 1
+    num_threads: int = 1  # cores to use; the GPU service on device="cpu" takes them in turn
+    context_length: int = 2048
+    max_batch: int = 8  # requests that run at once; others wait
+    kv_positions: int = 0  # in the KV cache, of all requests together; 0: one context
+    kv_dtype: str = "float16"
+    prefill_chunk: int = 256
+    exchange: str = "arena"
+    predictors_path: str = ""  # of the predicted modes
+    plan_path: str = ""  # where neurons go; dealt in turn without one
+    device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
+    requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do
+    gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
+    num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
+    num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
+    head_on_host: bool = False  # likewise
+    stream_tokens: int = 0  # prompts of so many tokens bring cold neurons to the GPU; 0: none do
+    weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
+    pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
+    hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
+    numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
+    products: ProductChoice | None = None  # None: what the services agree on once they have loaded
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A system with what its GPU holds of it, and a line where that is less than was wanted."""
+
+    system: SystemConfig
+    note: str
+    device_name: str = "cpu"
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The KV cache: its pages, the most positions of a sequence, and the format."""
+
+    num_pages: int
+    num_positions: int
+    dtype: str  # "float32" or "float16"
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """What the GPU service on device="cuda" has of its GPU, beside its neurons.
+
+    Attention from layer `first_layer` on; the rest, and the head without `has_head`, is on the CPU.
+    """
+
+    memory_bytes: int  # 0: what is free, less a reserve
+    first_layer: int
+    has_head: bool
+    layout: ArenaLayout
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service: service 0 holds attention, head and hot neurons, the others cold ones."""
+
+    name: str
+    index: int
+    num_threads: int
+    model_path: str
+    cache: CacheSpec | None = None
+    neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
+    weight_dtype: str = ""  # as of SystemConfig
+    model_digest: str = ""  # of the model's files, where a service may be on another host
+    share: HostShare | None = None  # which of the host's nodes and cores; None: any
+    gpu: GpuShare | None = None  # of the GPU service on device="cuda"
+    reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect."""
+
+    kind: str  # "json_schema" or "lark"
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model found a token, and which it found likeliest; in nats.
+
+    Of the model's own distribution: before temperature, filters and grammar.
+    """
+
+    token_id: int
+    logprob: float | None  # None for the first token of a prompt, which nothing precedes
+    top: tuple[tuple[int, float], ...] = ()  # ids with their logprobs, the likeliest first
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt as text, as chat messages, or as token ids: exactly one of them.
+
+    `request_id` is for cancelling; no other request may have had it.
+    """
+
+    sampling: SamplingParams
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    prompt_ids: list[int] | None = None
+    request_id: str = ""
+    grammar: Grammar | None = None
+    # So many likeliest tokens beside each new token's logprob, or each prompt token's; None: no
+    # logprobs. A prompt of which logprobs are wanted goes through kernels, as new tokens do.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request. Times in seconds."""
+
+    text: str
+    ids: list[int]
+    finish_reason: str  # "stop", "length" or "cancelled"
+    num_prompt_tokens: int
+    prefill_s: float  # from admission to the first new token
+    decode_s: float
+    queued_s: float = 0.0  # before admission
+    # What a decoding step took, by parts, on average over this request's steps. A step is shared
+    # with whatever else runs: the times are of the whole step, not of this request's part in it.
+    per_token_ms: dict[str, float] = field(default_factory=dict)
+    # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
+    neurons_computed: float = 0.0  # up and down
+    gates_computed: float = 0.0  # likewise the gate: all, or those that a predictor chose
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens a second, up to the first new token."""
+        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """New tokens a second after the first."""
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of the command-line contract."""
+        return {
+            "text": self.text,
+            "ids": self.ids,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.num_prompt_tokens,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "neurons_computed": self.neurons_computed,
+            "gates_computed": self.gates_computed,
+            "per_token_ms": self.per_token_ms,
+        }
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New text of a running request; the last event carries the whole result."""
+
+    text: str
+    result: Generation | None = None
+    num_tokens: int = 0  # chosen since the last event
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
+
+    def __add__(self, later: "TokenEvent") -> "TokenEvent":
+        """Both as one event."""
+        return TokenEvent(
+            self.text + later.text,
+            later.result,
+            self.num_tokens + later.num_tokens,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class DriverLoad:
+    """What a driver is busy with."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # the share of the KV cache's pages that is lent
+    device: str = "cpu"  # of the GPU service
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far loading is, in bytes, and what is being done."""
+
+    loaded_bytes: int
+    total_bytes: int
+    stage: str
+    notes: tuple[str, ...] = ()  # what is otherwise than was wanted, a line each

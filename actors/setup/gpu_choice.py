@@ -1,0 +1,60 @@
+"""Whether a system uses a GPU, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_kernels.device import first_gpu
+from model.errors import UsageError
+from placement.crossover import streaming_tokens
+from placement.machine.this_machine import measured_before
+from placement.memory import MemoryNeed
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
+    """ "cuda" or "cpu" for what the user gave: "auto" is the GPU where there is one.
+
+    Errors:  UsageError where a GPU was asked for, by `device` or a budget, and cannot be used
+    """
+    if device not in DEVICES:
+        raise UsageError(f"no device named {device!r}; give {' or '.join(DEVICES)}")
+    if device == "cpu" and gpu_memory_bytes:
+        raise UsageError("--gpu-memory was given with --device cpu; leave one of them out")
+    if device == "cuda" and gpu_memory_bytes == 0:
+        raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
+    if device == "cpu" or gpu_memory_bytes == 0:
+        return "cpu"
+    found = first_gpu()
+    if not isinstance(found, str):
+        return "cuda"
+    if device == "cuda" or gpu_memory_bytes:
+        option = "--device cuda" if device == "cuda" else "--gpu-memory"
+        raise UsageError(f"{option} was given, but {found}; leave it out to use the CPU alone")
+    return "cpu"
+
+
+def stream_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
+    """From how many tokens on a prompt has cold neurons brought to the GPU; 0 where none does.
+
+    They come by the arena, from services of this host.
+    """
+    if device == "cpu" or exchange != "arena" or hosts:
+        return 0
+    return streaming_tokens(measured_before())
+
+
+def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:
+    """What the host holds of `need` when a GPU holds as much as its budget (0: all of it) allows.
+
+    The KV cache and attention are first, then the head, then neurons.
+    """
+    found = first_gpu()
+    left = gpu_memory_bytes or (0 if isinstance(found, str) else found[1])
+    parts = {}
+    for name in ("kv_cache_bytes", "attention_bytes", "head_bytes", "ffn_bytes"):
+        taken = min(left, getattr(need, name))
+        parts[name] = getattr(need, name) - taken
+        left -= taken
+    return replace(need, **parts)

@@ -1,0 +1,54 @@
+"""A service's part of the model's files, on whatever host it is."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from actors.protocol.messages import ServiceSpec
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.errors import CheckpointError, HotcoldError, MemoryBudgetError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from model.weights.memory import available_bytes
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+
+
+def require_same_model(spec: ServiceSpec) -> None:
+    """Nothing without a digest in `spec`: all services are on the driver's host.
+
+    Errors:  CheckpointError where this host has no copy of the model at the path, or another model;
+             MemoryBudgetError where the service's weights do not fit here
+    """
+    if not spec.model_digest:
+        return
+    host = socket.gethostname()
+    copy = f"copy the model's files to {spec.model_path} on every host of --hosts"
+    try:
+        identity = ModelIdentity.of(spec.model_path)
+        config = read_config(spec.model_path)
+        num_bytes = weight_bytes(spec, config)
+    except HotcoldError as error:
+        raise CheckpointError(f"the {spec.name} service, on {host}: {error}; {copy}") from None
+    if identity.digest != spec.model_digest:
+        raise CheckpointError(
+            f"the {spec.name} service, on {host}: {spec.model_path} is another model than on the "
+            f"driver's host; {copy}"
+        )
+    if num_bytes > available_bytes():
+        raise MemoryBudgetError(
+            f"the {spec.name} service, on {host}, needs {num_bytes / 1e9:.2f} GB of memory, "
+            f"{available_bytes() / 1e9:.2f} GB are free; give more --hosts, or leave this one out"
+        )
+
+
+def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
+    """Bytes of the weights that a service loads. Errors: HotcoldError of a damaged checkpoint."""
+    checkpoint = Checkpoint(Path(spec.model_path))
+    config = stored_config(checkpoint, config, spec.weight_dtype)
+    num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
+    if spec.neuron_ids is not None:
+        num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
+    return num_bytes

@@ -1,0 +1,255 @@
+"""What can be checked and chosen before anything is started: so that mistakes cost no waiting."""
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.protocol.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.setup.gpu_choice import beside_gpu, choose_device, stream_tokens
+from actors.setup.placement_choice import find_plan
+from actors.setup.shards import arena_layout, num_kv_pages
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import QUANTIZED_NAMES
+from model.errors import UsageError
+from model.files.artifact import ModelIdentity, check_artifact
+from model.files.checkpoint import Checkpoint
+from model.sampling import eos_ids
+from model.weights.check import check_tensors, stored_config
+from numba_kernels.decode.attention import PAGE_POSITIONS
+from placement.machine.survey import usable_cores
+from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
+from placement.memory import MemoryNeed, memory_need, require_memory
+from placement.threads.numa import nodes_with_memory
+from predictors.predictor_file import predictors_path
+
+# Below which proc and sys tell of NUMA nodes; tests have fake ones there.
+NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
+_DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
+_MOST_KV_POSITIONS = 1 << 31
+_KV_ITEM_BYTES = {"float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class SystemOptions:
+    """What a user may choose; None leaves it to us."""
+
+    mode: str | None = None
+    num_threads: int | None = None
+    num_cpu_actors: int | None = None
+    context_length: int | None = None
+    max_batch: int | None = None
+    kv_positions: int | None = None
+    kv_dtype: str | None = None
+    gpu_memory_bytes: int | None = None
+    cpu_memory_bytes: int | None = None
+    exchange: str = "arena"
+    predictors: Path | None = None
+    plan: Path | None = None
+    device: str = "auto"  # of DEVICES
+    weight_dtype: str | None = None  # "q8" or "q4"; as stored without it
+    pin: str = "auto"
+    hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
+
+
+def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
+    """Check the model's files, the options and the memory; fill in what was left open.
+
+    The config's dtype is the one that matrices are loaded in.
+    Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
+    """
+    config = read_model(path, options.weight_dtype)
+    system = choose_system(path, config, options)
+    check_memory(path, system, config, options)
+    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
+    plan = find_plan(path, system, config, *budgets, options.plan)
+    return replace(system, plan_path=plan), config
+
+
+def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
+    """Check the model's files without reading weights.
+
+    The config's dtype is the one that matrices are loaded in: `weight_dtype`, else as stored.
+    Errors:  ConfigError, CheckpointError; UsageError for a dtype that cannot be had
+    """
+    config = read_config(path)
+    checkpoint = Checkpoint(path)
+    check_tensors(checkpoint, config)
+    eos_ids(path, config)
+    return stored_config(checkpoint, config, weight_dtype or "")
+
+
+def check_memory(
+    path: Path,
+    system: SystemConfig,
+    config: ModelConfig,
+    options: SystemOptions,
+    extra_bytes: int = 0,
+) -> None:
+    """Compare what the system, and `extra_bytes` besides, takes with what is free or allowed.
+
+    Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
+    """
+
+    def with_extra(need: MemoryNeed) -> MemoryNeed:
+        return replace(need, process_bytes=need.process_bytes + extra_bytes)
+
+    require_memory(
+        with_extra(system_need(system, config)),
+        options.cpu_memory_bytes,
+        ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
+    )
+
+
+def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
+    """Check the options and fill in what was left open, for the model of `read_model`.
+
+    Errors:  UsageError; ArtifactError for predictors that are missing, damaged or another model's
+    """
+    _require_kernels()
+    root = Path(os.environ.get(NUMA_ROOT, "/"))
+    cores = usable_cores(root)
+    num_threads = _within("--threads", options.num_threads, 1, len(cores), len(cores))
+    num_nodes = len(nodes_with_memory(read_numa_nodes(root), cores))
+    num_hosts = max(1, len(options.hosts))
+    num_actors = num_hosts * max(1, min(num_nodes, num_threads))
+    most_actors = num_hosts * num_threads
+    mode = _mode(config, options.mode)
+    context = _context(config, options.context_length)
+    system = SystemConfig(
+        model_path=str(path.resolve()),
+        mode=mode,
+        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
+        num_threads=num_threads,
+        context_length=context,
+        max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
+        kv_positions=_kv_positions(options.kv_positions, context),
+        kv_dtype=_kv_dtype(config, options.kv_dtype),
+        exchange=options.exchange,
+        predictors_path=_predictors(path, mode, options),
+        weight_dtype=options.weight_dtype or "",
+        pin=options.pin,
+        hosts=options.hosts,
+        numa_root=str(root),
+        device=choose_device(options.device, options.gpu_memory_bytes),
+        requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
+        gpu_memory_bytes=options.gpu_memory_bytes or 0,
+    )
+    tokens = stream_tokens(system.device, system.exchange, system.hosts)
+    system = replace(system, stream_tokens=tokens)
+    _check_hosts(system)
+    if options.exchange not in EXCHANGES:
+        raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
+    return system
+
+
+def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """What the system will take of memory."""
+    num_processes = 2 + system.num_cpu_actors  # driver, GPU service, CPU services
+    # Exchanging by calls, every process has an arena of its own.
+    num_arenas = 1 if system.exchange == "arena" else num_processes
+    need = memory_need(
+        config,
+        num_kv_pages(system) * PAGE_POSITIONS,
+        _KV_ITEM_BYTES[system.kv_dtype],
+        num_processes,
+        num_arenas * arena_layout(system, config).num_bytes,
+        Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
+    )
+    if system.device == "cuda":
+        need = beside_gpu(need, system.gpu_memory_bytes)
+    # Services on other hosts look at their own memory (`actors/setup/host_files.py`).
+    return replace(need, ffn_bytes=need.ffn_bytes // max(1, len(system.hosts)))
+
+
+def _check_hosts(system: SystemConfig) -> None:
+    if len(set(system.hosts)) < len(system.hosts):
+        raise UsageError("--hosts names a host twice; give each address once")
+    if system.hosts and system.num_cpu_actors % len(system.hosts):
+        raise UsageError(
+            f"--cpu-actors is {system.num_cpu_actors}, and --hosts names {len(system.hosts)} "
+            "hosts, which share them equally; give a multiple of that"
+        )
+
+
+def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:
+    """What each --dtype that the model can be loaded with would need, the most precise first."""
+    for dtype in QUANTIZED_NAMES:
+        try:
+            config = read_model(path, dtype)
+        except UsageError:  # rows that are no whole groups, or quantized otherwise already
+            continue
+        system = choose_system(path, config, replace(options, weight_dtype=dtype))
+        yield dtype, system_need(system, config)
+
+
+def _require_kernels(root: Path = Path("/")) -> None:
+    """Refuse a CPU that kernels cannot be compiled for; LLVM would end the process."""
+    if missing := missing_features(read_cpu(root), platform.machine()):
+        raise UsageError(
+            f"this CPU has no {', '.join(missing)}, which hotcold's kernels need; use one with "
+            "AVX2, FMA and F16C (Intel from 2013, AMD from 2015 on)"
+        )
+
+
+def _mode(config: ModelConfig, mode: str | None) -> str:
+    """The mode; `exact` skips nothing where no activation is zero, so those default to dense."""
+    if mode is None:
+        return "exact" if config.activation_fn == "relu" else "dense"
+    if mode not in MODES:
+        raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
+    return mode
+
+
+def _predictors(path: Path, mode: str, options: SystemOptions) -> str:
+    """The predictors' file of a predicted mode, found to be this model's; no other mode has one."""
+    if mode not in PREDICTED_MODES:
+        if options.predictors is not None:
+            raise UsageError(
+                f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
+            )
+        return ""
+    own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
+    found = options.predictors or (own if own.exists() else predictors_path(path, mode))
+    check_artifact(found, "predictors", ModelIdentity.of(path))
+    return str(found.resolve())
+
+
+def _context(config: ModelConfig, length: int | None) -> int:
+    if length is None:
+        return min(_DEFAULT_CONTEXT, config.max_positions)
+    return _within("--context", length, 2, config.max_positions, length)
+
+
+def _kv_positions(number: int | None, context: int) -> int:
+    """Positions of all requests together: a whole context at least, or some could never run."""
+    if number is not None and number < context:
+        raise UsageError(
+            f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
+            "that, or a smaller --context"
+        )
+    return _within("--kv-tokens", number, 1, _MOST_KV_POSITIONS, context)
+
+
+def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
+    """float32 keeps a float32 model's results; others take float16, as precise as their weights.
+
+    float16 ends at 65504, where bfloat16 goes on: keys or values beyond it would become infinite,
+    and such a model needs float32.
+    """
+    if dtype is None:
+        return "float32" if config.dtype == "float32" else "float16"
+    if dtype not in _KV_ITEM_BYTES:
+        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(_KV_ITEM_BYTES)}")
+    return dtype
+
+
+def _within(option: str, value: int | None, low: int, high: int, default: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise UsageError(f"{option} is {value}; give a number from {low} to {high}")
+    return value

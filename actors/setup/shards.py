@@ -1,0 +1,166 @@
+"""How neurons are dealt to CPU services and their threads, and what each service is to load."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.kv_pool import num_pages_of
+from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
+from actors.protocol.neuron_bundles import bundle_bytes
+from actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity
+from placement.machine.survey import usable_cores
+from placement.machine.sysfs import read_cpu_quota, read_numa_nodes
+from placement.threads.numa import nodes_with_memory, thread_counts
+from placement.threads.pinning import HostShare, not_pinned_because
+
+# Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
+# it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
+_LEAST_LOGITS = 8
+
+
+def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:
+    """`deal_to_threads` of services that have `num_threads` threads each."""
+    return deal_to_threads(num_neurons, [num_threads] * num_services)
+
+
+def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
+    """Ids of one layer for each service, in its loading order.
+
+    Service s has threads[s] threads, and so large a share. Neighbours in the checkpoint
+    are dealt to different threads in turn, so that no thread gets a run of neurons that fire alike.
+    A service's order is its threads' deals one after the other. Its threads cut that order in
+    multiples of four (`numba_kernels.decode.rows.share`), so a cut may stand a few neurons beside
+    the end of a deal.
+    Dtypes:  int32
+    """
+    ids = np.arange(num_neurons, dtype=np.int32)
+    turns = range(max(threads))
+    owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
+    deals = [ids[thread :: len(owners)] for thread in range(len(owners))]
+    return [
+        np.concatenate(
+            [deal for deal, owner in zip(deals, owners, strict=True) if owner == service]
+        )
+        for service in range(len(threads))
+    ]
+
+
+def _dealt(ids: np.ndarray, num_threads: int) -> np.ndarray:
+    """One service's neurons of a layer in its loading order."""
+    return ids[deal_neurons(ids.size, 1, num_threads)[0]]
+
+
+def _cold_shards(
+    threads: Sequence[int], planned: list[Layers] | None, others: Layers
+) -> list[Layers]:
+    """Each CPU service's neurons in its loading order: its planned ones, and its deal of others."""
+    deals = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
+    shards = [[ids[deals[ids.size][s]] for ids in others] for s in range(len(threads))]
+    if planned is None:
+        return shards
+    return [
+        [
+            _dealt(np.union1d(own, more).astype(np.int32), threads[s])
+            for own, more in zip(planned[s], shards[s], strict=True)
+        ]
+        for s in range(len(threads))
+    ]
+
+
+def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
+    """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
+
+    Errors:  ArtifactError
+    """
+    threads = service_threads(system)
+    plan = system_plan(system, config)
+    hot = hot_neurons(system, config, plan)
+    cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
+    digest = ModelIdentity.of(system.model_path).digest if system.hosts else ""
+    cache = CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype)
+    dtype = system.weight_dtype
+    gpu = ServiceSpec(
+        "gpu",
+        0,
+        system.num_threads,
+        system.model_path,
+        cache=cache,
+        neuron_ids=hot,
+        weight_dtype=dtype,
+        model_digest=digest,
+        share=host_share(system, threads, None),
+        gpu=_gpu_share(system, config),
+    )
+    cpus = [
+        ServiceSpec(
+            f"cpu{i}",
+            i + 1,
+            threads[i],
+            system.model_path,
+            weight_dtype=dtype,
+            neuron_ids=shard,
+            model_digest=digest,
+            share=host_share(system, threads, i),
+        )
+        for i, shard in enumerate(cold)
+    ]
+    return [gpu, *cpus]
+
+
+def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
+    if system.device == "cpu":
+        return None
+    return GpuShare(
+        system.gpu_memory_bytes,
+        system.num_host_layers,
+        not system.head_on_host,
+        arena_layout(system, config),
+    )
+
+
+def service_threads(system: SystemConfig) -> tuple[int, ...]:
+    """Threads of each CPU service: in proportion to its cores, where those are this host's nodes'.
+
+    Services are dealt to hosts in turn, and all hosts are taken to be like this one.
+    """
+    num_hosts = max(1, len(system.hosts))
+    num_services = system.num_cpu_actors // num_hosts
+    root = Path(system.numa_root)
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
+    if not_pinned_because(system.pin, nodes, read_cpu_quota(root)):
+        nodes = ()
+    threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
+    return tuple(count for count in threads for _ in range(num_hosts))
+
+
+def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
+    """What CPU service `service` is to its host; None: the GPU service."""
+    num_hosts = max(1, len(system.hosts))
+    index = None if service is None else service // num_hosts
+    return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)
+
+
+def num_kv_pages(system: SystemConfig) -> int:
+    """Pages of the KV cache."""
+    return num_pages_of(max(system.kv_positions, system.context_length))
+
+
+def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
+    """The wires that this system needs."""
+    return ArenaLayout(
+        num_services=1 + system.num_cpu_actors,
+        max_tokens=max(system.max_batch, min(system.prefill_chunk, system.context_length)),
+        width=config.hidden_size,
+        max_neurons=config.ffn_size,
+        vocab_size=config.vocab_size,
+        max_logits=max(system.max_batch, _LEAST_LOGITS),
+        num_slots=system.max_batch,
+        pages_a_slot=num_pages_of(system.context_length),
+        num_layers=config.num_layers,
+        products=system.products,
+        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.stream_tokens else 0,
+    )

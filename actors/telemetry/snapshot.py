@@ -1,0 +1,200 @@
+"""What a running system shows of itself: which neurons work, how fast, who is alive.
+
+Nothing here is computed in the engine's thread; services count neurons only while somebody asks.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.telemetry.step_times import StepRecord, StepTimes
+from model.config.model_config import ModelConfig
+from numba_kernels.serve.mailbox import (
+    ALL_FIRED,
+    ALL_GATES,
+    LAST_FIRED,
+    LAST_GATES,
+    NUM_BUCKETS,
+    NUM_COUNTS,
+    WATCHED,
+    Wires,
+)
+
+WATCH_S = 5.0  # after the last question services count no more
+_RECENT_S = 2.0  # over which speeds are averaged
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronMap:
+    """Neurons of each layer in buckets of neighbours in the checkpoint.
+
+    A step is a token of a lone request; of several requests, one token of each. A neuron is
+    computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
+    counted by nobody. Prompts that go through matrix products are not counted.
+    Shapes:  all (L, B); mean_*: neurons a step since the watch began
+    Dtypes:  int64, mean_* float64
+    """
+
+    num_neurons: np.ndarray
+    num_hot: np.ndarray
+    last_computed: np.ndarray
+    last_gates: np.ndarray
+    mean_computed: np.ndarray
+    mean_gates: np.ndarray
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The last seconds' decoding.
+
+    Units:   per_step_ms as `StepTimes.per_step_ms`; shares of all neurons, 0 to 1
+    """
+
+    tokens_per_s: float
+    per_step_ms: dict[str, float]
+    neurons_computed: float
+    gates_computed: float
+
+
+@dataclass(frozen=True)
+class ActorHealth:
+    """One actor; its state is "alive", "silent" (does not answer), "restarting" or "dead"."""
+
+    name: str
+    state: str
+    pid: int
+    memory_bytes: int  # resident, in the host's memory
+    device: str
+    answered_s: float  # since its last answer
+
+
+@dataclass(frozen=True, eq=False)
+class Telemetry:
+    """A system at one moment."""
+
+    mode: str
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    kv_pages_used: int
+    kv_pages: int
+    speed: Speed
+    neurons: NeuronMap
+    actors: tuple[ActorHealth, ...] = ()
+    host_memory_bytes: int = 0
+    host_memory_used_bytes: int = 0
+
+
+def bucket_of(neuron_ids: np.ndarray, ffn_size: int) -> np.ndarray:
+    """The bucket that each neuron is counted in: NUM_BUCKETS runs of neighbours. Dtypes: uint8."""
+    return (neuron_ids.astype(np.int64) * NUM_BUCKETS // ffn_size).astype(np.uint8)
+
+
+def bucket_sizes(config: ModelConfig, layers: Sequence[np.ndarray]) -> np.ndarray:
+    """How many of the neurons in `layers`, ids of one layer each, are in each bucket: (L, B)."""
+    found = [np.bincount(bucket_of(ids, config.ffn_size), minlength=NUM_BUCKETS) for ids in layers]
+    return np.array(found)
+
+
+class NeuronWatch:
+    """Lets services count for as long as somebody asks, and reads their counts."""
+
+    def __init__(
+        self, config: ModelConfig, wires: Wires, shards: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        """shards[s][l]: the neurons of layer l that CPU service s holds; none: they hold all."""
+        every = [np.arange(config.ffn_size)] * config.num_layers
+        self._num_neurons = bucket_sizes(config, every)
+        cold = sum((bucket_sizes(config, shard) for shard in shards), np.zeros((), np.int64))
+        self._num_hot = self._num_neurons - cold if shards else np.zeros_like(self._num_neurons)
+        self._wires = wires
+        self._changing = threading.Condition()
+        self._watched_until = 0.0
+        self._ender: threading.Thread | None = None
+        self._first_counts = wires.neuron_counts.copy()
+        self._first_steps = wires.counted_steps.copy()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether services count."""
+        return self._ender is not None
+
+    def watch(self, seconds: float = WATCH_S) -> None:
+        """Let the services count from now on, until nobody has called this for so long.
+
+        With 0 they count no more, whoever else watches.
+        """
+        with self._changing:
+            self._watched_until = time.monotonic() + seconds
+            self._changing.notify()
+            if self._ender is None and seconds > 0:
+                self._first_counts = self._wires.neuron_counts.copy()
+                self._first_steps = self._wires.counted_steps.copy()
+                self._wires.requests[1:, WATCHED] = 1
+                self._ender = threading.Thread(target=self._end_later, daemon=True)
+                self._ender.start()
+
+    def _end_later(self) -> None:
+        with self._changing:
+            while (left_s := self._watched_until - time.monotonic()) > 0:
+                self._changing.wait(left_s)
+            self._wires.requests[1:, WATCHED] = 0
+            self._ender = None
+
+    def read(self) -> NeuronMap:
+        """The counts so far; layers may be of two neighbouring steps while one runs."""
+        counts = self._wires.neuron_counts[1:].copy()
+        # Both count on without end, so differences are taken before the type is widened.
+        sums = (counts - self._first_counts[1:]).astype(np.int64)
+        steps = (self._wires.counted_steps[1:] - self._first_steps[1:]).astype(np.int64)
+        means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
+        has_counted = (steps > 0)[:, :, None, None]
+        last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)
+        return NeuronMap(
+            self._num_neurons,
+            self._num_hot,
+            last[:, :, LAST_FIRED],
+            last[:, :, LAST_GATES],
+            means[:, :, ALL_FIRED],
+            means[:, :, ALL_GATES],
+            int(steps.min(initial=0 if steps.size == 0 else steps.max())),
+        )
+
+    def write(self, service: int, counts: np.ndarray, steps: np.ndarray) -> None:
+        """Take over what a service that shares no memory has counted.
+
+        Shapes:  counts (L, B, NUM_COUNTS), steps (L,)
+        """
+        assert counts.shape[-1] == NUM_COUNTS
+        self._wires.neuron_counts[service] = counts
+        self._wires.counted_steps[service] = steps
+
+
+def speed_of(
+    recent: Iterable[StepRecord], num_neurons: int, now_s: float, is_running: bool
+) -> Speed:
+    """The speed of the steps that ended in the last seconds; `num_neurons` are the model's.
+
+    Not `is_running`: time counts only until the last of them.
+    """
+    steps = [record for record in recent if now_s - record.ended_s < _RECENT_S]
+    times = StepTimes()
+    for record in steps:
+        times.include(record.times)
+    if not steps:
+        return Speed(0.0, {}, 0.0, 0.0)
+    # From the start of the first of them, so that a request just begun is not shown as slow.
+    began_s = steps[0].ended_s - steps[0].times.total * 1e-9
+    end_s = now_s if is_running else steps[-1].ended_s
+    num_tokens = sum(record.num_new_tokens for record in steps)
+    total = num_neurons * times.num_steps
+    return Speed(
+        tokens_per_s=num_tokens / max(end_s - began_s, 1e-9),
+        per_step_ms=times.per_step_ms(),
+        neurons_computed=times.num_neurons / total,
+        gates_computed=times.num_gates / total,
+    )

@@ -1,0 +1,1 @@
+"""`hotcold bench`: what is measured, beside what the hardware allows."""

@@ -1,0 +1,1 @@
+"""The commands of `hotcold`, a file each."""

@@ -1,0 +1,200 @@
+"""`hotcold doctor`: what this machine has, what would be used, what is wrong, what fits."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.weight_dtype import dtype_option
+from model.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jobs.support.doctor_checks import Finding
+    from placement.machine.description import Machine
+    from placement.machine.survey import MachineSurvey
+    from placement.memory import MemoryNeed
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
+
+
+@click.command()
+@click.argument("model", required=False)
+@dtype_option
+@click.option("--context", type=int, help="Positions in the KV cache.")
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    help="Measure how fast memory is read, once a machine (5 s a NUMA node).",
+)
+@click.option("--fresh", is_flag=True, help="Measure again.")
+@click.option(
+    "--machine-out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the measured machine as JSON, for plans made elsewhere.",
+)
+@json_option
+def doctor(
+    model: str | None,
+    weight_dtype: str | None,
+    context: int | None,
+    measure: bool,
+    fresh: bool,
+    machine_out: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what this machine has, what would be used, and what is wrong.
+
+    With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
+    loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
+    """
+    from jobs.support.doctor_checks import (
+        check_machine,
+        check_measured,
+        check_model,
+        check_services,
+    )
+    from placement.machine.survey import survey
+    from placement.threads.locality import running_services
+
+    if fresh and not measure:
+        raise UsageError("--fresh measures and --no-measure does not; leave one out")
+    need = None if model is None else _need(model, context, weight_dtype)
+    machine = survey()
+    measured = _measured(measure, fresh)
+    if machine_out is not None:
+        _write(machine_out, measured)
+    findings = list(check_machine(machine))
+    if measured is not None:
+        findings.extend(check_measured(measured))
+    if need is not None:
+        findings.append(check_model(machine, need))
+    findings.extend(check_services(running_services()))
+    _print_report(machine, measured, findings, need)
+    if as_json:
+        _print_json(machine, measured, findings, need)
+
+
+def _measured(measure: bool, fresh: bool) -> Machine | None:
+    from placement.machine.sysfs import missing_features, read_cpu
+    from placement.machine.this_machine import measured_before, this_machine
+
+    if not measure or missing_features(read_cpu(), platform.machine()):
+        return measured_before()  # to compile kernels without those features would end the process
+    with stderr_console().status("looking at this machine") as status:
+        return this_machine(fresh=fresh, on_stage=status.update)
+
+
+def _write(path: Path, measured: Machine | None) -> None:
+    from placement.machine.description import write_machine
+
+    if measured is None:
+        raise UsageError("--machine-out: nothing is measured yet; leave --no-measure out")
+    write_machine(path, measured)
+
+
+def _print_json(
+    machine: MachineSurvey,
+    measured: Machine | None,
+    findings: list[Finding],
+    need: MemoryNeed | None,
+) -> None:
+    sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
+    read_gb_per_s = None if measured is None else measured.read_gb_per_s
+    print_json(
+        {
+            "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
+            "measured": None if measured is None else measured.as_json(),
+            "findings": [asdict(finding) for finding in findings],
+            "model": sizes,
+        }
+    )
+
+
+def _need(model: str, context: int | None, weight_dtype: str | None) -> MemoryNeed:
+    from actors.setup.preflight import SystemOptions, choose_system, read_model, system_need
+    from model.files.locate import locate_model
+
+    path = locate_model(model)
+    config = read_model(path, weight_dtype)
+    options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
+    return system_need(choose_system(path, config, options), config)
+
+
+def _print_report(
+    machine: MachineSurvey,
+    measured: Machine | None,
+    findings: list[Finding],
+    need: MemoryNeed | None,
+) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.print(_machine_table(machine))
+    if measured is not None:
+        console.print(_measured_table(measured))
+    if need is not None:
+        console.print(_need_table(machine, need))
+    table = _table("checks")
+    for finding in findings:
+        table.add_row(finding.subject, f"{_MARKS[finding.level]}  {escape(finding.text)}")
+    console.print(table)
+
+
+def _machine_table(machine: MachineSurvey) -> Table:
+    table = _table("this machine")
+    table.add_row("processor", f"{machine.cpu_name}, {len(machine.cores)} logical cores usable")
+    table.add_row("features", " ".join(machine.cpu_features) or "none that matter here")
+    for node in machine.numa_nodes:
+        text = f"{len(node.cores)} cores, {_gb(node.free_bytes)} of {_gb(node.total_bytes)} free"
+        table.add_row(f"NUMA node {node.node_id}", text)
+    table.add_row("memory", f"{_gb(machine.available_bytes)} available")
+    for gpu in machine.gpus:
+        text = f"{gpu.name}, {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} free"
+        table.add_row(f"GPU {gpu.device_id}", text)
+    if not machine.gpus:
+        table.add_row("GPU", f"none: {machine.no_gpu_reason}")
+    return table
+
+
+def _measured_table(measured: Machine) -> Table:
+    table = _table(f"measured on {measured.date}")
+    for node in measured.nodes:
+        text = (
+            f"{node.read_gb_per_s:.1f} GB/s in sequence, {node.rows_gb_per_s:.1f} rows x vector, "
+            f"{node.gather_gb_per_s:.1f} sparse FFN; {node.num_cores} cores"
+        )
+        table.add_row(f"{node.name} reads", text)
+    table.add_row("exchange", f"{measured.exchange_us:.0f} µs to ask a service and be answered")
+    for gpu in measured.gpus:
+        text = f"{gpu.read_gb_per_s:.0f} GB/s, {gpu.link_gb_per_s:.1f} from the host"
+        table.add_row(f"{gpu.name} reads", text if gpu.measured else f"{text} (assumed)")
+    return table
+
+
+def _need_table(machine: MachineSurvey, need: MemoryNeed) -> Table:
+    table = _table("the model in memory")
+    for name, num_bytes in asdict(need).items():
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(num_bytes))
+    table.add_row("all", f"{_gb(need.total_bytes)}, {_gb(machine.available_bytes)} available")
+    return table
+
+
+def _table(title: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,93 @@
+"""`hotcold make-model`: a checkpoint of a given shape with random weights and chosen sparsity."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jobs.support.console import json_option, print_json, progress_bar
+
+
+@click.command("make-model")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--shape",
+    "shape_name",
+    default="tiny",
+    show_default=True,
+    help="llama-7b, llama-13b, opt-6.7b, falcon-7b-like, falcon-40b-like or tiny; the sizes below "
+    "change it.",
+)
+@click.option("--family", type=click.Choice(["llama", "opt", "falcon"]), help="Kind of model.")
+@click.option("--layers", type=int, help="Number of layers.")
+@click.option("--hidden", type=int, help="Size of the hidden states.")
+@click.option("--ffn", type=int, help="Neurons a layer.")
+@click.option("--heads", type=int, help="Attention heads.")
+@click.option("--kv-heads", type=int, help="Key-value heads; falcon: 1 as 7b, else as 40b.")
+@click.option("--head-dim", type=int, help="Size of one head.")
+@click.option("--vocab", type=int, help="Number of tokens.")
+@click.option("--context", type=int, help="Positions.")
+@click.option("--activation", type=click.Choice(["relu", "silu", "gelu"]), help="Of the FFN.")
+@click.option(
+    "--density", type=float, default=0.1, show_default=True, help="Mean share of active neurons."
+)
+@click.option(
+    "--dtype", type=click.Choice(["f32", "f16", "bf16"]), default="f16", show_default=True
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--force", is_flag=True, help="Replace the model in a directory that is not empty.")
+@json_option
+def make_model(
+    out: Path,
+    shape_name: str,
+    density: float,
+    dtype: str,
+    seed: int,
+    force: bool,
+    as_json: bool,
+    **sizes: Any,
+) -> None:
+    """Write a Hugging Face directory OUT with random weights.
+
+    A few neurons fire nearly always and most seldom: their rates follow a power law whose mean is
+    the density. There is no tokenizer; prompts are given as ids.
+    """
+    from model.errors import UsageError
+    from model.synthetic.make import make_model as write_model
+    from model.synthetic.shape import DTYPES, resolve_shape
+
+    if seed < 0:
+        raise UsageError(f"--seed must be 0 or more, not {seed}")
+    shape = resolve_shape(shape_name, sizes)
+    started = time.monotonic()
+    with progress_bar(str(out)) as on_bytes:
+        report = write_model(
+            out,
+            shape,
+            density=density,
+            dtype=DTYPES[dtype],
+            seed=seed,
+            force=force,
+            on_bytes=on_bytes,
+        )
+    seconds = time.monotonic() - started
+    click.echo(
+        f"{out}: {report.num_parameters / 1e9:.3f} G parameters, {report.num_bytes / 1e9:.2f} GB, "
+        f"density {report.density:.3f} (asked {density}), {seconds:.1f} s"
+    )
+    if as_json:
+        print_json(
+            {
+                "path": str(out),
+                "bytes": report.num_bytes,
+                "parameters": report.num_parameters,
+                "seconds": round(seconds, 3),
+                "asked_density": density,
+                "density": report.density,
+                "layers": [asdict(layer) for layer in report.layers],
+            }
+        )

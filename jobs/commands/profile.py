@@ -1,0 +1,179 @@
+"""`hotcold profile`: read a text to learn how often each neuron fires, and on which inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actors.driver.text.prompts import Prompts
+from actors.protocol.messages import EXCHANGES
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
+from jobs.profile.files import ProfileFiles
+from jobs.profile.report import LayerSummary, print_summary
+from jobs.profile.run import run_profile
+from jobs.profile.state import ProfileState, ProfileTask
+from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.text_file import TextIds, read_text_ids
+from model.config.model_config import ModelConfig
+from model.errors import UsageError
+from model.files.artifact import ModelIdentity
+from model.files.locate import locate_model
+from placement.profile import ActivationProfile, write_profile
+from predictors.inputs import LayerInputs, write_inputs
+
+_WINDOW = 512
+_NUM_INPUTS = 4096
+_MOST_INPUT_BYTES = 2 << 30  # unless --inputs says how many
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = [
+    click.option("--text", "text_path", type=_FILE, required=True,
+                 help='UTF-8 text, or JSON lines of {"text": ...} or {"messages": ...}.'),
+    click.option("--out", type=_FILE, help="The profile; in the model's directory without it."),
+    click.option("--inputs-out", type=_FILE, help="The recorded inputs; there too without it."),
+    click.option("--inputs", "num_inputs", type=click.IntRange(min=0), help="Record the FFN inputs "
+                 f"of so many tokens, to train predictors; {_NUM_INPUTS} without it, or what fits "
+                 "in 2 GiB; 0: none."),
+    click.option("--window", type=int, help="Positions of a window, its bos included; "
+                 f"{_WINDOW}, or what the model allows, without it."),
+    click.option("--plot", type=_FILE, help="Draw the profile into this .png, .pdf or .svg."),
+    click.option("--max-tokens", type=click.IntRange(min=1), help="Read only the first so many."),
+    click.option("--restart", is_flag=True, help="Do not go on from where a run was stopped."),
+    click.option("--save-every", "every_s", type=click.FloatRange(min=0), default=10.0,
+                 show_default=True, help="Seconds of work that a stopped run may lose."),
+    click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
+                 "neurons; as many as NUMA nodes without it."),
+    click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
+                 help="How the driver asks services: doorbells in shared memory, or actor calls."),
+]  # fmt: skip
+
+
+def _profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What of the text is read, and how."""
+
+    text_path: Path
+    num_inputs: int | None
+    window: int | None
+    max_tokens: int | None
+
+
+@click.command()
+@click.argument("model", required=False)
+@_profile_options
+@json_option
+def profile(
+    model: str | None,
+    out: Path | None,
+    inputs_out: Path | None,
+    plot: Path | None,
+    restart: bool,
+    every_s: float,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Count how often each neuron of MODEL fires on a text (the embedded model without MODEL).
+
+    Plans and predictors are made from what this writes. A run that was stopped goes on where it
+    was when the same command is given again.
+    """
+    reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
+    path = locate_model(model)
+    config = read_model(path)
+    with_inputs = reading.num_inputs != 0
+    files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
+    window = _window(config, reading.window)
+    options = SystemOptions(mode="dense", context_length=window, **values)
+    system, config = prepare_system(path, options)
+    prompts = Prompts(path, config, window)
+    text = _read_text(reading.text_path, prompts)
+    num_opening = 0 if prompts.opening_id is None else 1
+    task = _task(text, config, window - num_opening, reading)
+    state = ProfileState(files.profile, ModelIdentity.of(path), config, task)
+    if not restart:
+        state.resume()
+    resumed_at = state.num_done
+    _remark(config, resumed_at)
+    state.start()
+    tokens_per_s = run_profile(system, text.ids[: task.num_tokens].tolist(), state, every_s)
+    found = _write(files, state, text)
+    layers = [LayerSummary.of(counts, found.num_tokens) for counts in found.counts]
+    click.echo(f"{found.num_tokens} tokens of {text.name}, {tokens_per_s:.1f} tokens/s")
+    print_summary(found, layers)
+    for file in files.all:
+        click.echo(f"wrote {file}")
+    if as_json:
+        print_json(
+            {
+                "tokens": found.num_tokens,
+                "tokens_per_s": tokens_per_s,
+                "sparsity": [layer.sparsity for layer in layers],
+                "hot_share": [layer.hot_share for layer in layers],
+                "never_fired": [layer.num_silent for layer in layers],
+                "path": str(files.profile),
+                "inputs_path": str(files.inputs) if files.inputs else None,
+                "resumed_at": resumed_at,
+            }
+        )
+
+
+def _window(config: ModelConfig, window: int | None) -> int:
+    most = config.max_positions
+    if window is None:
+        return min(_WINDOW, most)
+    if not 2 <= window <= most:
+        raise UsageError(f"--window is {window}; give a number from 2 to {most}")
+    return window
+
+
+def _read_text(path: Path, prompts: Prompts) -> TextIds:
+    from rich.progress import Progress
+
+    console = stderr_console()
+    with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("tokenizing", total=1.0)
+        return read_text_ids(path, prompts, lambda share: bar.update(task, completed=share))
+
+
+def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading) -> ProfileTask:
+    num_tokens = min(text.ids.size, reading.max_tokens or text.ids.size)
+    num_inputs = reading.num_inputs
+    if num_inputs is None:
+        token_bytes = config.num_layers * config.hidden_size * 2
+        num_inputs = min(_NUM_INPUTS, max(1, _MOST_INPUT_BYTES // token_bytes))
+    return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens))
+
+
+def _remark(config: ModelConfig, resumed_at: int) -> None:
+    if config.activation_fn != "relu":
+        click.echo(
+            f"warning: this model's activation is {config.activation_fn}, which is never exactly "
+            "zero: every neuron counts as firing for nearly every token",
+            err=True,
+        )
+    if resumed_at:
+        click.echo(f"continued at token {resumed_at}", err=True)
+
+
+def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
+    """Write all files; the state goes when they are there."""
+    identity, num_tokens = state.identity, state.task.num_tokens
+    found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
+    write_profile(files.profile, identity, found)
+    if files.inputs is not None:
+        write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))
+    if files.plot is not None:
+        from jobs.profile.plot import plot_profile
+
+        plot_profile(files.plot, found, identity.name)
+    state.remove()
+    return found

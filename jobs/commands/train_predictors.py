@@ -1,0 +1,193 @@
+"""`hotcold train-predictors`: fit what says which neurons will fire, to what `profile` recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.support.console import json_option, print_json, stderr_console
+
+if TYPE_CHECKING:
+    from model.config.model_config import ModelConfig
+    from model.files.artifact import ModelIdentity
+    from predictors.predictor_file import AnyLayer, Predictors
+    from predictors.quality import Quality
+
+KINDS = ("lowrank", "sign", "best")
+
+
+@click.command("train-predictors")
+@click.argument("model", required=False)
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="lowrank",
+    show_default=True,
+    help="Two linear layers; sign bits, where only thresholds are fitted; or, for each "
+    "layer, the one that reads fewer bytes.",
+)
+@click.option(
+    "--recall",
+    "target_recall",
+    type=float,
+    default=0.98,
+    show_default=True,
+    help="Share of the neurons that fire which are to be computed, in each layer.",
+)
+@click.option(
+    "--dtype",
+    "weight_dtype",
+    type=click.Choice(("q8", "q4")),
+    help="For use with this --dtype: where gates are smaller, so is the predictor that pays.",
+)
+@click.option(
+    "--inputs",
+    "inputs_file",
+    type=click.Path(path_type=Path),
+    help="What `hotcold profile` recorded; the model's own without it.",
+)
+@click.option(
+    "--import",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Take PowerInfer's predictors from this folder instead of fitting any.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Where to write; beside the model without it."
+)
+@json_option
+def train_predictors(
+    model: str | None,
+    kind: str,
+    target_recall: float,
+    weight_dtype: str | None,
+    inputs_file: Path | None,
+    folder: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
+    from actors.setup.preflight import read_model
+    from jobs.profile.files import require_writable
+    from model.files.artifact import ModelIdentity
+    from model.files.locate import locate_model
+    from predictors.predictor_file import predictors_path, write_predictors
+
+    path = locate_model(model)
+    config = read_model(path, weight_dtype)
+    identity = ModelIdentity.of(path)
+    started = time.monotonic()
+    target = out or predictors_path(
+        path, "lowrank" if folder is not None else kind, weight_dtype or ""
+    )
+    require_writable("--out", target)
+    if folder is not None:
+        _refuse_fitting_options()
+        from predictors.powerinfer import import_powerinfer
+
+        predictors = import_powerinfer(folder, config)
+    else:
+        predictors = _train(path, config, identity, inputs_file, kind, target_recall)
+    write_predictors(target, identity, predictors)
+    seconds = time.monotonic() - started
+    _print_report(predictors)
+    share = predictors.num_bytes / _ffn_bytes(config)
+    click.echo(f"{target}: {predictors.num_bytes / 1e6:.2f} MB a token, {share:.1%} of the FFN's "
+               f"weights; {seconds:.1f} s")  # fmt: skip
+    if as_json:
+        print_json(_as_json(predictors) | {"path": str(target), "seconds": round(seconds, 3)})
+
+
+def _refuse_fitting_options() -> None:
+    from model.errors import UsageError
+
+    context = click.get_current_context()
+    options = {
+        "kind": "--kind",
+        "target_recall": "--recall",
+        "weight_dtype": "--dtype",
+        "inputs_file": "--inputs",
+    }
+    for name, option in options.items():
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise UsageError(f"{option} says how to fit, and --import fits nothing; leave one out")
+
+
+def _train(
+    path: Path,
+    config: ModelConfig,
+    identity: ModelIdentity,
+    inputs_file: Path | None,
+    kind: str,
+    target_recall: float,
+) -> Predictors:
+    from rich.progress import Progress
+
+    from model.files.artifact import artifact_path
+    from predictors.inputs import read_inputs
+    from predictors.training import gather, train_predictors
+
+    source = inputs_file or artifact_path(path, "inputs.safetensors")
+    inputs = read_inputs(source, identity, config)
+    made: list[tuple[AnyLayer, Quality]] = []
+    console = stderr_console()
+    with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("layers", total=config.num_layers)
+        for layer in train_predictors(path, config, inputs, kind, target_recall):
+            made.append(layer)
+            bar.advance(task)
+    return gather(made, inputs, target_recall)
+
+
+def _ffn_bytes(config: ModelConfig) -> int:
+    from model.weights.sizes import ffn_bytes
+
+    return ffn_bytes(config, config.num_layers * config.ffn_size)
+
+
+def _print_report(predictors: Predictors) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1))
+    names = ("layer", "kind", "size", "format", "MB", "active", "computed", "recall",
+             "precision")  # fmt: skip
+    for name in names:
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    qualities: Sequence[Quality | None] = predictors.qualities or [None] * len(predictors.layers)
+    for i, (layer, quality) in enumerate(zip(predictors.layers, qualities, strict=True)):
+        if layer is None:
+            continue
+        shares = ["-"] * 4 if quality is None else [
+            f"{quality.active:.1%}", f"{quality.computed:.1%}", f"{quality.recall:.3f}",
+            f"{quality.precision:.3f}",
+        ]  # fmt: skip
+        size = str(getattr(layer, "hidden_size", "-"))
+        table.add_row(
+            str(i), *_kind_and_format(layer, size), f"{layer.num_bytes / 1e6:.2f}", *shares
+        )
+    Console(highlight=False).print(table)
+
+
+def _kind_and_format(layer: AnyLayer, size: str) -> tuple[str, str, str]:
+    planes = getattr(layer, "num_weight_planes", None)
+    if planes is not None:
+        return "sign", size, "1 bit" if planes == 1 else "2 bits"
+    return "lowrank", size, "int8" if layer.down.dtype.itemsize == 1 else "f16"  # type: ignore[union-attr]
+
+
+def _as_json(predictors: Predictors) -> dict[str, Any]:
+    qualities = predictors.qualities
+    return {
+        "recall": None if qualities is None else [q.recall for q in qualities],
+        "precision": None if qualities is None else [q.precision for q in qualities],
+        "computed": None if qualities is None else [q.computed for q in qualities],
+        "active": None if qualities is None else [q.active for q in qualities],
+        "bytes": [0 if layer is None else layer.num_bytes for layer in predictors.layers],
+        "hidden_size": [getattr(layer, "hidden_size", None) for layer in predictors.layers],
+        "target_recall": predictors.target_recall,
+    }

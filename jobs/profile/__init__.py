@@ -1,0 +1,1 @@
+"""The run of `hotcold profile`: its files, its state, what it reports."""

@@ -1,0 +1,69 @@
+"""Which files `hotcold profile` writes, checked before hours of work go into them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.errors import UsageError
+from model.files.artifact import artifact_path
+from placement.profile import PROFILE_FILE
+from predictors.inputs import INPUTS_FILE
+
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+@dataclass(frozen=True)
+class ProfileFiles:
+    """The profile, and where asked for the recorded inputs and the figure."""
+
+    profile: Path
+    inputs: Path | None
+    plot: Path | None
+
+    @classmethod
+    def choose(
+        cls,
+        model_path: Path,
+        out: Path | None,
+        inputs_out: Path | None,
+        plot: Path | None,
+        *,
+        with_inputs: bool,
+    ) -> ProfileFiles:
+        """The files that were named, else those in the model's directory.
+
+        Errors:  UsageError where one cannot be written, or two are the same
+        """
+        if inputs_out is not None and not with_inputs:
+            raise UsageError("--inputs-out was given, but --inputs 0 records none; leave one out")
+        if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+            raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
+        inputs = (inputs_out or artifact_path(model_path, INPUTS_FILE)) if with_inputs else None
+        files = cls(out or artifact_path(model_path, PROFILE_FILE), inputs, plot)
+        options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot}
+        for option, path in options.items():
+            if path is not None:
+                require_writable(option, path)
+        if len({path.resolve() for path in files.all}) < len(files.all):
+            raise UsageError("--out, --inputs-out and --plot name the same file; give others")
+        return files
+
+    @property
+    def all(self) -> list[Path]:
+        """Those that are written."""
+        return [path for path in (self.profile, self.inputs, self.plot) if path is not None]
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Make the folder of `path`, which `option` names. Errors: UsageError where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reason = "is a directory" if path.is_dir() else ""
+    except OSError as problem:
+        reason = f"cannot be written: {problem.strerror}"
+    if not reason and not os.access(path.parent, os.W_OK):
+        reason = f"cannot be written: no permission in {path.parent}"
+    if reason:
+        raise UsageError(f"{path}: {reason}; give another place with {option}")

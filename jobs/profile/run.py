@@ -1,0 +1,102 @@
+"""The run of `hotcold profile`: windows through a system, the state saved as they go."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from actors.protocol.messages import SystemConfig
+from actors.system import System
+from jobs.profile.state import ProfileState
+from jobs.support.console import stderr_console
+from jobs.support.loading import running_system
+from jobs.support.text_file import windows
+
+
+def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every_s: float) -> float:
+    """Do what the state has not done yet, saving it every `every_s` seconds; tokens a second.
+
+    Errors:  HotcoldError; KeyboardInterrupt at Ctrl-C, once the window is done and saved
+    """
+    first_done = state.num_done
+    if first_done == len(ids):  # only the results were not written yet
+        return 0.0
+    with running_system(system) as running:
+        started = time.monotonic()
+        _count(running, ids, state, every_s)
+        return (len(ids) - first_done) / (time.monotonic() - started)
+
+
+def _count(running: System, ids: list[int], state: ProfileState, every_s: float) -> None:
+    task, before, saved_s = state.task, state.counts, time.monotonic()
+    with _bar(len(ids), state.num_done) as show, _interrupts_noted() as interrupted:
+        for first, last in windows(len(ids), task.window_ids):
+            if last <= state.num_done:
+                continue
+            inputs = running.call("profile_window", ids[first:last], task.recorded(first, last))
+            state.add_inputs(first, inputs)
+            show(last)
+            is_end = last == len(ids) or interrupted
+            if is_end or time.monotonic() - saved_s >= every_s:
+                state.save(before + running.call("fired_counts"), last)
+                saved_s = time.monotonic()
+            if interrupted and last < len(ids):
+                click.echo(
+                    f"stopped at token {last} of {len(ids)}; the same command goes on from there",
+                    err=True,
+                )
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error that is told how many tokens are done."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("profiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    console = stderr_console()
+    started = time.monotonic()
+    hidden = not console.is_interactive
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=num_tokens, completed=num_done, speed="")
+
+        def show(done: int) -> None:
+            tokens_per_s = (done - num_done) / (time.monotonic() - started)
+            bar.update(task, completed=done, speed=f"{tokens_per_s:.0f} tokens/s")
+
+        yield show
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """The first Ctrl-C is only noted, so that a window can be finished; the second is one."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+        click.echo("finishing this window (Ctrl-C again stops at once)", err=True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,117 @@
+"""What a profiling run has done so far, on disk: a run that was stopped goes on from there.
+
+Two files beside the output: `<out>.part` holds counts and how many tokens they are of, replaced as
+a whole; `<out>.part.inputs` holds the recorded inputs, appended, of which only those count that
+belong to these tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity, read_artifact, write_artifact
+
+_KIND = "profile"
+
+
+@dataclass(frozen=True)
+class ProfileTask:
+    """What is read and recorded. Another task cannot go on from this one's state."""
+
+    text_digest: str
+    num_tokens: int
+    window_ids: int  # ids of a window, without its bos
+    num_inputs: int  # tokens whose FFN inputs are recorded
+
+    def recorded_before(self, token: int) -> int:
+        """How many of the first `token` tokens are recorded: they are spread evenly."""
+        return token * self.num_inputs // self.num_tokens
+
+    def recorded(self, first: int, last: int) -> list[int]:
+        """Those of the tokens first..last-1 that are recorded, counted from `first`."""
+        bounds = [self.recorded_before(token) for token in range(first, last + 1)]
+        return [i for i in range(last - first) if bounds[i + 1] > bounds[i]]
+
+
+class ProfileState:
+    """Counts and recorded inputs of the first `num_done` tokens."""
+
+    def __init__(
+        self, out: Path, identity: ModelIdentity, config: ModelConfig, task: ProfileTask
+    ) -> None:
+        """The state of the run that will write `out`; starts with nothing done."""
+        self.task = task
+        self.counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
+        self.num_done = 0
+        self.identity = identity
+        self._row_shape = (config.num_layers, config.hidden_size)
+        self._path = out.with_name(f"{out.name}.part")
+        self._inputs_path = out.with_name(f"{out.name}.part.inputs")
+
+    def resume(self) -> None:
+        """Take over what an earlier run of the same task has saved, if there is any."""
+        try:
+            artifact = read_artifact(self._path, _KIND, self.identity)
+            counts = artifact.tensor("counts", np.int64, self.counts.shape)
+            num_done = artifact.fact("num_done", int)
+        except ArtifactError:
+            return
+        num_bytes = self._inputs_path.stat().st_size if self._inputs_path.is_file() else 0
+        wanted = self.task.recorded_before(num_done) * self._row_bytes
+        if artifact.facts.get("task") == asdict(self.task) and num_bytes >= wanted:
+            self.counts, self.num_done = counts, num_done
+
+    def start(self) -> None:
+        """Make the files, or show at once that they cannot be made. Errors: ArtifactError."""
+        if self.num_done == 0:
+            with suppress(OSError):
+                self.remove()
+            self.save(self.counts, 0)
+        if self.task.num_inputs:
+            try:
+                self._inputs_path.touch()
+            except OSError as problem:
+                raise ArtifactError(
+                    f"{self._inputs_path}: cannot be written ({problem.strerror}); give another "
+                    "place with --out"
+                ) from None
+
+    def add_inputs(self, first: int, inputs: np.ndarray) -> None:
+        """Keep the inputs (L, R, d) of the window that starts at token `first`.
+
+        They count once `save` says that this window is done.
+        Errors:  OSError
+        """
+        if inputs.shape[1] == 0:
+            return
+        with self._inputs_path.open("r+b") as file:
+            file.seek(self.task.recorded_before(first) * self._row_bytes)
+            file.write(np.ascontiguousarray(inputs.transpose(1, 0, 2)).data)
+
+    def save(self, counts: np.ndarray, num_done: int) -> None:
+        """The first `num_done` tokens are done. Errors: ArtifactError."""
+        self.counts, self.num_done = counts, num_done
+        facts = {"task": asdict(self.task), "num_done": num_done}
+        write_artifact(self._path, _KIND, self.identity, {"counts": counts}, facts)
+
+    def inputs(self) -> np.ndarray:
+        """All recorded inputs (L, R, d), read from disk as they are used."""
+        shape = (self.task.num_inputs, *self._row_shape)
+        return np.memmap(self._inputs_path, np.uint16, "r", shape=shape).transpose(1, 0, 2)
+
+    def remove(self) -> None:
+        """Remove the files, and what a run that was killed while it saved has left of them."""
+        for path in self._path.parent.glob(f"{self._path.name}.*.part"):
+            path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+        self._inputs_path.unlink(missing_ok=True)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._row_shape[0] * self._row_shape[1] * 2

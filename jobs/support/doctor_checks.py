@@ -1,0 +1,201 @@
+"""What `hotcold doctor` finds wrong, or right, with a machine: one Finding a question."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from placement.machine.description import Machine
+from placement.machine.huge_pages import probe_huge_pages
+from placement.machine.survey import MachineSurvey
+from placement.machine.sysfs import Cpu, missing_features
+from placement.memory import MemoryNeed
+from placement.threads.locality import ServiceMemory
+from placement.threads.pinning import may_bind_memory
+
+Level = Literal["ok", "note", "problem"]
+_NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
+_SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
+# Of a service's memory, what may lie anywhere: Python and libraries, which are loaded before the
+# process knows its place, and pages that two threads share.
+_FAR_BYTES, _FAR_SHARE = 512 << 20, 0.02
+_SLOW_NODE = 0.6  # of the fastest node's rate per core
+_ALLOW_HUGE_PAGES = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+_COMPACT_MEMORY = "echo 1 > /proc/sys/vm/compact_memory"
+_NICENESS_VARIABLE = "RAY_worker_niceness"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer. A problem's text says what to do."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
+    """Yield the findings that need no model."""
+    yield _versions()
+    yield _processor(machine)
+    yield _gpus(machine)
+    yield _nodes(machine)
+    yield _huge_pages(machine)
+    yield _shared_memory(machine)
+    yield _niceness()
+
+
+def check_measured(measured: Machine) -> Iterator[Finding]:
+    """Yield what is odd about the measured figures, or that nothing is."""
+    odd = False
+    rates = {node.name: node.read_gb_per_s / node.num_cores for node in measured.nodes}
+    slow = [name for name, rate in rates.items() if rate < _SLOW_NODE * max(rates.values())]
+    if slow:
+        odd = True
+        text = f"{', '.join(slow)}: a core reads less than on other nodes; memory channels empty?"
+        yield Finding("note", "memory read", text)
+    if measured.exchange_us > _SLOW_EXCHANGE_US:
+        odd = True
+        text = (
+            f"{measured.exchange_us:.0f} µs are many; if other programs ran then, measure again "
+            "with --fresh"
+        )
+        yield Finding("note", "exchange", text)
+    assumed = [gpu.name for gpu in measured.gpus if not gpu.measured]
+    if assumed:
+        odd = True
+        text = f"{', '.join(assumed)} could not be measured; plans assume slow memory"
+        yield Finding("note", "GPU memory", text)
+    if not odd:
+        yield Finding("ok", "memory read", f"{measured.read_gb_per_s:.1f} GB/s by all nodes")
+
+
+def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:
+    """Say whether the model's parts fit in the memory that is available."""
+    spare_bytes = machine.available_bytes - need.total_bytes
+    if spare_bytes >= 0:
+        return Finding("ok", "model", f"fits, {spare_bytes / 1e9:.2f} GB to spare")
+    text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or give a smaller --context"
+    if need.total_bytes - need.kv_cache_bytes > machine.available_bytes:
+        text = f"{-spare_bytes / 1e9:.2f} GB too large: free memory, or take a smaller model"
+    return Finding("problem", "model", text)
+
+
+def _versions() -> Finding:
+    found, missing = [f"Python {platform.python_version()}"], []
+    for package in ("ray", "torch", "numba"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        text = f"{', '.join(missing)} not installed: pip install -e ."
+        return Finding("problem", "software", text)
+    return Finding("ok", "software", ", ".join(found))
+
+
+def _processor(machine: MachineSurvey) -> Finding:
+    cpu = Cpu(machine.cpu_name, machine.cpu_features)
+    if missing := missing_features(cpu, platform.machine()):
+        text = f"no {', '.join(missing)}: kernels cannot run; take a CPU with AVX2, FMA and F16C"
+        return Finding("problem", "processor", text)
+    kernels = kernel_instructions()
+    level: Level = "note" if kernels == "AVX2" else "ok"  # half as wide as AVX-512
+    return Finding(level, "processor", f"kernels use {kernels}")
+
+
+def kernel_instructions() -> str:
+    """Which instructions kernels are compiled to, as far as their code differs."""
+    from numba_kernels.ir.llvm_vectors import has_feature
+
+    if has_feature("avx512f"):
+        return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"
+    return "AVX2" if has_feature("avx2") else f"plain vectors ({platform.machine()})"
+
+
+def _gpus(machine: MachineSurvey) -> Finding:
+    if not machine.gpus:
+        text = f"{machine.no_gpu_reason}; the CPU computes every neuron"
+        level: Level = "note" if "no NVIDIA driver" in text else "problem"
+        return Finding(level, "GPU", text)
+    names = ", ".join(gpu.name for gpu in machine.gpus)
+    others = "; the first is used, the others are not" if len(machine.gpus) > 1 else ""
+    return Finding("ok", "GPU", f"{names}: attention, the head and hot neurons go there{others}")
+
+
+def _nodes(machine: MachineSurvey) -> Finding:
+    used = machine.usable_nodes
+    if len(used) < 2:
+        return Finding("ok", "NUMA", "one node")
+    empty = [str(node.node_id) for node in used if not node.total_bytes]
+    if empty:
+        text = f"nodes {', '.join(empty)} have cores but no memory: their reads cross nodes"
+        return Finding("problem", "NUMA", text)
+    text = f"{len(used)} nodes, as many CPU services, each on its node's cores and memory"
+    if not may_bind_memory():
+        text = (
+            f"{len(used)} nodes; the kernel refuses memory policies (a container?): memory lies "
+            "where pinned threads first write it"
+        )
+        return Finding("note", "NUMA", text)
+    return Finding("ok", "NUMA", text)
+
+
+def check_services(services: Sequence[ServiceMemory]) -> Iterator[Finding]:
+    """Yield, for each running service, where its memory lies and whether its threads are there."""
+    for service in services:
+        parts = [f"{size >> 20} MiB on node {node}" for node, size in service.node_bytes.items()]
+        text = f"{', '.join(parts) or 'no memory yet'}; runs on " + (
+            f"node{'s' * (len(service.nodes) > 1)} {', '.join(map(str, service.nodes))}"
+        )
+        subject = f"service {service.pid}"
+        if service.far_bytes > max(_FAR_BYTES, _FAR_SHARE * service.num_bytes):
+            yield Finding("problem", subject, f"{text}: free memory there and start again")
+        else:
+            yield Finding("ok", subject, f"{text}: {service.local_share:.1%} local")
+
+
+def _huge_pages(machine: MachineSurvey) -> Finding:
+    """The kernel's setting, and what it comes to."""
+    setting = f"enabled is {machine.huge_pages}, defrag {machine.huge_page_defrag}"
+    if machine.huge_pages == "never":
+        text = f"{setting}: weights get none and are read slower; as root, {_ALLOW_HUGE_PAGES}"
+        return Finding("note", "huge pages", text)
+    probe = probe_huge_pages()
+    if probe is None:
+        text = f"{setting}; whether weights get them could not be tried"
+        return Finding("note", "huge pages", text)
+    text = f"{setting}; {probe.huge_bytes >> 20} of {probe.num_bytes >> 20} MiB in huge pages"
+    if probe.huge_bytes == probe.num_bytes:
+        return Finding("ok", "huge pages", text)
+    if machine.huge_pages == "unknown":
+        return Finding("note", "huge pages", f"{text}: this kernel has none")
+    refused = "the rest" if probe.huge_bytes else "them"
+    text = f"{text}: the system refuses {refused}; free memory, or as root, {_COMPACT_MEMORY}"
+    return Finding("note", "huge pages", text)
+
+
+def _shared_memory(machine: MachineSurvey) -> Finding:
+    free, needed = machine.shared_memory_free_bytes, _NEEDED_SHARED_BYTES
+    text = f"{free / 1e9:.1f} GB free in /dev/shm, {needed / 1e9:.2f} needed"
+    if free < needed:
+        return Finding("problem", "shared memory", f"{text}: in a container give --shm-size=1g")
+    return Finding("ok", "shared memory", text)
+
+
+def _niceness() -> Finding:
+    own, workers = os.nice(0), os.environ.get(_NICENESS_VARIABLE)
+    if own > 0:
+        text = f"this shell runs at niceness {own}, and so will everything started from it"
+        return Finding("problem", "niceness", text)
+    if workers not in (None, "0"):
+        text = f"{_NICENESS_VARIABLE}={workers} slows Ray's workers: set it to 0"
+        return Finding("problem", "niceness", text)
+    if workers is None:
+        text = f"set {_NICENESS_VARIABLE}=0 before a `ray start` of your own; Ray's default is 15"
+        return Finding("note", "niceness", text)
+    return Finding("ok", "niceness", f"{_NICENESS_VARIABLE}=0")

@@ -1,0 +1,140 @@
+"""Options that several commands share."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from actors.protocol.messages import EXCHANGES, MODES
+from actors.setup.gpu_choice import DEVICES
+from actors.setup.preflight import SystemOptions
+from jobs.support.weight_dtype import dtype_option
+from model.errors import shown
+from model.sampling import SamplingParams
+from placement.threads.pinning import PIN_CHOICES
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 8GiB (binary), 8GB (decimal) or a number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """The number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if not match:
+            self.fail(f"{shown(value)} is no size; write it like 8GiB", param, ctx)
+        unit = (match[2] or "").lower()
+        base = 1024 if unit.endswith("i") else 1000
+        return int(float(match[1]) * base ** _POWERS[unit[:1]])
+
+
+class TokenIds(click.ParamType[list[int]]):
+    """Token ids with commas between them."""
+
+    name = "ids"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        """The list of ids; they are checked against the vocabulary later."""
+        if isinstance(value, list):
+            return value
+        try:
+            return [int(part) for part in value.split(",")] if value.strip() else []
+        except ValueError:
+            self.fail(f"{shown(value)} is no list of token ids; write it like 1,2,3", param, ctx)
+
+
+class Addresses(click.ParamType[tuple[str, ...]]):
+    """Addresses of hosts with commas between them."""
+
+    name = "addresses"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        """The addresses; whether they are nodes of the cluster is found out when it starts."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+_SYSTEM = [
+    click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all; up and "
+                 "down only where the gate fired (the same tokens); what a predictor chooses."),
+    click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
+                 "--mode sign and lowrank; the model's own without it."),
+    dtype_option,
+    click.option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
+                 "the one that `hotcold plan` made for these options, if there is one."),
+    click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
+                 "cold neurons; as many as NUMA nodes without it."),
+    click.option("--context", "context_length", type=int, help="Most tokens of a request, the "
+                 "prompt and the answer together."),
+    click.option("--parallel", "max_batch", type=int, help="Requests that run at once, 1 to 32; 8 "
+                 "without it."),
+    click.option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
+                 "all requests together; one context without it."),
+    click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
+    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+                 help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
+    click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
+                 "all that is free, but for a reserve, without it; 0: no GPU."),
+    click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
+    click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
+                 help="How the driver asks services: doorbells in shared memory, or actor calls."),
+    click.option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,
+                 help="Keep services on the cores and memory of their NUMA nodes; auto: with one "
+                 "node, on cores until another program wants those."),
+    click.option("--hosts", type=Addresses(), default="", help="Ray nodes that share the CPU "
+                 "services, like 10.0.0.1,10.0.0.2; the driver's own without it."),
+]  # fmt: skip
+
+_SAMPLING = [
+    click.option("--max-tokens", type=int, help="Longest answer."),
+    click.option("--temperature", type=float, help="0 takes the likeliest token every time."),
+    click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
+    click.option("--top-p", type=float, help="Choose among those that hold so much probability."),
+    click.option("--min-p", type=float, help="Leave out those so much less likely than the first."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end token."),
+]
+
+
+def system_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `SystemOptions`."""
+    return _with(_SYSTEM, command)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `SamplingParams`."""
+    return _with(_SAMPLING, command)
+
+
+def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def split_system_options(values: dict[str, Any]) -> SystemOptions:
+    """Take `SystemOptions` out of a command's keyword arguments."""
+    names = SystemOptions.__dataclass_fields__
+    return SystemOptions(**{name: values.pop(name) for name in names if name in values})
+
+
+def split_sampling(path: Path, values: dict[str, Any]) -> SamplingParams:
+    """Take the sampling options out of a command's keyword arguments; the model's defaults else."""
+    given = {
+        name: value
+        for name in SamplingParams.__dataclass_fields__
+        if (value := values.pop(name, None)) not in (None, ())
+    }
+    return replace(SamplingParams.defaults(path), **given)

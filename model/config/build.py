@@ -1,0 +1,119 @@
+"""config.json -> ModelConfig: which family it is, what is refused, what all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from model.config.families import falcon_fields, llama_fields, max_positions, opt_fields
+from model.config.json_reader import ConfigReader, read_json_object
+from model.config.model_config import ModelConfig, WeightDtype
+from model.config.quantization import quantized_dtype
+from model.errors import shown
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "opt": ("OPTForCausalLM", "OPTModel"),
+    "falcon": ("FalconForCausalLM", "FalconModel"),
+}
+DTYPES: dict[str, WeightDtype] = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
+MAX_LAYERS = 4096
+MAX_VOCAB = 1 << 24
+
+# Keys of relatives of the supported families that would change the result without any error.
+_CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
+    "num_local_experts": lambda value: value in (0, 1),
+    "num_experts": lambda value: value in (0, 1),
+    "n_routed_experts": lambda value: value in (0, 1),
+    "layer_types": lambda value: (
+        isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    ),
+    "partial_rotary_factor": lambda value: value == 1,
+    "attn_logit_softcapping": lambda value: False,
+    "final_logit_softcapping": lambda value: False,
+    "clip_qkv": lambda value: False,
+    "use_qk_norm": lambda value: value is False,
+    "qk_layernorm": lambda value: value is False,
+    "is_encoder_decoder": lambda value: value is False,
+    "add_cross_attention": lambda value: value is False,
+}
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """Read `directory`/config.json. Errors: ConfigError naming the file and the key."""
+    file = Path(directory) / "config.json"
+    return build_config(read_json_object(file), source=str(file), name=_model_name(file.parent))
+
+
+def build_config(
+    config: dict[str, Any], *, source: str = "config.json", name: str = "model"
+) -> ModelConfig:
+    """Build from config.json's content. `source` names the file in errors (ConfigError)."""
+    reader = ConfigReader(config, source)
+    family = _family(reader)
+    _refuse_unsupported(reader)
+    fields = {"llama": llama_fields, "opt": opt_fields, "falcon": falcon_fields}[family](reader)
+    vocab_size = reader.integer("vocab_size", high=MAX_VOCAB)
+    bos, eos = {"llama": (1, 2), "opt": (2, 2), "falcon": (11, 11)}[family]
+    bos_ids = reader.token_ids("bos_token_id", (bos,), vocab_size)
+    result = ModelConfig(
+        name=name,
+        dtype=_dtype(reader),
+        num_layers=reader.integer("num_hidden_layers", high=MAX_LAYERS),
+        vocab_size=vocab_size,
+        max_positions=max_positions(reader),
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=reader.token_ids("eos_token_id", (eos,), vocab_size),
+        tied_embeddings=reader.boolean("tie_word_embeddings", family != "llama"),
+        **fields,
+    )
+    if result.rope is not None and result.head_dim % 2:
+        raise reader.fail("head_dim", f"is {result.head_dim}; rotary positions need an even number")
+    return result
+
+
+def _family(reader: ConfigReader) -> str:
+    """Return the family that `architectures` and `model_type`, where given, agree on."""
+    architectures = reader.values.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    kind = reader.values.get("model_type")
+    for family, names in ARCHITECTURES.items():
+        if kind in (None, family) and (named in names or (named is None and kind == family)):
+            return family
+    found = "nothing" if named is None else shown(named)
+    also = "" if kind is None else f" and model_type {shown(kind)}"
+    supported = ", ".join(names[0] for names in ARCHITECTURES.values())
+    raise reader.fail(
+        "architectures", f"names {found}{also}, which is not supported; supported: {supported}"
+    )
+
+
+def _refuse_unsupported(reader: ConfigReader) -> None:
+    for key, accepted in _CHANGES_RESULT.items():
+        reader.refuse(key, accepted, "not supported: it would change the result; use another model")
+    if reader.values.get("use_sliding_window") is not False:
+        reader.refuse("sliding_window", lambda value: False, "sliding windows are not supported")
+
+
+def _dtype(reader: ConfigReader) -> WeightDtype:
+    quantized = quantized_dtype(reader)
+    if quantized is not None:
+        return quantized
+    key = "dtype" if reader.has("dtype") else "torch_dtype"
+    name = reader.text(key, "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise reader.fail(key, f"is {shown(name)}; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _model_name(directory: Path) -> str:
+    """Return org/repo for a directory in huggingface_hub's cache, else the directory's name."""
+    resolved = directory.resolve()
+    if resolved.parent.name == "snapshots":
+        return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return resolved.name

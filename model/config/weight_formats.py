@@ -1,0 +1,60 @@
+"""Names of weight formats, as config.json and --dtype spell them, and what a row takes in each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model.config.model_config import ModelConfig, WeightDtype
+from model.errors import UsageError, shown
+from numba_kernels.formats import GROUP, Q4, Q8, is_quantized, row_items
+
+QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4")
+_DTYPES: dict[WeightDtype, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.int16),
+    "q8": Q8,
+    "q4": Q4,
+}
+
+
+def numpy_dtype(name: WeightDtype) -> np.dtype:
+    """Return the dtype of arrays that hold the format."""
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: np.dtype) -> WeightDtype:
+    """Return the name of the format that arrays of `dtype` hold. Errors: KeyError for no format."""
+    return {known: name for name, known in _DTYPES.items()}[dtype]
+
+
+def requested_dtype(name: str) -> np.dtype | None:
+    """Return the dtype that matrices are to be quantized to; None for "", which is as stored.
+
+    Errors:  UsageError for another name than q8 and q4
+    """
+    if not name:
+        return None
+    if name not in QUANTIZED_NAMES:
+        raise UsageError(f"--dtype is {shown(name)}; give {' or '.join(QUANTIZED_NAMES)}")
+    return _DTYPES[name]
+
+
+def row_bytes(config: ModelConfig, width: int) -> int:
+    """Return the bytes of a matrix row of `width` weights in the config's dtype.
+
+    Errors:  ValueError for a quantized row whose width is no multiple of 32
+    """
+    dtype = _DTYPES[config.dtype]
+    return row_items(dtype, width) * dtype.itemsize
+
+
+def require_whole_groups(dtype: np.dtype, *widths: int) -> None:
+    """Raise UsageError where rows of one of these widths cannot be quantized to `dtype`."""
+    for width in widths:
+        if is_quantized(dtype) and width % GROUP:
+            raise UsageError(
+                f"--dtype {dtype_name(dtype)} takes weights in groups of {GROUP}, and this model "
+                f"has rows of {width}, which are no whole groups; use it in the dtype that it is "
+                "stored in"
+            )

@@ -1,0 +1,1 @@
+"""Files of a model on disk: found, checked, read and written."""

@@ -1,0 +1,201 @@
+"""Files that are made from one model and hold for it alone: its profile, predictors and plans.
+
+Each is a safetensors file whose metadata names what it is, its version, and the model that it was
+made from. They lie in the folder `hotcold` of the model's directory unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.config.json_reader import read_json_object
+from model.errors import ArtifactError, shown
+from model.files.checkpoint import Checkpoint
+
+VERSION = 1
+_KEY = "hotcold"
+_FOLDER = "hotcold"
+_SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 1024
+# What makes a file of each kind, for the error texts.
+COMMANDS = {
+    "profile": "hotcold profile",
+    "inputs": "hotcold profile",
+    "predictors": "hotcold train-predictors",
+    "plan": "hotcold plan",
+}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model a file belongs to. Equal digests mean the same config and weights."""
+
+    name: str
+    digest: str  # 64 hexadecimal digits
+
+    @classmethod
+    def of(cls, model_path: str | Path) -> ModelIdentity:
+        """Identify a model directory.
+
+        The digest is of config.json's content, of the index of all tensors (names, formats, shapes)
+        and of the first kilobyte of some of them, for two fine-tunings of one model differ in
+        nothing else.
+        Errors:  ConfigError, CheckpointError
+        """
+        directory = Path(model_path)
+        config = read_json_object(directory / "config.json")
+        checkpoint = Checkpoint(directory)
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        names = checkpoint.names()
+        for name in names:
+            digest.update(
+                f"{name} {checkpoint.format_name(name)} {checkpoint.shape(name)}".encode()
+            )
+        for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
+            digest.update(checkpoint.first_bytes(name, _SAMPLED_BYTES))
+        return cls(directory.resolve().name, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """The content of such a file: arrays by name, and facts that JSON can hold."""
+
+    path: Path
+    tensors: dict[str, np.ndarray]
+    facts: dict[str, Any]
+
+    def tensor(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """The array `name`. Errors: ArtifactError unless it is there with this dtype and shape."""
+        found = self.tensors.get(name)
+        if found is None:
+            raise ArtifactError(f"{self.path}: holds no {shown(name)}; make it again")
+        if found.dtype != dtype or found.shape != shape:
+            raise ArtifactError(
+                f"{self.path}: {shown(name)} is {found.dtype} {found.shape}, not "
+                f"{np.dtype(dtype)} {shape}; make it again"
+            )
+        return found
+
+    def fact(self, name: str, kind: type) -> Any:
+        """The fact `name`. Errors: ArtifactError unless it is there and an instance of `kind`."""
+        found = self.facts.get(name)
+        if not isinstance(found, kind):
+            raise ArtifactError(
+                f"{self.path}: its {shown(name)} is missing or wrong; make it again"
+            )
+        return found
+
+
+def artifact_path(model_path: str | Path, file_name: str) -> Path:
+    """Where a model's file of that name lies unless told otherwise."""
+    return Path(model_path) / _FOLDER / file_name
+
+
+def write_artifact(
+    path: Path,
+    kind: str,
+    identity: ModelIdentity,
+    tensors: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write a file of `kind` (a key of COMMANDS), whole or not at all.
+
+    Errors:  ArtifactError where it cannot be written
+    """
+    from safetensors.numpy import save
+
+    about = {
+        "kind": kind,
+        "version": VERSION,
+        "model_name": identity.name,
+        "model_digest": identity.digest,
+        "facts": dict(facts),
+    }
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(save(contiguous, {_KEY: json.dumps(about, allow_nan=False)}))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as problem:
+        raise ArtifactError(
+            f"{path}: cannot be written ({problem.strerror}); give another place with --out"
+        ) from None
+
+
+def read_artifact(path: Path, kind: str, identity: ModelIdentity) -> Artifact:
+    """Read a file of `kind` that was made from the model `identity`.
+
+    Errors:  ArtifactError where it is missing, damaged, of another kind, version or model
+    """
+    facts, tensors = _open(path, kind, identity, with_tensors=True)
+    return Artifact(path, tensors, facts)
+
+
+def check_artifact(path: Path, kind: str, identity: ModelIdentity) -> dict[str, Any]:
+    """The facts of a file, without reading its arrays. Errors: as of `read_artifact`."""
+    return _open(path, kind, identity, with_tensors=False)[0]
+
+
+def _open(
+    path: Path, kind: str, identity: ModelIdentity, with_tensors: bool
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    command = COMMANDS[kind]
+    about, tensors = _read(path, kind, command, with_tensors)
+    if about.get("kind") != kind:
+        raise ArtifactError(
+            f"{path}: is a {shown(about.get('kind'))} file, not a {kind} file; make one with "
+            f"`{command}`"
+        )
+    if about.get("version") != VERSION:
+        raise ArtifactError(
+            f"{path}: is of version {shown(about.get('version'))}, this program reads version "
+            f"{VERSION}; make it again with `{command}`"
+        )
+    if about.get("model_digest") != identity.digest:
+        raise ArtifactError(
+            f"{path}: belongs to the model {shown(about.get('model_name'))} "
+            f"({shown(about.get('model_digest'))[1:13]}), not to {shown(identity.name)} "
+            f"({identity.digest[:12]}); make one for it with `{command}`"
+        )
+    facts = about.get("facts")
+    if not isinstance(facts, dict):
+        raise ArtifactError(f"{path}: holds no facts; make it again with `{command}`")
+    return facts, tensors
+
+
+def _read(
+    path: Path, kind: str, command: str, with_tensors: bool
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ArtifactError(f"{path}: there is no {kind} file; make one with `{command}`")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            names = list(file.keys()) if with_tensors else []
+            tensors = {name: file.get_tensor(name) for name in names}
+        about = json.loads(metadata.get(_KEY, ""))
+    except (
+        SafetensorError, OSError, ValueError, RecursionError,
+        TypeError, AttributeError,  # formats that NumPy has not
+    ) as problem:  # fmt: skip
+        reason = shown(str(problem).split("\n")[0], 80)
+        raise ArtifactError(
+            f"{path}: is no {kind} file, or a damaged one ({reason}); make it again with "
+            f"`{command}`"
+        ) from None
+    if not isinstance(about, dict):
+        raise ArtifactError(f"{path}: is no {kind} file; make one with `{command}`")
+    return about, tensors

@@ -1,0 +1,181 @@
+"""The weights of a Hugging Face directory, by name, as arrays that share the mapped files' bytes.
+
+Bits of weights have one dtype throughout the project: float32 is itself, float16 is uint16,
+bfloat16 is int16, so that Numba kernels tell them apart by type. In a checkpoint that config.json
+calls quantized, matrices are U8 tensors [rows, row bytes], and `formats.Q8` or `Q4` here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from model.config.json_reader import ConfigReader, read_json_object
+from model.config.quantization import quantized_dtype
+from model.config.weight_formats import numpy_dtype
+from model.errors import CheckpointError, shown
+from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
+from model.files.torch_file import TorchFile
+
+WeightFile = SafetensorsFile | TorchFile
+# The same tensor is called with any of these by the checkpoints of one family.
+PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
+
+
+class Checkpoint:
+    """All tensors of a model directory. Names are given with or without a family's prefix.
+
+    Errors:  CheckpointError, one line naming file and tensor, for a missing, truncated, overlapping
+             or mis-declared file, an index that disagrees with its files, or an unknown tensor
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files = _open_files(self.path)
+
+    @functools.cached_property
+    def quantized_dtype(self) -> np.dtype | None:
+        """The dtype of quantized matrices, Q8 or Q4; None where config.json declares none.
+
+        Errors:  CheckpointError for a method or version that is not supported
+        """
+        file = self.path / "config.json"
+        if not file.exists():
+            return None
+        values = read_json_object(file, CheckpointError)
+        name = quantized_dtype(ConfigReader(values, str(file), CheckpointError))
+        return None if name is None else numpy_dtype(name)
+
+    def names(self) -> list[str]:
+        """Return the tensors' full names, sorted."""
+        return sorted(self._files)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists, under any known prefix."""
+        return self._find(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of the tensor's bits: float32, uint16, int16, or Q8 or Q4 of U8."""
+        found = self._entry(name).format_name
+        if found == "U8" and self.quantized_dtype is not None:
+            return self.quantized_dtype
+        if found not in BIT_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is {found}; float32, float16 and bfloat16 are "
+                "supported, so convert the model"
+            )
+        return BIT_DTYPES[found]
+
+    def format_name(self, name: str) -> str:
+        """Return the tensor's format as safetensors spells it, supported or not."""
+        return self._entry(name).format_name
+
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """Return the first `count` bytes of the tensor's data; none of an unsupported format."""
+        if not self.is_readable(name):
+            return b""
+        items = self.array(name).reshape(-1)
+        return items[: -(-count // items.itemsize)].tobytes()[:count]
+
+    def is_readable(self, name: str) -> bool:
+        """Whether the tensor's format is one that `array` gives."""
+        found = self._entry(name).format_name
+        return found in BIT_DTYPES or (found == "U8" and self.quantized_dtype is not None)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the bytes of the tensor's data."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the tensor's bits as a view of the file: not to be written, maybe unaligned."""
+        dtype = self.dtype(name)
+        full_name = self.full_name(name)
+        bits = self._files[full_name].array(full_name)
+        return bits.view(dtype) if bits.dtype == np.uint8 else bits
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading the tensor took, where the file is mapped."""
+        full_name = self.full_name(name)
+        self._files[full_name].release(full_name)
+
+    def full_name(self, name: str) -> str:
+        """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""
+        full_name = self._find(name)
+        if full_name is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is missing; download the complete model"
+            )
+        return full_name
+
+    def _entry(self, name: str) -> TensorEntry:
+        full_name = self.full_name(name)
+        return self._files[full_name].entries[full_name]
+
+    def _find(self, name: str) -> str | None:
+        return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
+
+
+def _open_files(directory: Path) -> dict[str, WeightFile]:
+    """Return the file of every tensor, from the first form of weights that is there."""
+    forms: list[tuple[str, Callable[[Path], WeightFile]]] = [
+        ("model.safetensors", SafetensorsFile),
+        ("pytorch_model.bin", TorchFile),
+    ]
+    for name, open_file in forms:
+        if (directory / name).exists():
+            file = open_file(directory / name)
+            return dict.fromkeys(file.entries, file)
+        index = directory / f"{name}.index.json"
+        if index.exists():
+            return _open_index(index, open_file)
+    raise CheckpointError(
+        f"{directory}: no model.safetensors and no model.safetensors.index.json there; "
+        "give a directory with a Hugging Face model"
+    )
+
+
+def _open_index(index: Path, open_file: Callable[[Path], WeightFile]) -> dict[str, WeightFile]:
+    weight_map = read_json_object(index, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map; download it again")
+    opened: dict[str, WeightFile] = {}
+    files = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or file_name not in opened:
+            opened[file_name] = open_file(_shard_path(index, file_name))
+        files[name] = opened[file_name]
+        if name not in files[name].entries:
+            raise CheckpointError(
+                f"{files[name].path}: tensor {shown(name)} is missing, which {index.name} places "
+                "there; download the file again"
+            )
+    return files
+
+
+def _shard_path(index: Path, file_name: Any) -> Path:
+    """Return the path of a shard beside its index; a name that leads elsewhere is refused."""
+    parts = PurePosixPath(file_name).parts if isinstance(file_name, str) else ()
+    if len(parts) != 1 or parts[0] in ("..", "/") or "\\" in file_name or "\0" in file_name:
+        raise CheckpointError(
+            f"{index}: names the file {shown(file_name)}, which is not a name beside it; "
+            "download it again"
+        )
+    path = index.parent / parts[0]
+    try:
+        found = path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        found = False
+    if not found:
+        raise CheckpointError(
+            f"{index}: names the file {shown(file_name)}, which is not there; download it"
+        )
+    return path

@@ -1,0 +1,196 @@
+"""Writes a safetensors checkpoint tensor by tensor: headers first, so that nothing is gathered.
+
+The format (https://github.com/huggingface/safetensors): an unsigned 64-bit little-endian header
+length, the header as JSON (name -> dtype, shape, data_offsets), the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from model.config.model_config import WeightDtype
+
+_FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_BLOCK_ITEMS = 1 << 23
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name and shape, as both will stand in the file.
+
+    `format_name`, as safetensors spells it, is that of a tensor whose bits are written as they are;
+    others are in the writer's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format_name: str = ""
+
+    @property
+    def num_items(self) -> int:
+        """Number of weights, or of bytes of quantized rows."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class _Shard:
+    specs: list[TensorSpec] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class SafetensorsWriter:
+    """Takes the tensors of `specs` in their order, converts them and writes them out.
+
+    One file `model.safetensors` where all fits in `max_shard_bytes`, else numbered files and an
+    index, named as transformers names them. A file that is not complete ends in `.part`.
+    Use as a context manager: leaving it by an error removes the incomplete file.
+    Errors:  ValueError where a tensor is not the next of `specs`, or some were never written
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        specs: Sequence[TensorSpec],
+        dtype: WeightDtype,
+        max_shard_bytes: int = 4 * 10**9,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self._directory = directory
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        given = _FORMAT_NAMES[dtype]
+        specs = [replace(spec, format_name=spec.format_name or given) for spec in specs]
+        self._shards = _split(specs, max_shard_bytes)
+        self._file_names = _file_names(len(self._shards))
+        self._on_bytes = on_bytes
+        self._shard_id = -1
+        self._waiting: list[TensorSpec] = []
+        self._file: BinaryIO | None = None
+        self.num_bytes = sum(shard.num_bytes for shard in self._shards)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, error_type: object, *rest: object) -> None:
+        if error_type is None:
+            self.finish()
+        elif self._file is not None:
+            self._file.close()
+            self._part_path.unlink(missing_ok=True)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor. `tensor` is of any float dtype, on the CPU."""
+        self._begin(name, tuple(tensor.shape))
+        for block in tensor.contiguous().view(-1).split(_BLOCK_ITEMS):
+            self._write(block.to(self._dtype).view(torch.uint8).numpy())
+
+    def write_bits(self, name: str, bits: np.ndarray) -> None:
+        """Write the next tensor as it is: its items are of the spec's format."""
+        expected = self._begin(name, bits.shape)
+        if bits.itemsize != _ITEM_BYTES[expected.format_name]:
+            raise ValueError(f"got {name} {bits.dtype}, expected {expected}")
+        flat = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, 4 * _BLOCK_ITEMS):
+            self._write(flat[start : start + 4 * _BLOCK_ITEMS])
+
+    def _begin(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
+        """Make ready for the next tensor. Errors: ValueError where it is another."""
+        if not self._waiting:
+            self._open_next()
+        expected = self._waiting.pop(0)
+        if (name, shape) != (expected.name, expected.shape):
+            raise ValueError(f"got {name} {shape}, expected {expected}")
+        return expected
+
+    def _write(self, data: np.ndarray) -> None:
+        assert self._file is not None
+        self._file.write(data.data)
+        self._on_bytes(data.nbytes)
+
+    def finish(self) -> None:
+        """Close the last file and write the index. Errors: ValueError where tensors are missing."""
+        self._close()
+        if self._shard_id + 1 < len(self._shards):
+            raise ValueError(f"{len(self._shards) - self._shard_id - 1} files were never written")
+        if len(self._shards) > 1:
+            self._write_index()
+
+    def _open_next(self) -> None:
+        self._close()
+        self._shard_id += 1
+        if self._shard_id >= len(self._shards):
+            raise ValueError("all tensors were written already")
+        self._waiting = list(self._shards[self._shard_id].specs)
+        self._file = self._part_path.open("wb")
+        self._file.write(_header(self._waiting))
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        if self._waiting:
+            raise ValueError(f"{len(self._waiting)} tensors missing, next {self._waiting[0].name}")
+        self._file.close()
+        self._part_path.rename(self._directory / self._file_names[self._shard_id])
+        self._file = None
+
+    @property
+    def _part_path(self) -> Path:
+        return self._directory / f"{self._file_names[self._shard_id]}.part"
+
+    def _write_index(self) -> None:
+        weight_map = {
+            spec.name: file_name
+            for shard, file_name in zip(self._shards, self._file_names, strict=True)
+            for spec in shard.specs
+        }
+        items = sum(spec.num_items for shard in self._shards for spec in shard.specs)
+        metadata = {"total_parameters": items, "total_size": self.num_bytes}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        path = self._directory / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[_Shard]:
+    shards = [_Shard()]
+    for spec in specs:
+        num_bytes = _num_bytes(spec)
+        if shards[-1].specs and shards[-1].num_bytes + num_bytes > max_bytes:
+            shards.append(_Shard())
+        shards[-1].specs.append(spec)
+        shards[-1].num_bytes += num_bytes
+    return shards
+
+
+def _file_names(num_shards: int) -> list[str]:
+    if num_shards == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    return spec.num_items * _ITEM_BYTES[spec.format_name]
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + _num_bytes(spec)
+        entries[spec.name] = {
+            "dtype": spec.format_name,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

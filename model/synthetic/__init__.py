@@ -1,0 +1,1 @@
+"""Checkpoints of any size with random weights that behave like a sparse model's."""

@@ -1,0 +1,147 @@
+"""Makes a random-weight model's layers, one after another, while hidden states pass through them.
+
+Each matrix that writes to the residual stream is scaled by what it was measured to receive, so that
+values stay bounded at any depth, and each gate is fitted to the inputs that really arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from model.synthetic.gate import make_gate_rows
+from model.synthetic.names import LayerNames, qkv_rows
+from model.synthetic.random_source import NormalSource
+from model.synthetic.shape import SyntheticShape
+
+_ACTIVATION_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+}
+# All updates together have this deviation, against 1 of the embedding that they are added to. With
+# a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
+_UPDATES_RMS = {"llama": 0.5, "opt": 1.4, "falcon": 1.4}
+_BIAS_SCALE = 0.1  # of what the bias is added to
+_SEQUENCE_TOKENS = 12
+_NUM_SEQUENCES = 16
+NUM_TOKENS = _SEQUENCE_TOKENS * _NUM_SEQUENCES
+NUM_FITTED = NUM_TOKENS // 2  # whole sequences; the others check the fit
+
+
+@dataclass(frozen=True)
+class FiringStats:
+    """What fraction of neurons fires on tokens that were not fitted, and how skewed that is."""
+
+    density: float
+    hot_share: float  # fraction of the neurons that makes 80% of the activations
+
+
+class LayerMaker:
+    """Writes layers by `write(name, tensor)`, in the order of synthetic_names.tensor_specs."""
+
+    def __init__(
+        self,
+        shape: SyntheticShape,
+        density: float,
+        source: NormalSource,
+        write: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        self._shape = shape
+        self._density = density
+        self._source = source
+        self._write = write
+        self._update_rms = _UPDATES_RMS[shape.family] / (2 * shape.layers) ** 0.5
+        self._activation_fn = _ACTIVATION_FNS[shape.activation]
+
+    def make(self, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
+        """Write one layer and apply it to `hidden_states` (NUM_TOKENS, D), in place."""
+        is_shared = names.attention_norm == names.ffn_norm
+        attention_norm = self._norm(names.attention_norm, 1.0 if is_shared else _BIAS_SCALE)
+        ffn_norm = attention_norm if is_shared else self._norm(names.ffn_norm, 1.0)
+        update = self._attention(names, attention_norm(hidden_states))
+        if self._shape.family == "falcon":
+            ffn_input = ffn_norm(hidden_states)
+            hidden_states += update
+        else:
+            hidden_states += update
+            ffn_input = ffn_norm(hidden_states)
+        pre_activations, update = self._ffn(names, ffn_input)
+        hidden_states += update
+        return _firing_stats(pre_activations[NUM_FITTED:] > 0)
+
+    def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Write a norm and return it. Its bias gives every input the direction that gates use."""
+        hidden = self._shape.hidden
+        self._write(f"{name}.weight", torch.ones(hidden))
+        if self._shape.family == "llama":
+            return lambda x: functional.rms_norm(x, (hidden,))
+        bias = self._source.normal((hidden,), bias_rms)
+        self._write(f"{name}.bias", bias)
+        return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
+
+    def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
+        """Causal attention. Positions are left out: they change nothing that is measured here."""
+        shape = self._shape
+        group = shape.heads // shape.kv_heads
+        rows = zip(names.qkv, qkv_rows(shape), strict=True)
+        projected = [self._linear(name, x, num_rows) for name, num_rows in rows]
+        parts = [
+            p.view(_NUM_SEQUENCES, _SEQUENCE_TOKENS, shape.kv_heads, -1, shape.head_dim)
+            for p in projected
+        ]
+        # Heads are (KV head, member of its group); a fused module's groups end in key and value.
+        q, k, v = parts if len(parts) == 3 else parts[0].split([group, 1, 1], dim=3)
+        q, k, v = (
+            part.expand(-1, -1, -1, group, -1).flatten(2, 3).transpose(1, 2) for part in (q, k, v)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(NUM_TOKENS, -1)
+        return self._linear(names.attention_out, mixed, shape.hidden, self._update_rms)
+
+    def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gates' pre-activations (NUM_TOKENS, N) and the update (NUM_TOKENS, D)."""
+        num_neurons = self._shape.ffn
+        bias = self._bias(num_neurons)
+        gate = make_gate_rows(x, NUM_FITTED, num_neurons, self._density, bias, self._source)
+        self._write(f"{names.gate}.weight", gate.rows)
+        if bias is not None:
+            self._write(f"{names.gate}.bias", bias)
+        pre_activations = gate.pre_activations
+        del gate  # one large matrix at a time
+        neurons = self._activation_fn(pre_activations)
+        if names.up:
+            neurons *= self._linear(names.up, x, num_neurons)
+        return pre_activations, self._linear(
+            names.down, neurons, self._shape.hidden, self._update_rms
+        )
+
+    def _linear(
+        self, name: str, x: torch.Tensor, num_rows: int, output_rms: float = 1.0
+    ) -> torch.Tensor:
+        """Write a random matrix whose output for `x` has the given size, and return that output."""
+        std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
+        weight = self._source.normal((num_rows, x.shape[1]), std)
+        self._write(f"{name}.weight", weight)
+        bias = self._bias(num_rows, output_rms)
+        if bias is not None:
+            self._write(f"{name}.bias", bias)
+        return functional.linear(x, weight, bias)
+
+    def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor | None:
+        if self._shape.family != "opt":
+            return None
+        return self._source.normal((num_rows,), _BIAS_SCALE * output_rms)
+
+
+def _firing_stats(fires: torch.Tensor) -> FiringStats:
+    """Summarise which neurons fired: `fires` (T, N), bool."""
+    counts = fires.sum(dim=0).sort(descending=True).values.double()
+    covered = counts.cumsum(0) < 0.8 * counts.sum()
+    return FiringStats(
+        density=float(fires.float().mean()),
+        hot_share=(int(covered.sum()) + 1) / counts.numel(),
+    )

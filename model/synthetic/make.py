@@ -1,0 +1,173 @@
+"""Writes a checkpoint of any size with random weights that behave like a sparse model's.
+
+Its neurons fire at rates that follow a power law with a chosen mean; see synthetic_gate.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from model.config.model_config import WeightDtype
+from model.errors import HotcoldError, UsageError
+from model.files.safetensors_writer import SafetensorsWriter
+from model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
+from model.synthetic.names import (
+    OPT_POSITION_OFFSET,
+    OuterNames,
+    layer_names,
+    outer_names,
+    tensor_specs,
+)
+from model.synthetic.random_source import NormalSource
+from model.synthetic.shape import SyntheticShape, config_json, generation_config_json
+
+MIN_DENSITY, MAX_DENSITY = 0.002, 0.95
+_POSITIONS_RMS = 0.3
+_LOGITS_RMS = 3.0  # about a trained model's
+_SPARE_DISK_BYTES = 64 << 20
+_OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
+
+
+@dataclass(frozen=True)
+class SyntheticReport:
+    """What was written, and how the neurons of each layer fire on tokens that were not fitted."""
+
+    num_bytes: int
+    num_parameters: int
+    layers: tuple[FiringStats, ...]
+
+    @property
+    def density(self) -> float:
+        """Fraction of all neurons that fires for a token."""
+        return sum(layer.density for layer in self.layers) / len(self.layers)
+
+
+def make_model(
+    out: Path,
+    shape: SyntheticShape,
+    *,
+    density: float = 0.1,
+    dtype: WeightDtype = "float16",
+    seed: int = 0,
+    force: bool = False,
+    on_bytes: Callable[[int, int], None] = lambda written, total: None,
+) -> SyntheticReport:
+    """Write a Hugging Face directory with random weights to `out`.
+
+    `on_bytes` is told how many bytes of how many are written. config.json comes last, so a
+    directory that was left half-way is not taken for a model.
+    Units:   needs about twice the largest tensor's float32 bytes of memory
+    Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
+             disk has too little space
+    """
+    if not MIN_DENSITY <= density <= MAX_DENSITY:
+        raise UsageError(
+            f"--density must be between {MIN_DENSITY} and {MAX_DENSITY}, not {density}"
+        )
+    specs = tensor_specs(shape)
+    num_parameters = sum(spec.num_items for spec in specs)
+    total_bytes = num_parameters * getattr(torch, dtype).itemsize
+    _prepare_directory(out, total_bytes, force)
+    written = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal written
+        written += num_bytes
+        on_bytes(written, total_bytes)
+
+    with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
+        layers = _write_tensors(shape, density, NormalSource(seed), writer)
+    _write_json(out / "generation_config.json", generation_config_json(shape))
+    _write_json(out / "config.json", config_json(shape, dtype))
+    return SyntheticReport(total_bytes, num_parameters, tuple(layers))
+
+
+def _write_tensors(
+    shape: SyntheticShape, density: float, source: NormalSource, writer: SafetensorsWriter
+) -> list[FiringStats]:
+    names = outer_names(shape)
+    hidden_states = _embed(shape, names, source, writer)
+    maker = LayerMaker(shape, density, source, writer.write)
+    layers = [
+        maker.make(layer_names(shape, layer_id), hidden_states) for layer_id in range(shape.layers)
+    ]
+    _write_head(shape, names, hidden_states, source, writer)
+    return layers
+
+
+def _embed(
+    shape: SyntheticShape, names: OuterNames, source: NormalSource, writer: SafetensorsWriter
+) -> torch.Tensor:
+    """Write the embeddings and return those of random tokens, (NUM_TOKENS, D).
+
+    RMSNorm has no bias, so there the embeddings carry the direction that gates use: half of their
+    energy. A head tied to them would then favour some tokens always; Llama's is not tied.
+    """
+    embedding = source.normal((shape.vocab, shape.hidden))
+    if shape.family == "llama":
+        embedding += source.normal((shape.hidden,))
+        embedding *= 0.5**0.5
+    writer.write(f"{names.embedding}.weight", embedding)
+    hidden_states = embedding[source.token_ids((NUM_TOKENS,), shape.vocab)]
+    if names.positions:
+        rows = shape.context + OPT_POSITION_OFFSET
+        positions = source.normal((rows, shape.hidden), _POSITIONS_RMS)
+        writer.write(f"{names.positions}.weight", positions)
+        hidden_states += positions[source.token_ids((NUM_TOKENS,), rows)]
+    return hidden_states
+
+
+def _write_head(
+    shape: SyntheticShape,
+    names: OuterNames,
+    hidden_states: torch.Tensor,
+    source: NormalSource,
+    writer: SafetensorsWriter,
+) -> None:
+    """Write the final norm and the head, such that greedy text does not stick to a few tokens.
+
+    Untied: the head is orthogonal to the mean of what it is applied to. Tied: the norm's bias takes
+    that mean away, and its weight turns the sign of random components, so that a token's own
+    embedding is not what its logits favour.
+    """
+    scale = _LOGITS_RMS * shape.hidden**-0.5
+    if names.head is None:
+        weight = scale * source.signs(shape.hidden)
+        outputs = functional.layer_norm(hidden_states, (shape.hidden,), weight)
+        writer.write(f"{names.final_norm}.weight", weight)
+        writer.write(f"{names.final_norm}.bias", -outputs.mean(dim=0))
+        return
+    writer.write(f"{names.final_norm}.weight", torch.ones(shape.hidden))
+    outputs = functional.rms_norm(hidden_states, (shape.hidden,))
+    direction = functional.normalize(outputs.mean(dim=0), dim=0)
+    head = source.normal((shape.vocab, shape.hidden), scale)
+    writer.write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))
+
+
+def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise UsageError(f"{out} is not empty; name another directory or give --force")
+        for pattern in _OUR_FILES:
+            for path in out.glob(pattern):
+                path.unlink()
+    elif out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; name a directory")
+    out.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(out).free
+    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
+        raise HotcoldError(
+            f"the model takes {num_bytes / 1e9:.2f} GB but {out} has {free_bytes / 1e9:.2f} GB "
+            "free; give fewer --layers or another disk"
+        )
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

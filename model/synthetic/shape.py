@@ -1,0 +1,165 @@
+"""What a random-weight model looks like: named shapes, and the config.json that describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from model.config.model_config import ActivationFn, Family, WeightDtype
+from model.errors import UsageError
+
+DTYPES: dict[str, WeightDtype] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_NORM_EPS = 1e-5
+_ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class SyntheticShape:
+    """The sizes of a model. All are counts; `context` is the number of positions.
+
+    Falcon with one KV head is falcon-7b's architecture, with more it is falcon-40b's.
+    Errors:  UsageError for sizes that the family cannot have
+    """
+
+    family: Family
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    layers: int
+    activation: ActivationFn = "relu"
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, int) and value < 1:
+                raise UsageError(
+                    f"--{entry.name.replace('_', '-')} must be at least 1, not {value}"
+                )
+        if self.heads % self.kv_heads:
+            raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
+        if self.family != "llama" and self.heads * self.head_dim != self.hidden:
+            raise UsageError(
+                f"{self.family} needs heads * head-dim = hidden, not "
+                f"{self.heads} * {self.head_dim} = {self.hidden}"
+            )
+        if self.family == "opt" and self.heads != self.kv_heads:
+            raise UsageError("opt has no grouped KV heads: leave --kv-heads out")
+        if self.family != "opt" and self.head_dim % 2:
+            raise UsageError(f"{self.family} rotates pairs: --head-dim {self.head_dim} is odd")
+
+    @property
+    def has_grouped_kv(self) -> bool:
+        """Whether a Falcon has the architecture with several KV heads."""
+        return self.family == "falcon" and self.kv_heads > 1
+
+
+SHAPES: dict[str, SyntheticShape] = {
+    "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
+    "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
+    "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
+    "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
+    "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
+    "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
+}
+
+
+def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
+    """Return the named shape with `changes` (those not None) to its sizes.
+
+    Sizes that follow from a changed one follow it where they are not given: head_dim from hidden
+    and heads, ffn of a model without gate from hidden, kv_heads from heads.
+    Errors:  UsageError for an unknown name or impossible sizes
+    """
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
+    base = SHAPES[name]
+    given = {key: value for key, value in changes.items() if value is not None}
+    family = given.get("family", base.family)
+    heads = given.get("heads", base.heads)
+    hidden = given.get("hidden", base.hidden)
+    if given.keys() & {"hidden", "heads"} and heads > 0:
+        given.setdefault("head_dim", hidden // heads)
+    if given.keys() & {"family", "heads"}:
+        given.setdefault("kv_heads", 1 if family == "falcon" else heads)
+    if "hidden" in given and family != "llama":
+        given.setdefault("ffn", 4 * hidden)
+    return replace(base, **given)
+
+
+def config_json(shape: SyntheticShape, dtype: WeightDtype) -> dict[str, Any]:
+    """Return config.json's content for transformers' model of the family.
+
+    The end-of-text id is null: random weights never mean to stop.
+    """
+    common = {
+        "torch_dtype": dtype,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context,
+        "bos_token_id": min(1, shape.vocab - 1),
+        "eos_token_id": None,
+        "use_cache": True,
+    }
+    build = {"llama": _llama, "opt": _opt, "falcon": _falcon}[shape.family]
+    return {**build(shape), **common}
+
+
+def generation_config_json(shape: SyntheticShape) -> dict[str, Any]:
+    """Return generation_config.json's content: greedy, no end."""
+    return {"bos_token_id": min(1, shape.vocab - 1), "eos_token_id": None, "do_sample": False}
+
+
+def _llama(shape: SyntheticShape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": shape.ffn,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": shape.activation,
+        "rms_norm_eps": _NORM_EPS,
+        "rope_theta": _ROPE_THETA,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _opt(shape: SyntheticShape) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "ffn_dim": shape.ffn,
+        "word_embed_proj_dim": shape.hidden,
+        "activation_function": shape.activation,
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+    }
+
+
+def _falcon(shape: SyntheticShape) -> dict[str, Any]:
+    return {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "ffn_hidden_size": shape.ffn,
+        "num_kv_heads": shape.kv_heads,
+        "activation": shape.activation,
+        "layer_norm_epsilon": _NORM_EPS,
+        "rope_theta": _ROPE_THETA,
+        "alibi": False,
+        "bias": False,
+        "multi_query": not shape.has_grouped_kv,
+        "new_decoder_architecture": shape.has_grouped_kv,
+        "parallel_attn": True,
+        "tie_word_embeddings": True,
+    }

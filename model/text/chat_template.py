@@ -1,0 +1,148 @@
+"""Chat templates: Jinja2 text that a model brings, run in a sandbox as transformers runs it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from model.config.json_reader import read_json_object
+from model.errors import ConfigError, HotcoldError, PromptError, shown
+from model.text.template_sandbox import RefusedMessagesError, chat_environment
+
+MAX_TEMPLATE_BYTES = 1 << 20
+RENDER_TIMEOUT_S = 5.0
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+Messages = Sequence[dict[str, Any]]
+
+
+class ChatTemplate:
+    """One model's template and the special tokens that it may name.
+
+    Errors:  ConfigError, naming the file, where the template is no valid Jinja2
+    """
+
+    def __init__(self, text: str, source: str, special_tokens: dict[str, str]):
+        self._source = source
+        self._special_tokens = special_tokens
+        try:
+            self._template = chat_environment().from_string(text)
+        except jinja2.TemplateError as problem:
+            raise ConfigError(f"{source}: bad chat template: {_line(problem)}") from None
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ChatTemplate | None:
+        """Return the template of chat_template.jinja, else of tokenizer_config.json, else None."""
+        directory = Path(path)
+        tokens = special_tokens(directory)
+        file = directory / "chat_template.jinja"
+        if file.exists():
+            return cls(_read_text(file), str(file), tokens)
+        file = directory / "tokenizer_config.json"
+        value = read_json_object(file).get("chat_template") if file.exists() else None
+        text = _default_template(value, str(file))
+        return None if text is None else cls(text, str(file), tokens)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation of {"role", "content"} messages.
+
+        Errors:  PromptError where the template refuses the messages; ConfigError where it fails,
+                 reaches for what the sandbox forbids, or takes longer than RENDER_TIMEOUT_S
+        """
+        # In a thread, as it is the model's own code: only a thread's end can be forced.
+        result: list[str | BaseException] = []
+        arguments: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": _plain(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+
+        def run() -> None:
+            try:
+                result.append(self._template.render(arguments))
+            except BaseException as problem:
+                result.append(problem)
+
+        worker = threading.Thread(target=run, name="chat-template", daemon=True)
+        worker.start()
+        worker.join(RENDER_TIMEOUT_S)
+        if worker.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(worker.ident or 0), ctypes.py_object(SystemExit)
+            )
+            raise ConfigError(
+                f"{self._source}: chat template runs longer than {RENDER_TIMEOUT_S} s"
+            )
+        if isinstance(result[0], BaseException):
+            raise self._error(result[0])
+        return result[0]
+
+    def _error(self, problem: BaseException) -> HotcoldError:
+        if isinstance(problem, RefusedMessagesError):
+            return PromptError(f"the model's chat template refuses the messages: {_line(problem)}")
+        return ConfigError(f"{self._source}: chat template failed: {_line(problem)}")
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token and so on that the tokenizer's files give."""
+    found: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        values = read_json_object(directory / name) if (directory / name).exists() else {}
+        for key in _SPECIAL_TOKENS:
+            value = values.get(key)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found.setdefault(key, value)
+    return found
+
+
+def _plain(messages: Messages) -> Any:
+    """Return a copy made of plain JSON types, whose methods a template may safely reach."""
+    try:
+        return json.loads(json.dumps(list(messages)))
+    except (TypeError, ValueError, RecursionError):
+        raise PromptError(
+            "messages hold more than JSON; give objects of role and content"
+        ) from None
+
+
+def _default_template(value: Any, source: str) -> str | None:
+    """Return the template of a string, or the one called default of a list of named ones."""
+    if value is None or isinstance(value, str):
+        return value
+    named = {
+        entry.get("name"): entry.get("template")
+        for entry in (value if isinstance(value, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    }
+    text = (
+        named.get("default")
+        if "default" in named or len(named) != 1
+        else next(iter(named.values()))
+    )
+    if not isinstance(text, str):
+        raise ConfigError(f"{source}: chat_template has no template named default; add one")
+    return text
+
+
+def _read_text(file: Path) -> str:
+    try:
+        content = file.read_bytes()
+        if len(content) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"{file}: larger than {MAX_TEMPLATE_BYTES} bytes; download it again")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{file}: cannot be read: {_line(problem)}") from None
+
+
+def _line(problem: BaseException) -> str:
+    text = str(problem).strip().splitlines()
+    return shown(text[0])[1:-1] if text else type(problem).__name__

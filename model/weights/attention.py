@@ -1,0 +1,169 @@
+"""Attention projections and layer norms of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import requested_dtype
+from model.files.checkpoint import Checkpoint
+from model.files.tensor_names import TensorNames, tensor_names
+from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+
+
+@dataclass
+class AttentionWeights:
+    """All layers' attention. Rows of qkv: those of all q heads, then k heads, then v heads.
+
+    norm_* is applied before attention and ffn_norm_* before the FFN; with post_norm each is applied
+    after its residual sum. ffn_norm_weight is (L, 0) where the FFN reads what attention reads.
+    """
+
+    norm_weight: np.ndarray  # (L, d) float32
+    norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
+    qkv: np.ndarray  # (L, (H + 2 KV) hd, d) bits
+    qkv_bias: np.ndarray  # (L, (H + 2 KV) hd) float32, or (L, 0)
+    out: np.ndarray  # (L, d, H hd) bits
+    out_bias: np.ndarray  # (L, d) float32, or (L, 0)
+    ffn_norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
+    ffn_norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
+
+
+def load_attention(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: str = "",
+    on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
+) -> AttentionWeights:
+    """Load all layers' attention and norms; `dtype` "q8" or "q4" quantizes the projections.
+
+    `touch` takes each new matrix before it is filled.
+
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite, or that
+             config.json leaves no place for; UsageError for a dtype that cannot be had
+    """
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
+        return read_attention(reader, config)
+
+
+def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeights:
+    """`load_attention` by a reader of the caller's."""
+    names = tensor_names(config)
+    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
+    weights = _empty_attention(reader, config, names)
+    for layer in range(config.num_layers):
+        _load_norms(reader, config, names, weights, layer)
+        _load_projections(reader, config, names, weights, layer)
+    return weights
+
+
+def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[AttentionWeights]:
+    """Read layer after layer into one buffer: arrays of one layer, which the next one overwrites.
+
+    For weights that go elsewhere, so that a process never holds all of them.
+    Errors:  as of `load_attention`
+    """
+    names = tensor_names(config)
+    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
+    one = _empty_attention(reader, replace(config, num_layers=1), names)
+    # Every layer's place is the same place.
+    every = AttentionWeights(
+        **{name: _repeated(array, config.num_layers) for name, array in vars(one).items()}
+    )
+    for layer in range(config.num_layers):
+        _load_norms(reader, config, names, every, layer)
+        _load_projections(reader, config, names, every, layer)
+        yield one
+
+
+def _repeated(array: np.ndarray, times: int) -> np.ndarray:
+    shape = (times, *array.shape[1:])
+    return np.lib.stride_tricks.as_strided(array, shape, (0, *array.strides[1:]))
+
+
+def _empty_attention(
+    reader: TensorReader, config: ModelConfig, names: TensorNames
+) -> AttentionWeights:
+    layers, hidden = config.num_layers, config.hidden_size
+    first = names.layer.format(0)
+
+    def vectors(size: int, present: bool) -> np.ndarray:
+        return np.empty((layers, size if present else 0), np.float32)
+
+    return AttentionWeights(
+        norm_weight=vectors(hidden, True),
+        norm_bias=vectors(hidden, config.norm_bias),
+        qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first}{names.qkv[0]}.weight"),
+        qkv_bias=vectors(config.qkv_rows, config.attention_bias),
+        out=reader.matrix((layers, hidden, config.attention_size), f"{first}{names.out}.weight"),
+        out_bias=vectors(hidden, config.attention_bias),
+        ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
+        ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),
+    )
+
+
+def _load_norms(
+    reader: TensorReader,
+    config: ModelConfig,
+    names: TensorNames,
+    weights: AttentionWeights,
+    layer: int,
+) -> None:
+    prefix, size = names.layer.format(layer), config.hidden_size
+    pairs = [(names.norm, weights.norm_weight, weights.norm_bias)]
+    if config.has_ffn_norm:
+        pairs.append((names.ffn_norm, weights.ffn_norm_weight, weights.ffn_norm_bias))
+    for name, weight, bias in pairs:
+        weight[layer] = reader.norm_weight(prefix + name, size, config.norm_affine)
+        if config.norm_bias:
+            bias[layer] = reader.vector(f"{prefix}{name}.bias", (size,))
+
+
+def _load_projections(
+    reader: TensorReader,
+    config: ModelConfig,
+    names: TensorNames,
+    weights: AttentionWeights,
+    layer: int,
+) -> None:
+    prefix, hidden = names.layer.format(layer), config.hidden_size
+    order = _fused_row_ids(config) if config.fused_qkv else None
+    first = 0
+    for name, num_rows in zip(names.qkv, _qkv_sizes(config), strict=True):
+        part = slice(first, first + num_rows)
+        first += num_rows
+        reader.rows(f"{prefix}{name}.weight", num_rows, weights.qkv[layer, part], order)
+        if config.attention_bias:
+            bias = reader.vector(f"{prefix}{name}.bias", (num_rows,))
+            weights.qkv_bias[layer, part] = bias if order is None else bias[order]
+        else:
+            reader.refuse(f"{prefix}{name}.bias")
+    reader.rows(f"{prefix}{names.out}.weight", hidden, weights.out[layer])
+    if config.attention_bias:
+        weights.out_bias[layer] = reader.vector(f"{prefix}{names.out}.bias", (hidden,))
+    else:
+        reader.refuse(f"{prefix}{names.out}.bias")
+
+
+def _qkv_sizes(config: ModelConfig) -> tuple[int, ...]:
+    if config.fused_qkv:
+        return (config.qkv_rows,)
+    kv_rows = config.num_kv_heads * config.head_dim
+    return config.attention_size, kv_rows, kv_rows
+
+
+def _fused_row_ids(config: ModelConfig) -> np.ndarray:
+    """Return the row of Falcon's query_key_value that holds each row of q | k | v.
+
+    The fused rows are, for each KV head, its query heads, then its key, then its value: one group
+    with multi_query, and one group a head in the oldest layout.
+    """
+    per_group = config.num_heads // config.num_kv_heads + 2
+    rows = np.arange(config.qkv_rows, dtype=np.int32)
+    groups = rows.reshape(config.num_kv_heads, per_group, config.head_dim)
+    return np.concatenate([groups[:, :-2].ravel(), groups[:, -2].ravel(), groups[:, -1].ravel()])

@@ -1,0 +1,85 @@
+"""What a checkpoint's headers tell before any weight is read: whether all tensors are there, in
+the shapes that config.json asks for, and in which format they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
+from model.files.checkpoint import Checkpoint
+from model.files.tensor_names import tensor_names
+from model.weights.attention import AttentionWeights, read_attention
+from model.weights.embedding import HeadWeights, read_embedding, read_head
+from model.weights.ffn import FfnWeights, read_ffn
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.formats import row_width
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Ask for every tensor that loading will ask for; only headers are read.
+
+    Errors:  CheckpointError for a tensor that is missing or misshapen, or that config.json leaves
+             no place for
+    """
+    with _HeaderReader(checkpoint) as reader:
+        read_attention(reader, config)
+        no_neurons = [np.empty(0, np.int32)] * config.num_layers
+        read_ffn(reader, config, no_neurons, include_down_bias=True)
+        read_embedding(reader, config)
+        read_head(reader, config)
+
+
+def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") -> ModelConfig:
+    """Return `config` with the dtype that matrices are loaded in: `dtype`, or as they are stored.
+
+    Stored is what the checkpoint's first projection is; config.json may name another dtype, or
+    none, and is then read as float32.
+    Errors:  CheckpointError where that tensor is missing or of an unsupported format;
+             UsageError for a dtype that cannot be had
+    """
+    names = tensor_names(config)
+    with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
+        loaded = reader.loaded_dtype(f"{names.layer.format(0)}{names.qkv[0]}.weight")
+    if checkpoint.quantized_dtype is None:
+        require_whole_groups(loaded, config.hidden_size, config.attention_size, config.embed_size)
+    return replace(config, dtype=dtype_name(loaded))
+
+
+def weight_shapes(
+    checkpoint: Checkpoint, config: ModelConfig, neuron_ids: Sequence[np.ndarray], dtype: str = ""
+) -> tuple[AttentionWeights, HeadWeights, FfnWeights]:
+    """What loading would return, in shape and dtype; matrices take no memory and hold zeros.
+
+    Errors:  CheckpointError, UsageError as of loading
+    """
+    with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
+        ffn = read_ffn(reader, config, neuron_ids, include_down_bias=True)
+        return read_attention(reader, config), read_head(reader, config), ffn
+
+
+class _HeaderReader(TensorReader):
+    """Checks names and shapes as `TensorReader` does; its arrays are zeros without memory."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        self.require_floats(name, shape)
+        return self.empty(shape, np.dtype(np.float32))
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        self.require_floats(name, shape)
+        return self.empty(shape, self.checkpoint.dtype(name))
+
+    def rows(
+        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+    ) -> None:
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+
+    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
+        self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)

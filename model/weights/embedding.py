@@ -1,0 +1,130 @@
+"""The two ends of the model: token ids to hidden states, hidden states to logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import requested_dtype
+from model.files.checkpoint import Checkpoint
+from model.files.tensor_names import tensor_names
+from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from numba_kernels.load.loading import to_float32
+
+
+@dataclass
+class EmbeddingWeights:
+    """Token rows stay in the mapped file, not copied.
+
+    Loading reads them all once, to find values that are not finite; later only the rows of tokens
+    that occur are read.
+    """
+
+    tokens: np.ndarray  # (V, E) bits, read-only, maybe unaligned
+    positions: np.ndarray  # (P, d) float32, or (0, 0)
+    project_in: np.ndarray  # (d, E) float32, or (0, 0)
+    position_offset: int
+
+    def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return hidden states of tokens at positions.
+
+        out[t] = project_in @ tokens[token_ids[t]] + learned[positions[t] + position_offset]
+        Shapes:  token_ids (T,), positions (T,), out (T, d)
+        Dtypes:  ids and positions int32 or int64, out float32
+        Errors:  ValueError for an id outside the vocabulary or a position without a learned row
+        """
+        _check_range("token id", token_ids, self.tokens.shape[0])
+        hidden_states = to_float32(self.tokens[token_ids])
+        if self.project_in.size:
+            hidden_states = hidden_states @ self.project_in.T
+        if self.positions.size:
+            _check_range("position", positions, self.positions.shape[0] - self.position_offset)
+            hidden_states = hidden_states + self.positions[positions + self.position_offset]
+        return hidden_states
+
+
+@dataclass
+class HeadWeights:
+    """Final norm, projection to the embedding size where there is one, and vocabulary rows."""
+
+    final_norm_weight: np.ndarray  # (d,) float32, or (0,)
+    final_norm_bias: np.ndarray  # (d,) float32, or (0,)
+    project_out: np.ndarray  # (E, d) float32, or (0, 0)
+    head: np.ndarray  # (V, E) bits
+
+
+def load_embedding(checkpoint: Checkpoint, config: ModelConfig) -> EmbeddingWeights:
+    """Map the token rows, and read the small tensors beside them.
+
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    """
+    with TensorReader(checkpoint) as reader:
+        return read_embedding(reader, config)
+
+
+def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeights:
+    """`load_embedding` by a reader of the caller's."""
+    names = tensor_names(config)
+    hidden, embed = config.hidden_size, config.embed_size
+    positions = project_in = np.empty((0, 0), np.float32)
+    tokens = reader.mapped(f"{names.tokens}.weight", (config.vocab_size, embed))
+    if config.rope is None:
+        num_rows = config.max_positions + config.position_offset
+        positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
+    if embed != hidden:
+        project_in = reader.vector(f"{names.project_in}.weight", (hidden, embed))
+    return EmbeddingWeights(tokens, positions, project_in, config.position_offset)
+
+
+def load_head(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: str = "",
+    on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
+) -> HeadWeights:
+    """Load what turns the last hidden state into logits; a tied head is a copy of the token rows.
+
+    `dtype` "q8" or "q4" quantizes the head; the token rows of a quantized checkpoint are not, and a
+    head tied to them is then quantized here. `touch` takes each new matrix before it is filled.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for a
+             dtype that cannot be had
+    """
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
+        return read_head(reader, config)
+
+
+def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
+    """`load_head` by a reader of the caller's."""
+    names = tensor_names(config)
+    hidden, embed = config.hidden_size, config.embed_size
+    norm_weight = norm_bias = np.empty(0, np.float32)
+    project_out = np.empty((0, 0), np.float32)
+    if config.has_final_norm:
+        norm_weight = reader.norm_weight(names.final_norm, hidden, config.norm_affine)
+        if config.norm_bias:
+            norm_bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
+    else:
+        reader.refuse(f"{names.final_norm}.weight")
+    if embed != hidden:
+        project_out = reader.vector(f"{names.project_out}.weight", (embed, hidden))
+    name = head_name(reader.checkpoint, config)
+    head = reader.matrix((config.vocab_size, embed), name)
+    reader.rows(name, config.vocab_size, head)
+    return HeadWeights(norm_weight, norm_bias, project_out, head)
+
+
+def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Return the tensor that the head is loaded from: the token rows where it is tied to them."""
+    names = tensor_names(config)
+    # Some checkpoints that say they are tied hold a head of its own, which then counts.
+    is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
+    return f"{names.tokens if is_tied else names.head}.weight"
+
+
+def _check_range(what: str, values: np.ndarray, size: int) -> None:
+    if values.size and (values.min() < 0 or values.max() >= size):
+        raise ValueError(f"{what} {values.min()} to {values.max()} do not lie in [0, {size})")

@@ -1,0 +1,162 @@
+"""The neurons of the feed-forward layers: any subset of each layer, each neuron one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import requested_dtype
+from model.files.checkpoint import Checkpoint
+from model.files.tensor_names import tensor_names
+from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+
+
+@dataclass
+class FfnWeights:
+    """N neurons; those of layer l are the rows offsets[l] to offsets[l + 1] of each array.
+
+    In the two-matrix FFN of OPT and Falcon the first matrix is `gate`: its row decides whether the
+    neuron fires; `up` is then empty.
+    """
+
+    offsets: np.ndarray  # (L + 1,) int64
+    neuron_ids: np.ndarray  # (N,) int32, ids within the layer
+    gate: np.ndarray  # (N, d) bits
+    up: np.ndarray  # (N, d) bits, or (0, d)
+    down: np.ndarray  # (N, d) bits, neuron-major
+    gate_bias: np.ndarray  # (N,) float32, or (0,)
+    up_bias: np.ndarray  # (N,) float32, or (0,)
+    down_bias: np.ndarray  # (L, d) float32, or (L, 0)
+
+
+def load_ffn(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    *,
+    include_down_bias: bool,
+    dtype: str = "",
+    on_bytes: OnBytes | None = None,
+    touch: Touch | None = None,
+) -> FfnWeights:
+    """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
+
+    Only one of the services that share out a layer adds `down_bias`, so only it asks for it.
+    `dtype` "q8" or "q4" quantizes gate, up and down. `touch` takes each new matrix before it is
+    filled.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
+             UsageError for a dtype that cannot be had;
+             ValueError for ids that are no row of int32 for each layer, or out of range
+    """
+    with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
+        return read_ffn(reader, config, neuron_ids, include_down_bias)
+
+
+def load_gate(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Load what decides whether the neurons of `layer` fire: gate rows and their biases.
+
+    Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
+    Errors:  CheckpointError as for `load_ffn`
+    """
+    names = tensor_names(config)
+    prefix = f"{names.layer.format(layer)}{names.gate}"
+    with TensorReader(checkpoint, None) as reader:
+        gate = reader.matrix((config.ffn_size, config.hidden_size), f"{prefix}.weight")
+        reader.rows(f"{prefix}.weight", config.ffn_size, gate)
+        if not config.ffn_bias:
+            return gate, np.empty(0, np.float32)
+        return gate, reader.vector(f"{prefix}.bias", (config.ffn_size,))
+
+
+def read_ffn(
+    reader: TensorReader,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+) -> FfnWeights:
+    """`load_ffn` by a reader of the caller's."""
+    ids = _checked_ids(config, neuron_ids)
+    weights = _empty_ffn(reader, config, ids, include_down_bias)
+    for layer in range(config.num_layers):
+        _load_layer(reader, config, weights, layer)
+    return weights
+
+
+def ffn_layers(
+    reader: TensorReader, config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+) -> Iterator[FfnWeights]:
+    """Read layer after layer: weights that have the neurons of one layer, and all down biases.
+
+    For weights that go elsewhere, so that a process never holds all of them.
+    Errors:  as of `load_ffn`
+    """
+    ids = _checked_ids(config, neuron_ids)
+    none = np.empty(0, np.int32)
+    for layer in range(config.num_layers):
+        alone = [ids[layer] if other == layer else none for other in range(config.num_layers)]
+        weights = _empty_ffn(reader, config, alone, True)
+        _load_layer(reader, config, weights, layer)
+        yield weights
+
+
+def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+    if len(neuron_ids) != config.num_layers:
+        raise ValueError(f"neuron ids of {len(neuron_ids)} layers for {config.num_layers} layers")
+    for layer, ids in enumerate(neuron_ids):
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise ValueError(f"neuron ids of layer {layer} are no row of int32")
+        if ids.size and (ids.min() < 0 or ids.max() >= config.ffn_size):
+            raise ValueError(f"neuron ids of layer {layer} do not lie in [0, {config.ffn_size})")
+    return list(neuron_ids)
+
+
+def _empty_ffn(
+    reader: TensorReader, config: ModelConfig, ids: list[np.ndarray], include_down_bias: bool
+) -> FfnWeights:
+    names = tensor_names(config)
+    offsets = np.concatenate([[0], np.cumsum([layer_ids.size for layer_ids in ids])])
+    total, hidden = int(offsets[-1]), config.hidden_size
+
+    def matrix(name: str, num_rows: int) -> np.ndarray:
+        first = names.layer.format(0) + (name or names.gate) + ".weight"
+        return reader.matrix((num_rows, hidden), first, offsets if num_rows else None)
+
+    num_biases = total if config.ffn_bias else 0
+    has_down_bias = include_down_bias and config.ffn_bias
+    return FfnWeights(
+        offsets=offsets.astype(np.int64),
+        neuron_ids=np.concatenate(ids).astype(np.int32),
+        gate=matrix(names.gate, total),
+        up=matrix(names.up, total if config.has_gate else 0),
+        down=matrix(names.down, total),
+        gate_bias=np.empty(num_biases, np.float32),
+        up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
+        down_bias=np.empty((config.num_layers, hidden if has_down_bias else 0), np.float32),
+    )
+
+
+def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int) -> None:
+    names = tensor_names(config)
+    prefix = names.layer.format(layer)
+    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    ids = weights.neuron_ids[part]
+    size = config.ffn_size
+    reader.rows(f"{prefix}{names.gate}.weight", size, weights.gate[part], ids)
+    reader.columns(f"{prefix}{names.down}.weight", size, weights.down[part], ids)
+    if config.has_gate:
+        reader.rows(f"{prefix}{names.up}.weight", size, weights.up[part], ids)
+    if not config.ffn_bias:
+        reader.refuse(f"{prefix}{names.gate}.bias")
+        return
+    weights.gate_bias[part] = reader.vector(f"{prefix}{names.gate}.bias", (size,))[ids]
+    if config.has_gate:
+        weights.up_bias[part] = reader.vector(f"{prefix}{names.up}.bias", (size,))[ids]
+    if weights.down_bias.size:
+        weights.down_bias[layer] = reader.vector(
+            f"{prefix}{names.down}.bias", (config.hidden_size,)
+        )

@@ -1,0 +1,211 @@
+"""Writes a model directory again with quantized matrices.
+
+Every projection is a tensor U8 [rows, row bytes] of the name that it had, laid out as kernels read
+it (`numba_kernels/formats.py`); the down projection is turned, so that its rows are neurons. All
+other tensors and small files are copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.config.build import read_config
+from model.config.json_reader import read_json_object
+from model.config.model_config import ModelConfig, WeightDtype
+from model.config.quantization import KEY, quantization_config
+from model.config.weight_formats import requested_dtype
+from model.errors import HotcoldError, UsageError
+from model.files.checkpoint import Checkpoint
+from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from model.files.tensor_names import tensor_names
+from model.weights.check import check_tensors, stored_config
+from model.weights.embedding import head_name
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.formats import row_items
+
+_SPARE_DISK_BYTES = 64 << 20
+_MOST_FILE_BYTES = 256 << 20
+_WEIGHT_FILES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".part",
+)
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """What was written: bytes of all tensors, before and after."""
+
+    stored_bytes: int
+    num_bytes: int
+    num_quantized: int  # tensors
+    num_copied: int
+
+
+def write_quantized(
+    path: Path,
+    out: Path,
+    dtype: WeightDtype,
+    on_bytes: Callable[[int, int], None] = lambda written, total: None,
+) -> QuantizedReport:
+    """Write the model `path` with matrices in `dtype`, q8 or q4, to the new directory `out`.
+
+    `on_bytes` is told how many bytes of how many are written. All is written beside `out` in a
+    directory that ends in .part and renamed at the end, so `out` is whole or not there.
+    Units:   needs the memory of the largest matrix, quantized
+    Errors:  ConfigError, CheckpointError; UsageError where `out` exists, or the model cannot be in
+             this dtype; HotcoldError where the disk has too little space
+    """
+    checkpoint, config = Checkpoint(path), read_config(path)
+    check_tensors(checkpoint, config)
+    stored = stored_config(checkpoint, config, dtype)
+    if checkpoint.quantized_dtype is not None:
+        raise UsageError(f"{path} is quantized to {stored.dtype} already; name the original model")
+    plan = _plan(checkpoint, config, dtype)
+    part = _new_directory(out)
+    try:
+        report = _write_tensors(checkpoint, plan, dtype, part, on_bytes)
+        _copy_small_files(path, part)
+        values = read_json_object(path / "config.json") | {KEY: quantization_config(dtype)}
+        (part / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        _finish(part, out)
+    except OSError as problem:
+        raise HotcoldError(
+            f"{out}: cannot be written ({problem.strerror}); name a directory on another disk"
+        ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return report
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the result; a matrix has a width, in weights, others are copied."""
+
+    spec: TensorSpec
+    width: int = 0
+    is_down: bool = False
+
+
+def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> list[_Tensor]:
+    """The result's tensors, by name. Those in formats that no model's weights have are left out."""
+    names, target = tensor_names(config), requested_dtype(dtype)
+    assert target is not None
+    downs, matrices = set(), set()
+    for layer in range(config.num_layers):
+        prefix = names.layer.format(layer)
+        downs.add(checkpoint.full_name(f"{prefix}{names.down}.weight"))
+        for name in (*names.qkv, names.out, names.gate, names.up):
+            if name:
+                matrices.add(checkpoint.full_name(f"{prefix}{name}.weight"))
+    head = head_name(checkpoint, config)
+    if head != f"{names.tokens}.weight":
+        matrices.add(checkpoint.full_name(head))
+    plan = []
+    for name in checkpoint.names():
+        shape = checkpoint.shape(name)
+        if name in downs or name in matrices:
+            num_rows, width = shape[::-1] if name in downs else shape
+            spec = TensorSpec(name, (num_rows, row_items(target, width)), "U8")
+            plan.append(_Tensor(spec, width, name in downs))
+        elif checkpoint.is_readable(name):
+            plan.append(_Tensor(TensorSpec(name, shape, checkpoint.format_name(name))))
+    return plan
+
+
+def _write_tensors(
+    checkpoint: Checkpoint,
+    plan: list[_Tensor],
+    dtype: WeightDtype,
+    part: Path,
+    on_bytes: Callable[[int, int], None],
+) -> QuantizedReport:
+    written = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal written
+        written += num_bytes
+        on_bytes(written, writer.num_bytes)
+
+    specs = [tensor.spec for tensor in plan]
+    with (
+        SafetensorsWriter(part, specs, "float32", on_bytes=count) as writer,
+        TensorReader(checkpoint, dtype=requested_dtype(dtype)) as reader,
+    ):
+        _require_space(part, writer.num_bytes)
+        for tensor in plan:
+            writer.write_bits(tensor.spec.name, _bits(reader, tensor))
+    num_quantized = sum(tensor.width > 0 for tensor in plan)
+    return QuantizedReport(
+        stored_bytes=sum(checkpoint.num_bytes(spec.name) for spec in specs),
+        num_bytes=writer.num_bytes,
+        num_quantized=num_quantized,
+        num_copied=len(plan) - num_quantized,
+    )
+
+
+def _bits(reader: TensorReader, tensor: _Tensor) -> np.ndarray:
+    """The tensor's content in the result, its values checked."""
+    name, num_rows = tensor.spec.name, tensor.spec.shape[0] if tensor.width else 0
+    if not tensor.width:
+        return reader.checked(name)
+    rows = reader.matrix((num_rows, tensor.width), name)
+    if tensor.is_down:
+        reader.columns(name, num_rows, rows, np.arange(num_rows, dtype=np.int32))
+    else:
+        reader.rows(name, num_rows, rows)
+    return rows.view(np.uint8)
+
+
+def _new_directory(out: Path) -> Path:
+    """An empty directory beside `out`. Errors: UsageError where `out` exists."""
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists; name a new directory")
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True)
+    except OSError as problem:
+        raise UsageError(f"{out}: cannot be made ({problem.strerror}); name another") from None
+    return part
+
+
+def _finish(part: Path, out: Path) -> None:
+    if os.path.lexists(out):  # another has made it meanwhile
+        raise UsageError(f"{out} exists; name a new directory")
+    part.rename(out)
+
+
+def _require_space(directory: Path, num_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if num_bytes + _SPARE_DISK_BYTES > free_bytes:
+        raise HotcoldError(
+            f"the model takes {num_bytes / 1e9:.2f} GB but {directory.parent} has "
+            f"{free_bytes / 1e9:.2f} GB free; name a directory on another disk"
+        )
+
+
+def _copy_small_files(path: Path, part: Path) -> None:
+    """Tokenizer, generation settings, licence: files of the directory that hold no weights.
+
+    Folders are left out: profile and predictors in `hotcold` belong to the original's weights.
+    """
+    for file in sorted(path.iterdir()):
+        name = file.name
+        is_weights = name.endswith(_WEIGHT_FILES) or name.endswith(".index.json")
+        if name == "config.json" or is_weights or not file.is_file():
+            continue
+        if file.stat().st_size <= _MOST_FILE_BYTES:
+            shutil.copyfile(file, part / name)

@@ -1,0 +1,91 @@
+"""How rows of a matrix get from a checkpoint into memory: as they are, turned, quantized.
+
+Each function here returns a `Copy`, which threads run over ranges of destination rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from numba_kernels.formats import is_quantized
+from numba_kernels.load import loading, quantize
+
+# Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
+Copy = Callable[[int, int], int]
+DAMAGED = -1
+FAULTS = {
+    quantize.NOT_FINITE: "has NaN or infinite values; download it again or use another model",
+    quantize.TOO_LARGE: "has weights too large to be quantized; leave --dtype out",
+    DAMAGED: "has scales or values that quantized rows never have; quantize the model again",
+}
+
+
+def finite_status(is_finite: bool) -> int:
+    """Return the status of floats that were copied."""
+    return quantize.DONE if is_finite else quantize.NOT_FINITE
+
+
+def float_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray | None) -> Copy:
+    """Rows `row_ids` of `src`, or all, in dst's float format.
+
+    Shapes:  src (R, C), row_ids (N,) int32, dst (N, C)
+    """
+    src = _as_dtype(src, dst.dtype)
+
+    def copy(start: int, end: int) -> int:
+        if row_ids is None:
+            return finite_status(loading.copy_rows(src[start:end], dst[start:end]))
+        return finite_status(loading.gather_rows(src, row_ids[start:end], dst[start:end]))
+
+    return copy
+
+
+def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
+    """Columns `column_ids` of `src` as rows, in dst's float format.
+
+    Shapes:  src (R, C), column_ids (N,) int32, dst (N, R)
+    """
+    src = _as_dtype(src, dst.dtype)
+
+    def copy(start: int, end: int) -> int:
+        return finite_status(loading.gather_columns(src, column_ids[start:end], dst[start:end]))
+
+    return copy
+
+
+def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Copy:
+    """Rows `row_ids` of `src` as rows of Q8 or Q4: copied where they are that, else quantized.
+
+    Shapes:  src (R, C), row_ids (N,) int32, dst (N, row_items of C weights)
+    """
+
+    def copy(start: int, end: int) -> int:
+        ids, part = row_ids[start:end], dst[start:end]
+        if not is_quantized(src.dtype):
+            return quantize.quantize_into(src, ids, part)
+        return quantize.DONE if quantize.copy_quantized(src, ids, part) else DAMAGED
+
+    return copy
+
+
+def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
+    """Columns `column_ids` of `src` as rows of Q8 or Q4, turned in a buffer of a block's size.
+
+    Shapes:  src (R, C) floats, column_ids (N,) int32, dst (N, row_items of R weights)
+    """
+
+    def copy(start: int, end: int) -> int:
+        turned = np.empty((end - start, src.shape[0]), src.dtype)
+        if not loading.gather_columns(src, column_ids[start:end], turned):
+            return quantize.NOT_FINITE
+        return quantize.quantize_into(turned, np.arange(end - start), dst[start:end])
+
+    return copy
+
+
+def _as_dtype(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if bits.dtype == dtype:
+        return bits
+    return loading.from_float32(loading.to_float32(bits), dtype)

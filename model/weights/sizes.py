@@ -1,0 +1,43 @@
+"""Bytes that weights and KV cache will take, known before any loading.
+
+Matrices are counted in the config's dtype; `stored_config` makes it the one they are loaded in.
+"""
+
+from __future__ import annotations
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import row_bytes
+
+
+def attention_bytes(config: ModelConfig) -> int:
+    """Return the bytes of `AttentionWeights` of all layers, norms and biases included."""
+    hidden = config.hidden_size
+    matrices = config.qkv_rows * row_bytes(config, hidden)
+    matrices += hidden * row_bytes(config, config.attention_size)
+    num_norms = 1 + config.has_ffn_norm
+    vectors = num_norms * hidden * (1 + config.norm_bias)
+    vectors += (config.qkv_rows + hidden) * config.attention_bias
+    return config.num_layers * (matrices + 4 * vectors)
+
+
+def head_bytes(config: ModelConfig) -> int:
+    """Return the bytes of `HeadWeights`."""
+    projected = config.embed_size != config.hidden_size
+    vectors = config.has_final_norm * config.hidden_size * (1 + config.norm_bias)
+    vectors += projected * config.embed_size * config.hidden_size
+    return config.vocab_size * row_bytes(config, config.embed_size) + 4 * vectors
+
+
+def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
+    """Return the bytes of `FfnWeights` with so many neurons, counted over all layers."""
+    num_matrices = 3 if config.has_gate else 2
+    num_biases = (num_matrices - 1) * config.ffn_bias
+    per_neuron = num_matrices * row_bytes(config, config.hidden_size) + 4 * num_biases + 4
+    down_bias = config.num_layers * config.hidden_size * 4 * config.ffn_bias
+    return num_neurons_total * per_neuron + down_bias
+
+
+def kv_cache_bytes(config: ModelConfig, num_positions: int, kv_item_bytes: int) -> int:
+    """Return the bytes of the keys and values of `num_positions` tokens in all layers."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_item_bytes
+    return num_positions * per_token

@@ -1,0 +1,242 @@
+"""Copies tensors out of a checkpoint in parallel, checking shape and values on the way.
+
+Matrices are copied as they are stored, or quantized on the way, block by block: only blocks are
+ever held in both formats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+
+from model.config.weight_formats import dtype_name, require_whole_groups
+from model.errors import CheckpointError, UsageError, shown
+from model.files.checkpoint import Checkpoint
+from model.weights.memory import aligned_empty
+from model.weights.row_copies import (
+    FAULTS,
+    Copy,
+    finite_status,
+    float_columns,
+    float_rows,
+    quantized_columns,
+    quantized_rows,
+)
+from numba_kernels.formats import is_quantized, row_items, row_width
+from numba_kernels.load import loading, quantize
+
+OnBytes = Callable[[int], None]
+# Takes new matrices (R, C) before anything is written to them; see `placement.threads.first_touch`.
+Touch = Callable[[Sequence[np.ndarray]], None]
+BLOCK_BYTES = 16 << 20
+_TURNED_BYTES = 2 << 20  # of columns that become rows before they are quantized, in each thread
+
+
+class TensorReader:
+    """A checkpoint with a pool of threads, one for each CPU that this process may use.
+
+    `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
+    `dtype` is Q8 or Q4 where matrices are to be quantized. `touch` is given every new matrix.
+    Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
+             UsageError where `dtype` cannot be had
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        on_bytes: OnBytes | None = None,
+        dtype: np.dtype | None = None,
+        touch: Touch | None = None,
+    ):
+        self.checkpoint = checkpoint
+        self._dtype = dtype
+        self._touch = touch
+        self._on_bytes = on_bytes or (lambda num_bytes: None)
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "load")
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def loaded_dtype(self, name: str) -> np.dtype:
+        """Return the dtype that a matrix is loaded in.
+
+        It is the reader's; else that of a quantized checkpoint, for a head tied to the embeddings
+        is stored as they are; else the tensor's own.
+        """
+        stored = self.checkpoint.dtype(name)
+        quantized = self.checkpoint.quantized_dtype
+        wanted = quantized if self._dtype is None else self._dtype
+        if wanted is None:
+            return stored
+        if quantized not in (None, wanted):
+            raise UsageError(
+                f"--dtype {dtype_name(wanted)}: {self.checkpoint.path} is quantized to "
+                f"{dtype_name(quantized)} already; leave --dtype out, or name the original model"
+            )
+        return wanted
+
+    def matrix(
+        self, shape: tuple[int, ...], name: str, offsets: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill.
+
+        It holds shape[0] matrices, or one of two dimensions; or, with `offsets`, stacked ones of
+        the rows offsets[i] to offsets[i + 1].
+        """
+        dtype = self.loaded_dtype(name)
+        array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
+        if self._touch is not None and array.size:
+            stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
+            self._touch(list(array) if array.ndim == 3 else stacked)
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array of `shape` items."""
+        return aligned_empty(shape, dtype)
+
+    def refuse(self, name: str) -> None:
+        """Raise where the checkpoint has a tensor that config.json leaves no place for."""
+        if self.checkpoint.has(name):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {shown(name)} is not part of the model that "
+                "config.json describes; they belong to different models"
+            )
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor is there, of a known dtype and of this shape."""
+        self.checkpoint.dtype(name)
+        found = self.checkpoint.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {shown(name)} has shape {shown(list(found))}, "
+                f"config.json asks for {list(shape)}; they belong to different models"
+            )
+
+    def require_rows(self, name: str, num_rows: int, width: int) -> None:
+        """Raise unless the tensor is a matrix of so many rows of `width` weights."""
+        items = self._row_items(self.checkpoint.dtype(name), width)
+        self.require(name, (num_rows, items))
+
+    def require_columns(self, name: str, height: int, num_columns: int) -> None:
+        """Raise unless the tensor has so many columns of `height` weights, or quantized rows."""
+        if is_quantized(self.checkpoint.dtype(name)):
+            self.require_rows(name, num_columns, height)
+        else:
+            self.require(name, (height, num_columns))
+
+    def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise unless the tensor is of this shape and not quantized."""
+        self.require(name, shape)
+        if is_quantized(self.checkpoint.dtype(name)):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {shown(name)} is U8, and must not be quantized; "
+                "make the model again with `hotcold quantize`"
+            )
+
+    def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a small tensor as float32."""
+        self.require_floats(name, shape)
+        values = loading.to_float32(self.checkpoint.array(name))
+        self._require_good(name, finite_status(bool(np.isfinite(values).all())))
+        self._on_bytes(self.checkpoint.num_bytes(name))
+        return values
+
+    def norm_weight(self, name: str, size: int, affine: bool) -> np.ndarray:
+        """Return a norm's weights as float32; all ones where norms have none."""
+        return self.vector(f"{name}.weight", (size,)) if affine else np.ones(size, np.float32)
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a matrix as it lies in the file, shape and values checked."""
+        self.require_floats(name, shape)
+        return self.checked(name)
+
+    def checked(self, name: str) -> np.ndarray:
+        """Return floats of any shape as they lie in the file, their values checked."""
+        bits = self.checkpoint.array(name)
+        matrix = bits.reshape(-1, bits.shape[-1] if bits.ndim and bits.size else 1)
+        self._run(
+            name,
+            lambda start, end: finite_status(loading.all_finite(matrix[start:end])),
+            *_rows_of(matrix),
+        )
+        return bits
+
+    def rows(
+        self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
+    ) -> None:
+        """Copy all rows of a matrix, or `row_ids` of them, into `dst`.
+
+        Shapes:  the tensor (num_rows, C) weights, dst (N, C) weights in its own format
+        """
+        self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+        src = self.checkpoint.array(name)
+        if not is_quantized(dst.dtype):
+            self._run(name, float_rows(src, dst, row_ids), *_rows_of(dst))
+            return
+        ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
+        self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
+
+    def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
+        """Copy columns of a matrix into the rows of `dst`; quantized tensors have rows for columns.
+
+        Shapes:  the tensor (R, num_columns) weights, dst (N, R) weights in its own format
+        """
+        height = row_width(dst.dtype, dst.shape[1])
+        self.require_columns(name, height, num_columns)
+        src = self.checkpoint.array(name)
+        if is_quantized(src.dtype):
+            self._run(name, quantized_rows(src, dst, column_ids), *_rows_of(dst))
+        elif is_quantized(dst.dtype):
+            block_rows = max(1, _TURNED_BYTES // max(1, height * src.itemsize))
+            self._run(name, quantized_columns(src, dst, column_ids), *_rows_of(dst), block_rows)
+        else:
+            self._run(name, float_columns(src, dst, column_ids), *_rows_of(dst))
+
+    def _row_items(self, dtype: np.dtype, width: int) -> int:
+        """`row_items`, with an error that says whose fault it is."""
+        try:
+            return row_items(dtype, width)
+        except ValueError as problem:
+            if self.checkpoint.quantized_dtype is None:
+                require_whole_groups(dtype, width)
+            raise CheckpointError(
+                f"{self.checkpoint.path}: is quantized, but config.json asks for {problem}; they "
+                "belong to different models"
+            ) from None
+
+    def _run(
+        self,
+        name: str,
+        copy: Copy,
+        num_rows: int,
+        row_bytes: int,
+        block_rows: int | None = None,
+    ) -> None:
+        block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
+        spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
+        futures = [self._pool.submit(copy, start, end) for start, end in spans]
+        for future, (start, end) in zip(futures, spans, strict=True):
+            self._require_good(name, future.result())
+            self._on_bytes((end - start) * row_bytes)
+        self.checkpoint.release(name)  # or a process would hold the model twice
+
+    def _require_good(self, name: str, status: int) -> None:
+        if status != quantize.DONE:
+            raise CheckpointError(f"{self.checkpoint.path}: tensor {shown(name)} {FAULTS[status]}")
+
+
+def _rows_of(matrix: np.ndarray) -> tuple[int, int]:
+    """Return the number of rows and the bytes of one."""
+    return matrix.shape[0], matrix.shape[1] * matrix.itemsize

@@ -1,0 +1,1 @@
+"""What a step of few tokens computes, limited by how fast weights are read."""

@@ -1,0 +1,240 @@
+"""The feed-forward network of several tokens at once, for neurons that only some of them want.
+
+Neurons are taken in blocks. Within one, each token goes through its own list of neurons: the first
+that wants a row reads it from memory, the others find it in the second-level cache. A list is in
+ascending order, so a token's sums do not depend on its company.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.decode.activations import activate
+from numba_kernels.decode.rows import block_products, rows_ahead, tile_rows
+from numba_kernels.ir.scalar_bits import lowest_bit
+from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
+
+_BLOCK_BYTES = 1 << 19  # of one matrix's rows
+_MOST_NEURONS = 240  # of a block
+_CARRIED = 3  # neurons that wait for a fourth, from one block to the next
+_ALL_TOKENS = np.uint32(0xFFFFFFFF)
+
+
+class TokenLists(NamedTuple):
+    """The neurons of a block that each token wants, as places in whatever list the block is of.
+
+    places (T, 243) int32, the first counts[t] of them filled, the first carried[t] since the block
+    before; counts, carried (T,) int64; products (T, 240) float32: of a block's rows where most
+    tokens want most of them
+    """
+
+    places: np.ndarray
+    counts: np.ndarray
+    carried: np.ndarray
+    products: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def empty_lists(num_threads, num_tokens):
+    """Work space of several threads for so many tokens: arrays with a thread in front."""
+    return TokenLists(
+        np.empty((num_threads, num_tokens, _MOST_NEURONS + _CARRIED), np.int32),
+        np.zeros((num_threads, num_tokens), np.int64),
+        np.zeros((num_threads, num_tokens), np.int64),
+        np.empty((num_threads, num_tokens, _MOST_NEURONS), np.float32),
+    )
+
+
+@njit(nogil=True, cache=True)
+def thread_lists(lists, thread, num_tokens):
+    """One thread's work space for so many tokens."""
+    return TokenLists(
+        lists.places[thread, :num_tokens],
+        lists.counts[thread, :num_tokens],
+        lists.carried[thread, :num_tokens],
+        lists.products[thread, :num_tokens],
+    )
+
+
+@njit(nogil=True, cache=True)
+def block_size(weights, num_tokens):
+    """Neurons of a block: whole tiles."""
+    tile = tile_rows(weights, num_tokens)
+    fitting = min(_MOST_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
+    return max(1, fitting // tile) * tile
+
+
+@njit(nogil=True, cache=True)
+def _list_wanted(wanted, first, last, lists):
+    """Put i into the lists of the tokens that have a bit in wanted[i], for i in first..last-1."""
+    some = _ALL_TOKENS >> np.uint32(32 - lists.counts.shape[0])
+    for i in range(first, last):
+        bits = (wanted[i] if wanted.shape[0] else _ALL_TOKENS) & some
+        while bits:
+            t = lowest_bit(bits)
+            lists.places[t, lists.counts[t]] = i
+            lists.counts[t] += 1
+            bits &= bits - np.uint32(1)
+
+
+@njit(nogil=True, cache=True)
+def _listed_products(gate, ids, tokens, x, first, last, gates, lists):
+    """gates[i - first, t] = gate[ids[i]] . x[t] for the tokens that want ids[i]."""
+    distance = rows_ahead(gate)
+    lists.counts[:] = 0
+    _list_wanted(tokens, first, last, lists)
+    for t in range(gates.shape[1]):
+        count, places = lists.counts[t], lists.places[t]
+        for k in range(count):
+            i, following = places[k], places[min(k + distance, count - 1)]
+            if k + distance + 2 < count:
+                prefetch_row(gate, ids[places[k + distance + 2]])
+            gates[i - first, t] = dot_ahead(gate, ids[i], ids[following], x, t)
+
+
+@njit(nogil=True, cache=True)
+def gate_products_kernel(gate, ids, tokens, x, first, last, end, products, lists):
+    """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
+
+    Candidates are as for `numba_kernels.decode.ffn.gate_kernel`; where they are listed, only
+    products of tokens that want them. Rows of candidates before `end` may be prefetched.
+    """
+    if ids.shape[0]:
+        _listed_products(gate, ids, tokens, x, first, last, products, lists)
+    else:
+        block_products(gate, x, products.T, first, last, 0, end)
+
+
+@njit(nogil=True, cache=True)
+def keep_some_kernel(
+    bias, ids, tokens, code, keep_all, first, last, products, fired_ids, fired_tokens, gates,
+    num_fired,
+):  # fmt: skip
+    """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
+
+    `products` (N, T) is as of `gate_products_kernel`, and may be gates[num_fired:]. Returns how
+    many have fired now. Checks nothing.
+    """
+    for candidate in range(first, last):
+        n = ids[candidate] if ids.shape[0] else candidate
+        wanted = tokens[candidate] if tokens.shape[0] else _ALL_TOKENS
+        shift = bias[n] if bias.shape[0] else np.float32(0)
+        fires = np.uint32(0)
+        for t in range(gates.shape[1]):
+            bit = np.uint32(1) << np.uint32(t)
+            value = np.float32(0)
+            if wanted & bit:
+                value = activate(code, products[candidate - first, t] + shift)
+                if value != 0 or keep_all:
+                    fires |= bit
+            gates[num_fired, t] = value
+        if fires or keep_all:
+            fired_ids[num_fired] = n
+            fired_tokens[num_fired] = fires
+            num_fired += 1
+    return num_fired
+
+
+@njit(nogil=True, cache=True)
+def gates_of_some(
+    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates, lists
+):
+    """`ffn.gate_kernel` for several tokens; gates (N, T) has a row a neuron."""
+    num_fired = 0
+    size = block_size(gate, gates.shape[1])
+    for begin in range(first, last, size):
+        end, products = min(begin + size, last), gates[num_fired:]
+        gate_products_kernel(gate, ids, tokens, x, begin, end, last, products, lists)
+        num_fired = keep_some_kernel(
+            bias, ids, tokens, code, keep_all, begin, end, products, fired_ids, fired_tokens, gates,
+            num_fired,
+        )  # fmt: skip
+    return num_fired
+
+
+@njit(nogil=True, cache=True)
+def _scale(up, bias, fired_ids, x, t, places, first, last, gates):
+    """gates[i, t] *= up[n] . x[t] + bias[n], n = fired_ids[i], for i in places[first:last]."""
+    distance = rows_ahead(up)
+    for k in range(first, last):
+        i, following = places[k], places[min(k + distance, last - 1)]
+        if k + distance + 2 < last:
+            prefetch_row(up, fired_ids[places[k + distance + 2]])
+        n = fired_ids[i]
+        factor = dot_ahead(up, n, fired_ids[following], x, t)
+        if bias.shape[0]:
+            factor += bias[n]
+        gates[i, t] *= factor
+
+
+@njit(nogil=True, cache=True)
+def _is_range(ids):
+    place = 1
+    while place < ids.shape[0] and ids[place] == ids[place - 1] + 1:
+        place += 1
+    return place >= ids.shape[0]
+
+
+@njit(nogil=True, cache=True)
+def _scale_block(up, bias, fired_ids, first, last, x, gates, lists):
+    """`_scale` for the new places of all tokens.
+
+    Neighbours of which most tokens want most, as in dense mode, are multiplied side by side.
+    """
+    num_wanted = lists.counts.sum() - lists.carried.sum()
+    if 2 * num_wanted < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
+        for t in range(gates.shape[1]):
+            _scale(
+                up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t], gates
+            )
+        return
+    begin, end = fired_ids[first], fired_ids[last - 1] + 1
+    block_products(up, x, lists.products, begin, end, 0, end)
+    for i in range(first, last):
+        shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)
+        for t in range(gates.shape[1]):
+            gates[i, t] *= lists.products[t, i - first] + shift
+
+
+@njit(nogil=True, cache=True)
+def _add_fours(down, fired_ids, t, places, count, gates, out):
+    """out += gates[i, t] * down[fired_ids[i]] for i in places[:count], as many fours as there are.
+
+    `out` is read and written once for four rows; the next four are prefetched in step. The rest of
+    the places move to the front. Returns their number.
+    """
+    k, last = 0, count - 1
+    while k + 4 <= count:
+        i0, i1, i2, i3 = places[k], places[k + 1], places[k + 2], places[k + 3]
+        a0, a1 = places[min(k + 4, last)], places[min(k + 5, last)]
+        a2, a3 = places[min(k + 6, last)], places[min(k + 7, last)]
+        add_scaled4_ahead(
+            out, down, fired_ids[i0], fired_ids[i1], fired_ids[i2], fired_ids[i3],
+            gates[i0, t], gates[i1, t], gates[i2, t], gates[i3, t],
+            fired_ids[a0], fired_ids[a1], fired_ids[a2], fired_ids[a3],
+        )  # fmt: skip
+        k += 4
+    for rest in range(count - k):
+        places[rest] = places[k + rest]
+    return count - k
+
+
+@njit(nogil=True, cache=True)
+def up_down_of_some(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out, lists):
+    """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
+    size = block_size(down, 1)
+    lists.counts[:] = 0
+    for first in range(0, num_fired, size):
+        last = min(first + size, num_fired)
+        lists.carried[:] = lists.counts
+        _list_wanted(fired_tokens, first, last, lists)
+        if up.shape[0]:
+            _scale_block(up, bias, fired_ids, first, last, x, gates, lists)
+        for t in range(out.shape[0]):
+            lists.counts[t] = _add_fours(
+                down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]
+            )
+    for t in range(out.shape[0]):
+        for i in lists.places[t, : lists.counts[t]]:
+            add_scaled1(out[t], down, fired_ids[i], gates[i, t])

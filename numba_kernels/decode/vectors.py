@@ -1,0 +1,68 @@
+"""Vectors that quantized rows are multiplied with: quantized themselves, once for all rows."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from numba_kernels.formats import GROUP
+from numba_kernels.ir.quantized_ir import bits_of
+from numba_kernels.ir.vector_ir import quantize_vector
+
+NO_BIAS = np.empty(0, np.float32)
+
+
+class QuantizedVectors(NamedTuple):
+    """T vectors of up to d numbers: x = scale * value, a scale for each group of 32.
+
+    values (T, d) int8, in the order of quantized rows (`numba_kernels.formats`); scales (T, d / 32)
+    float32; sums (T, d / 32) int32, the sum of each group's values. With a leading axis it is one
+    such set for each thread.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    sums: np.ndarray
+
+
+def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
+    """Room for `num_tokens` vectors of up to `width` numbers in each thread."""
+    groups = -(-width // GROUP)
+    shape = (num_threads, num_tokens, groups)
+    return QuantizedVectors(
+        values=np.zeros((num_threads, num_tokens, groups * GROUP), np.int8),
+        scales=np.zeros(shape, np.float32),
+        sums=np.zeros(shape, np.int32),
+    )
+
+
+@njit(nogil=True, cache=True)
+def quantize_vectors(x, into):
+    """into[t] = x[t] quantized, for all tokens; x (T, d) float32, rows contiguous; no checks."""
+    for t in range(x.shape[0]):
+        quantize_vector(x, t, into)
+
+
+def prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+    """What products with `weights` take instead of x (T, d) float32: x itself for float formats.
+
+    For quantized weights they are x's vectors quantized into thread `thread`'s part of `scratch`.
+    For compiled code alone; see the overload below.
+    """
+    raise NotImplementedError("prepared() is for compiled code")
+
+
+@overload(prepared)
+def _prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+    if not bits_of(weights.dtype):
+        return lambda weights, x, scratch, thread: x
+    assert isinstance(scratch, types.NamedTuple)
+
+    def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
+        own = QuantizedVectors(scratch.values[thread], scratch.scales[thread], scratch.sums[thread])
+        quantize_vectors(x, own)
+        return own
+
+    return quantized

@@ -1,0 +1,1 @@
+"""Weights on their way into memory: copied, turned, quantized, converted."""

@@ -1,0 +1,135 @@
+"""Weights into rows of Q8 and Q4, and back; `formats` says how such rows are laid out.
+
+The rules are those of llama.cpp's Q8_0 and Q4_0, so that bytes and errors compare:
+
+    Q8: scale = max |x| / 127,  value = x / scale, rounded, halves away from zero
+    Q4: scale = m / -8 with m the value of the largest magnitude, the first of equals,
+        nibble = min(15, trunc(x / scale + 8.5))
+
+A division by the scale is a product with its float32 reciprocal; scales are then stored rounded to
+float16. A group of zeros, or one too small for a reciprocal, has zeros.
+Source:  ggml-quants.c, quantize_row_q8_0_ref and quantize_row_q4_0_ref
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_kernels.formats import (
+    FLOATS,
+    GROUP,
+    Q4,
+    Q8,
+    QUANTIZED,
+    SCALE_BYTES,
+    row_items,
+    row_width,
+)
+from numba_kernels.load.loading import flat_rows
+from numba_kernels.load.quantize_kernels import (
+    DONE,
+    NOT_FINITE,
+    TOO_LARGE,
+    copy_rows_kernel,
+    dequantize_kernel,
+    quantize_q4_kernel,
+    quantize_q8_kernel,
+)
+
+__all__ = [
+    "DONE",
+    "NOT_FINITE",
+    "TOO_LARGE",
+    "copy_quantized",
+    "dequantize_kernel",
+    "dequantize_rows",
+    "quantize_into",
+    "quantize_rows",
+]
+
+
+def quantize_rows(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return `weights` as rows of Q8 or Q4.
+
+    Shapes:  weights (R, W), W a multiple of 32; result (R, row_items(dtype, W))
+    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype Q8 or Q4
+    Errors:  ValueError for another dtype or width, for weights that are not finite, and for weights
+             so large (8.3e6 for Q8, 5.2e5 for Q4) that their scale is beyond float16
+    """
+    if weights.ndim != 2:
+        raise ValueError(f"weights of shape {weights.shape} are no matrix")
+    rows = np.empty((weights.shape[0], row_items(dtype, weights.shape[1])), dtype)
+    status = quantize_into(weights, np.arange(weights.shape[0]), rows)
+    if status != DONE:
+        raise ValueError(
+            "weights are not finite"
+            if status == NOT_FINITE
+            else "weights are too large for a float16 scale"
+        )
+    return rows
+
+
+def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) -> int:
+    """Quantize the rows `row_ids` of `weights` into `rows`; the GIL is free meanwhile.
+
+    Returns DONE; NOT_FINITE or TOO_LARGE (see `quantize_rows`) leave `rows` unspecified.
+    Shapes:  weights (R, W), row_ids (N,), rows (N, row_items); contiguous rows at any distance
+    Dtypes:  weights float32, uint16 or int16; row_ids int, rows Q8 or Q4
+    Errors:  ValueError on any mismatch or an id outside [0, R)
+    """
+    if weights.dtype not in FLOATS or rows.dtype not in QUANTIZED:
+        raise ValueError(f"quantizing {weights.dtype} to {rows.dtype}")
+    if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
+        raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
+    ids = _checked_ids(row_ids, weights.shape[0])
+    kernel = quantize_q8_kernel if rows.dtype == Q8 else quantize_q4_kernel
+    source, target = flat_rows(weights), flat_rows(rows.view(np.uint8))
+    return int(kernel(*source, ids, *target, np.int64(weights.shape[1])))
+
+
+def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
+    """Copy the rows `row_ids` of `src` into `dst`; return whether they are what rows can be.
+
+    They are unless a scale is not finite, or a value of Q8 is -128.
+    Shapes:  src (R, B), row_ids (N,), dst (N, B); contiguous rows at any distance
+    Dtypes:  src, dst both Q8 or both Q4; row_ids int
+    Errors:  ValueError on any mismatch or an id outside [0, R)
+    """
+    if src.dtype != dst.dtype or src.dtype not in QUANTIZED:
+        raise ValueError(f"copy of {src.dtype} rows to {dst.dtype}")
+    if dst.shape != (row_ids.size, src.shape[1]):
+        raise ValueError(f"copy of {row_ids.size} rows from {src.shape} to {dst.shape}")
+    ids = _checked_ids(row_ids, src.shape[0])
+    scale_bytes = row_width(src.dtype, src.shape[1]) // GROUP * SCALE_BYTES
+    source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
+    value_bytes = np.int64(src.shape[1] - scale_bytes)
+    nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(scale_bytes))
+    return bool(is_good and (nearest > 0 or src.dtype == Q4))
+
+
+def dequantize_rows(rows: np.ndarray, width: int | None = None) -> np.ndarray:
+    """Return rows of Q8 or Q4 as float32: scale * value.
+
+    Shapes:  rows (..., row_items(dtype, W)), result (..., W)
+    Errors:  ValueError for another dtype, for a row length that no width has, or another than
+             `width`'s where that is given
+    """
+    if rows.dtype not in QUANTIZED:
+        raise ValueError(f"dtype {rows.dtype} holds no quantized rows")
+    found = row_width(rows.dtype, rows.shape[-1])
+    if width not in (None, found):
+        raise ValueError(f"rows of {found} weights, not of {width}")
+    out = np.empty((*rows.shape[:-1], found), np.float32)
+    if not out.size:
+        return out
+    matrix = np.ascontiguousarray(rows).reshape(-1, rows.shape[-1]).view(np.uint8)
+    dequantize_kernel(matrix, rows.dtype == Q8, out.reshape(-1, found), 0, matrix.shape[0])
+    return out
+
+
+def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}, not a row of integers")
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        raise ValueError(f"ids from {ids.min()} to {ids.max()} do not lie in [0, {num_rows})")
+    return np.ascontiguousarray(ids, np.int64)

@@ -1,0 +1,200 @@
+"""Compiled loops of `quantize`: rows of flat arrays, a group of 32 weights at a time."""
+
+import numpy as np
+from numba import float32, int32, njit, uint8, uint32
+
+from numba_kernels.formats import CHUNK_GROUPS, GROUP
+from numba_kernels.ir.scalar_bits import (
+    float32_bits,
+    float32_from_bits,
+    float32_of,
+    float32_of_half,
+    half_bits,
+)
+
+# What became of rows; the largest of all rows' is returned.
+DONE, TOO_LARGE, NOT_FINITE = 0, 1, 2
+
+_SIGN = np.uint32(1 << 31)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITE = np.uint32(0x7F800000)
+_MAX_SCALE = np.float32(65520.0)  # from here on float16 is infinite
+_CHUNK_GROUPS, _GROUP = np.int64(CHUNK_GROUPS), np.int64(GROUP)
+
+
+@njit(nogil=True, cache=True)
+def _load_group(source, values):
+    """values = source in float32; returns the bits of the largest value (0 where all are negative)
+    and those of the most negative one (0 where there is none). Bits order as magnitudes do.
+    """
+    highest = int32(0)
+    lowest = uint32(0)
+    for k in range(values.shape[0]):
+        value = float32_of(source[k])
+        values[k] = value
+        bits = float32_bits(value)
+        highest = max(highest, int32(bits))
+        lowest = max(lowest, bits)
+    return uint32(highest), (lowest if lowest >= _SIGN else uint32(0))
+
+
+@njit(nogil=True, cache=True)
+def _q8_group(values, highest, lowest, codes):
+    """Fill `codes` with int8 bits; returns the scale."""
+    scale = float32_from_bits(max(highest, lowest & _MAGNITUDE)) / float32(127)
+    inverse = _reciprocal(scale)
+    for k in range(codes.shape[0]):
+        scaled = values[k] * inverse
+        size = abs(scaled)
+        whole = int32(size)
+        whole += int32(size - float32(whole) >= float32(0.5))
+        codes[k] = uint8(-whole if scaled < 0 else whole)
+    return scale
+
+
+@njit(nogil=True, cache=True)
+def _q4_group(values, highest, lowest, codes):
+    """Fill `codes` with nibbles; returns the scale."""
+    extreme = highest
+    if lowest & _MAGNITUDE > highest:
+        extreme = lowest
+    elif lowest & _MAGNITUDE == highest:
+        extreme = _first_extreme(values, highest)
+    scale = float32_from_bits(extreme) / float32(-8)
+    inverse = _reciprocal(scale)
+    for k in range(codes.shape[0]):
+        codes[k] = uint8(min(int32(15), int32(values[k] * inverse + float32(8.5))))
+    return scale
+
+
+@njit(nogil=True, cache=True)
+def _first_extreme(values, magnitude):
+    for value in values:
+        bits = float32_bits(value)
+        if bits & _MAGNITUDE == magnitude:
+            return bits
+    return magnitude
+
+
+@njit(nogil=True, cache=True)
+def _reciprocal(scale):
+    """1 / scale; 0 where that is infinite."""
+    if float32_bits(scale) & _MAGNITUDE == uint32(0):
+        return float32(0)
+    inverse = float32(1) / scale
+    return inverse if float32_bits(inverse) & _MAGNITUDE < _INFINITE else float32(0)
+
+
+@njit(nogil=True, cache=True)
+def _group_status(highest, lowest, scale):
+    if max(highest, lowest & _MAGNITUDE) >= _INFINITE:
+        return NOT_FINITE
+    return TOO_LARGE if abs(scale) >= _MAX_SCALE else DONE
+
+
+@njit(nogil=True, cache=True)
+def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
+    """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
+
+    `src` and `dst` are flat, their rows so many items apart; see `loading.flat_rows`.
+    """
+    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        source = src[row_ids[row] * src_step :][:width]
+        target = dst[row * dst_step :]
+        scales = target[width:]
+        for group in range(num_groups):
+            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
+            scale = _q8_group(values, highest, lowest, codes)
+            worst = max(worst, _group_status(highest, lowest, scale))
+            _store_scale(scales, group, scale)
+            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+            step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+            place = target[first * _GROUP + 4 * (group - first) :]
+            for j in range(8):
+                for b in range(4):
+                    place[j * step + b] = codes[4 * j + b]
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
+    """As `quantize_q8_kernel`, into rows of Q4."""
+    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        source = src[row_ids[row] * src_step :][:width]
+        target = dst[row * dst_step :]
+        scales = target[width // 2 :]
+        for group in range(num_groups):
+            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
+            scale = _q4_group(values, highest, lowest, codes)
+            worst = max(worst, _group_status(highest, lowest, scale))
+            _store_scale(scales, group, scale)
+            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+            step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+            place = target[first * _GROUP // 2 + 4 * (group - first) :]
+            for j in range(4):
+                for b in range(4):
+                    high = codes[8 * j + 4 + b] << uint8(4)
+                    place[j * step + b] = codes[8 * j + b] | uint8(high)
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def _store_scale(scales, group, scale):
+    bits = half_bits(scale)
+    scales[2 * group] = uint8(bits & 255)
+    scales[2 * group + 1] = uint8(bits >> 8)
+
+
+@njit(nogil=True, cache=True)
+def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, scale_bytes):
+    """Copy quantized rows; checks no shapes.
+
+    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales are finite.
+    """
+    is_good, nearest = True, uint8(255)
+    for row in range(row_ids.shape[0]):
+        source = src[row_ids[row] * src_step :][: value_bytes + scale_bytes]
+        target = dst[row * dst_step :][: value_bytes + scale_bytes]
+        values = source[:value_bytes]
+        for k in range(values.shape[0]):
+            byte = values[k]
+            target[k] = byte
+            nearest = min(nearest, byte ^ uint8(0x80))
+        for k in range(value_bytes, value_bytes + scale_bytes, 2):
+            target[k], target[k + 1] = source[k], source[k + 1]
+            is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
+    return nearest, is_good
+
+
+@njit(nogil=True, cache=True)
+def dequantize_kernel(rows, is_q8, out, first, last):
+    """out[n] = scale * value of row n, for rows first..last-1; checks nothing.
+
+    Shapes:  rows (N, bytes) uint8, out (N, W) float32; both with contiguous rows
+    """
+    width = out.shape[1]
+    num_groups, value_bytes = width // _GROUP, width if is_q8 else width // 2
+    for row in range(first, last):
+        source, target = rows[row], out[row]
+        for group in range(num_groups):
+            at = value_bytes + 2 * group
+            scale = float32_of_half(source[at], source[at + 1])
+            begin = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+            step = 4 * min(_CHUNK_GROUPS, num_groups - begin)
+            values = target[group * _GROUP : (group + 1) * _GROUP]
+            place = source[begin * (value_bytes // num_groups) + 4 * (group - begin) :]
+            if is_q8:
+                for j in range(8):
+                    for b in range(4):
+                        code = int32(place[j * step + b])
+                        values[4 * j + b] = scale * float32(code - 256 if code > 127 else code)
+            else:
+                for j in range(4):
+                    for b in range(4):
+                        code = int32(place[j * step + b])
+                        values[8 * j + b] = scale * float32((code & 15) - 8)
+                        values[8 * j + 4 + b] = scale * float32((code >> 4) - 8)

@@ -1,0 +1,1 @@
+"""What a prompt's many tokens compute: matrix products and sparse up and down."""

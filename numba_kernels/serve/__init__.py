@@ -1,0 +1,1 @@
+"""The loops of a service's threads: doorbells, requests, work shared while it is done."""

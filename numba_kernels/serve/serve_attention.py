@@ -1,0 +1,254 @@
+"""One thread of the GPU service on device="cpu": its share of attention and of the head.
+
+A sequence's layer:   pre-norm    mixed = h + attention(norm(h)); ffn_input = ffn_norm(mixed)
+                      post-norm   mixed = ffn_input = norm(h + attention(h)); h is first brought
+                                  through the norm that ends the layer before (opt-350m)
+                      parallel    mixed = h + attention(norm(h)); ffn_input = ffn_norm(h) (Falcon)
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.decode.attention import attend_kernel, rope_kernel, store_kernel
+from numba_kernels.decode.norm import norm_kernel
+from numba_kernels.decode.vectors import QuantizedVectors, prepared
+from numba_kernels.serve.doorbell import barrier, now_ns
+from numba_kernels.serve.mailbox import (
+    ATTENTION,
+    BARRIER_COUNT,
+    BARRIER_GENERATION,
+    FIRST_LOGIT,
+    HEAD,
+    LAYER,
+    NUM_TOKENS,
+    OPERATION,
+    PING,
+    arrive,
+    cell,
+    next_request,
+)
+from numba_kernels.serve.work_stealing import dealt_rows, take
+
+SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
+_QKV, _HEADS, _OUT, _PROJECT, _HEAD = range(5)
+NUM_DEALS = 5
+
+
+class AttentionArrays(NamedTuple):
+    """Attention of all layers stacked, and the head; shapes as in model.weights.all_weights.
+
+    keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_table (P, 2, head_dim / 2) or
+    (0, 2, 0) for positions 0..P-1
+    """
+
+    norm_weight: np.ndarray
+    norm_bias: np.ndarray
+    qkv: np.ndarray
+    qkv_bias: np.ndarray
+    out: np.ndarray
+    out_bias: np.ndarray
+    ffn_norm_weight: np.ndarray
+    ffn_norm_bias: np.ndarray
+    final_norm_weight: np.ndarray
+    final_norm_bias: np.ndarray
+    project_out: np.ndarray
+    head: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    rope_table: np.ndarray
+
+
+class AttentionShape(NamedTuple):
+    """The numbers that the loops need: heads, head_dim, kind of norm, order of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_kind: int
+    norm_epsilon: np.float32
+    order: int
+
+
+class AttentionScratch(NamedTuple):
+    """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
+    scores (threads, P), projected (T, E), the inputs of products quantized, for quantized weights,
+    and counters of what has been dealt (NUM_DEALS, threads * 16)."""
+
+    residual: np.ndarray
+    normed: np.ndarray
+    qkv: np.ndarray
+    heads: np.ndarray
+    scores: np.ndarray
+    projected: np.ndarray
+    inputs: QuantizedVectors
+    deals: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _meet(words, service, num_threads):
+    barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _layer_input(hidden, layer, shape, arrays, residual):
+    """The layer's input: `hidden`, through the norm that ended the layer before if that is late."""
+    for t in range(hidden.shape[0]):
+        if shape.order == POST_NORM and layer > 0:
+            norm_kernel(
+                shape.norm_kind, hidden[t], arrays.ffn_norm_weight[layer - 1],
+                arrays.ffn_norm_bias[layer - 1], shape.norm_epsilon, residual[t],
+            )  # fmt: skip
+        else:
+            residual[t] = hidden[t]
+
+
+@njit(nogil=True, cache=True)
+def _layer_norm_before(residual, layer, shape, arrays, normed):
+    for t in range(residual.shape[0]):
+        if shape.order == POST_NORM:
+            normed[t] = residual[t]
+        else:
+            norm_kernel(
+                shape.norm_kind, residual[t], arrays.norm_weight[layer], arrays.norm_bias[layer],
+                shape.norm_epsilon, normed[t],
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
+    """Rotate query and key heads, write keys and values to the cache: every num_parts-th head."""
+    dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
+    first_value = shape.num_heads + shape.num_kv_heads
+    for t in range(qkv.shape[0]):
+        position = wires.positions[t]
+        size = arrays.keys.shape[3]
+        page, row = wires.page_tables[wires.slots[t], position // size], position % size
+        for head in range(part, first_value + shape.num_kv_heads, num_parts):
+            vector = qkv[t, head * dim : (head + 1) * dim]
+            if has_rope and head < first_value:
+                rope_kernel(vector, arrays.rope_table[position])
+            if head >= first_value:
+                store_kernel(arrays.values[layer, page, head - first_value], row, vector)
+            elif head >= shape.num_heads:
+                store_kernel(arrays.keys[layer, page, head - shape.num_heads], row, vector)
+
+
+@njit(nogil=True, cache=True)
+def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
+    """Every token's heads attend, each by the thread that takes it."""
+    dim = shape.head_dim
+    heads_a_group = shape.num_heads // shape.num_kv_heads
+    scale = np.float32(1.0 / np.sqrt(dim))
+    deal = scratch.deals[_HEADS]
+    taken = take(deal, 0)
+    while taken < num_tokens * shape.num_heads:
+        t, head = taken // shape.num_heads, taken % shape.num_heads
+        length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
+        attend_kernel(
+            scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
+            arrays.values[layer], head // heads_a_group, pages, length, scale,
+            scratch.scores[thread], scratch.heads[t, head * dim : (head + 1) * dim],
+        )  # fmt: skip
+        taken = take(deal, 0)
+
+
+@njit(nogil=True, cache=True)
+def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
+    weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
+    x = wires.ffn_input[t]
+    if shape.order == POST_NORM:
+        kind, epsilon = shape.norm_kind, shape.norm_epsilon
+        norm_kernel(
+            kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
+        )
+        wires.mixed[t] = x
+    elif shape.order == SEQUENTIAL:
+        norm_kernel(shape.norm_kind, wires.mixed[t], weight, bias, shape.norm_epsilon, x)
+    elif weight.shape[0]:
+        norm_kernel(shape.norm_kind, residual[t], weight, bias, shape.norm_epsilon, x)
+    else:
+        x[:] = normed[t]
+
+
+@njit(nogil=True, cache=True)
+def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):
+    """Answer the ATTENTION request that stands in the mailbox: this thread's share; no checks."""
+    layer = wires.requests[service, LAYER]
+    num_tokens = wires.requests[service, NUM_TOKENS]
+    residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
+    qkv, mixed = scratch.qkv[:num_tokens], wires.mixed[:num_tokens]
+    _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
+    _layer_norm_before(residual, layer, shape, arrays, normed)
+    weights = arrays.qkv[layer]
+    x = prepared(weights, normed, scratch.inputs, thread)
+    dealt_rows(
+        scratch.deals[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x, residual[:0],
+        qkv,
+    )  # fmt: skip
+    _meet(wires.words, service, num_threads)
+    rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+    _meet(wires.words, service, num_threads)
+    _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
+    _meet(wires.words, service, num_threads)
+    weights = arrays.out[layer]
+    heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    dealt_rows(
+        scratch.deals[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads, residual,
+        mixed,
+    )  # fmt: skip
+    _meet(wires.words, service, num_threads)
+    for t in range(thread, num_tokens, num_threads):
+        _ffn_input(t, layer, wires, shape, arrays, residual, normed)
+
+
+@njit(nogil=True, cache=True)
+def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
+    """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
+    begin, end = wires.requests[service, FIRST_LOGIT], wires.requests[service, NUM_TOKENS]
+    count = end - begin
+    residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
+    num_layers = arrays.norm_weight.shape[0]
+    _layer_input(wires.hidden[begin:end], num_layers, shape, arrays, residual)
+    for t in range(count):
+        norm_kernel(
+            shape.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
+            shape.norm_epsilon, normed[t],
+        )  # fmt: skip
+    no_bias = arrays.final_norm_weight[:0]
+    vectors = normed
+    if arrays.project_out.shape[0]:
+        vectors = scratch.projected[:count]
+        dealt_rows(
+            scratch.deals[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
+            normed[:0], vectors,
+        )  # fmt: skip
+        _meet(wires.words, service, num_threads)
+    x = prepared(arrays.head, vectors, scratch.inputs, thread)
+    dealt_rows(
+        scratch.deals[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
+        wires.logits[:count],
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, scratch):
+    """Answer requests from `seen` on until one comes that is Python's; returns its number.
+
+    Python's are STOP, and more tokens than `scratch` holds. Every thread returns at a Python
+    request; the caller lets one of them answer it.
+    """
+    most = scratch.normed.shape[1]
+    while True:
+        number = next_request(wires.words, service, seen)
+        started = now_ns()
+        request = wires.requests[service]
+        if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:
+            attention_request(thread, num_threads, service, wires, shape, arrays, scratch)
+        elif request[OPERATION] == HEAD and request[NUM_TOKENS] - request[FIRST_LOGIT] <= most:
+            head_request(thread, num_threads, service, wires, shape, arrays, scratch)
+        elif request[OPERATION] != PING:
+            return number
+        arrive(wires.words, wires.replies, scratch.deals, service, number, num_threads, started)
+        seen = number

@@ -1,0 +1,64 @@
+"""Rows of a matrix dealt to a service's threads while they work.
+
+Each thread has a part of the rows, in blocks, and reads through it in one stream. Who has finished
+takes blocks from the others' parts, so a thread that begins late, or has a slow core, or loses it
+for a while, holds nobody up for longer than a block takes. Which thread multiplies a row does not
+change the product.
+"""
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.decode.rows import block_products, share
+from numba_kernels.serve.doorbell import WORDS_A_CELL, add_word
+
+_BLOCK_BYTES = 1 << 18
+_UNIT = 48  # rows; whole tiles of every format
+
+
+@njit(nogil=True, cache=True)
+def new_deals(num_kinds, num_threads):
+    """Counters of so many kinds of work in one request: (kinds, threads * 16) int32, zero.
+
+    A cell counts how many blocks of a thread's part have been taken. The last thread to end a
+    request zeroes all of them, see `mailbox.arrive`; so within a request a kind is dealt once.
+    """
+    return np.zeros((num_kinds, num_threads * WORDS_A_CELL), np.int32)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def take(deal, part):
+    """Number of the next block of a part. `deal` is one kind's row of `new_deals`."""
+    return np.int64(add_word(deal, part * WORDS_A_CELL, np.int32(1)))
+
+
+@njit(nogil=True, cache=True)
+def block_rows(weights):
+    """Rows of a block."""
+    units = _BLOCK_BYTES // max(1, _UNIT * weights.shape[1] * weights.itemsize)
+    return max(1, units) * _UNIT
+
+
+@njit(nogil=True, cache=True)
+def dealt_rows(deal, thread, num_threads, weights, bias, x, addend, out):
+    """out[t, n] = weights[n] . x[t] + bias[n] + addend[t, n], of rows dealt to this thread.
+
+    `bias` and `addend` may be empty. `x` is what `prepared` gave for as many tokens as `out` (T, N)
+    has. Checks nothing.
+    """
+    size = block_rows(weights)
+    for turn in range(num_threads):
+        part = (thread + turn) % num_threads
+        first, last = share(out.shape[1], part, num_threads, 4)
+        begin = first + take(deal, part) * size
+        while begin < last:
+            end = min(begin + size, last)
+            block_products(weights, x, out, begin, end, begin, last)
+            for t in range(out.shape[0]):
+                if bias.shape[0]:
+                    for n in range(begin, end):
+                        out[t, n] += bias[n]
+                if addend.shape[0]:
+                    for n in range(begin, end):
+                        out[t, n] += addend[t, n]
+            begin = first + take(deal, part) * size

@@ -1,0 +1,65 @@
+"""Where a measured machine is kept, so that only the first command that needs it measures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from model.errors import HotcoldError
+from placement.machine.description import Machine
+from placement.machine.measure_layout import MachineLayout
+
+_VERSION = 1  # another way to measure gets another number
+
+
+def cache_path() -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hotcold" / "machine.json"
+
+
+def read_cached(layout: MachineLayout) -> Machine | None:
+    """The measurement of exactly this machine, with what is free now.
+
+    None where there is none, where it is of another machine or other cores, or damaged.
+    """
+    try:
+        entry = json.loads(cache_path().read_bytes())
+        if entry["version"] != _VERSION or entry["key"] != layout.key:
+            return None
+        return with_free_bytes(Machine.from_json(entry["machine"], "cache"), layout)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, HotcoldError):
+        return None
+
+
+def write_cached(layout: MachineLayout, machine: Machine) -> None:
+    """Keep a measurement. Where that cannot be, the next command measures again."""
+    entry = {"version": _VERSION, "key": layout.key, "machine": machine.as_json()}
+    path = cache_path()
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(json.dumps(entry))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:
+    """The same machine with what is free by `layout`.
+
+    Errors:  LookupError where it has other nodes or GPUs than `layout`
+    """
+    nodes = {node.name: node.free_bytes for node in layout.nodes}
+    gpus = {f"gpu{gpu.device_id}": gpu.free_bytes for gpu in layout.gpus}
+    if len(nodes) != len(machine.nodes) or len(gpus) != len(machine.gpus):
+        raise LookupError("another number of nodes or GPUs")
+    return replace(
+        machine,
+        nodes=tuple(replace(node, free_bytes=nodes[node.name]) for node in machine.nodes),
+        gpus=tuple(replace(gpu, free_bytes=gpus[gpu.name]) for gpu in machine.gpus),
+    )

@@ -1,0 +1,121 @@
+"""What it costs to ask a service and be answered, beyond the time that the service works.
+
+The loops here wait, work and answer as a service's threads do (`numba_kernels/serve/mailbox.py`).
+The work is a millisecond of spinning: long enough for whoever waits to fall asleep, as between two
+requests of a token, when a core takes longer to wake than the words take to travel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from model.weights.memory import aligned_empty
+from numba_kernels.serve.doorbell import WORDS_A_CELL, now_ns
+from numba_kernels.serve.mailbox import (
+    BUSY_NS,
+    CELLS_A_SERVICE,
+    NUM_REPLY_WORDS,
+    NUM_REQUEST_WORDS,
+    OPERATION,
+    PING,
+    STOP,
+    arrive,
+    ask_all,
+    next_request,
+    post,
+)
+
+_ROUNDS = 400
+_FEWEST = 0.05  # share of questions
+_WORK_NS = 1_000_000
+_PATIENCE_NS = 60_000_000_000
+_NOT_ANSWERED = np.iinfo(np.int64).min
+
+
+def measure_exchange_us(
+    cores_of_nodes: list[tuple[int, ...]], rounds: int = _ROUNDS, work_ns: int = _WORK_NS
+) -> float:
+    """Median over questions of (round trip - the longest work of a service), in microseconds.
+
+    As in a token, questions go in turn to one thread on the first node, in the GPU service's place,
+    while the other cores go idle; and to the services of all nodes at once, with a thread on every
+    core. A question during which another program had a core took about its turn longer; such ones
+    are left out, unless nearly all are.
+    Errors:  RuntimeError where a service does not answer within a minute
+    """
+    cores_of_services = [cores_of_nodes[0][:1], *cores_of_nodes]
+    count = len(cores_of_services)
+    words = aligned_empty((count * CELLS_A_SERVICE * WORDS_A_CELL,), np.int32)
+    requests = np.zeros((count, NUM_REQUEST_WORDS), np.int64)
+    replies = np.zeros((count, NUM_REPLY_WORDS), np.int64)
+    requests[:, OPERATION] = PING
+    first, others = np.zeros(1, np.int64), np.arange(1, count)
+    threads = []
+    for service, cores in enumerate(cores_of_services):
+        wires = (words, requests, replies, service, len(cores), work_ns)
+        threads += [
+            threading.Thread(target=_live, args=(core, *wires), daemon=True) for core in cores
+        ]
+    for thread in threads:
+        thread.start()
+    try:
+        costs_ns = _ask_in_turn(words, replies, first, others, rounds, _PATIENCE_NS)
+    finally:
+        requests[:, OPERATION] = STOP
+        for service in range(count):
+            post(words, service, rounds + 1)
+        for thread in threads:
+            thread.join()
+    if _NOT_ANSWERED in costs_ns:
+        raise RuntimeError("a service did not answer within a minute")
+    return median_us(costs_ns, work_ns)
+
+
+def median_us(costs_ns: np.ndarray, work_ns: int) -> float:
+    """Median of the costs below half of `work_ns`, in µs; of all where few are below it."""
+    undisturbed = costs_ns[costs_ns < work_ns // 2]
+    if undisturbed.size < _FEWEST * costs_ns.size:
+        undisturbed = costs_ns
+    return max(float(np.median(undisturbed)) / 1e3, 0.01)
+
+
+def _live(core: int, *wires: Any) -> None:
+    # This thread's alone. Each has its own core, for two on one would wait for each other's work.
+    os.sched_setaffinity(0, {core})
+    _serve(*wires)
+
+
+@njit(nogil=True)
+def _serve(words, requests, replies, service, num_threads, work_ns):  # type: ignore[no-untyped-def]
+    """Be one thread of a service until it is told to stop."""
+    seen = np.int32(0)
+    while True:
+        seen = next_request(words, service, seen)
+        if requests[service, OPERATION] == STOP:
+            return
+        started_ns = now_ns()
+        while now_ns() < started_ns + work_ns:
+            pass
+        arrive(words, replies, words[:0], service, seen, num_threads, started_ns)
+
+
+@njit(nogil=True)
+def _ask_in_turn(words, replies, first, others, rounds, patience_ns):  # type: ignore[no-untyped-def]
+    """What each question cost beyond the longest work, (2 * rounds,) ns."""
+    costs_ns = np.full(2 * rounds, _NOT_ANSWERED, np.int64)
+    for i in range(2 * rounds):
+        services = first if i % 2 == 0 else others
+        started_ns = now_ns()
+        if ask_all(words, services, i // 2 + 1, patience_ns) < services.shape[0]:
+            return costs_ns
+        took_ns = now_ns() - started_ns
+        longest_ns = 0
+        for service in services:
+            longest_ns = max(longest_ns, replies[service, BUSY_NS])
+        costs_ns[i] = took_ns - longest_ns
+    return costs_ns

@@ -1,0 +1,181 @@
+"""How fast the cores of one NUMA node read memory: in sequence, row by row, neuron by neuron.
+
+Threads pinned to the node's cores stay in compiled loops, meet at a barrier before each pass, and
+note when their part of it began and ended; a pass lasts from the first beginning to the last end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numba import njit
+
+from model.weights.memory import aligned_empty
+from numba_kernels.decode.batch_ffn import empty_lists, thread_lists
+from numba_kernels.decode.ffn import NO_TOKENS, gate_kernel, up_down_kernel
+from numba_kernels.decode.rows import rows_kernel, share
+from numba_kernels.serve.doorbell import WORDS_A_CELL, barrier, now_ns
+
+_WIDTH = 4096  # of a row: the hidden size of 7B models
+_DENSITY = 0.1
+_ROW_BYTES = 2 * _WIDTH
+_HUNDREDTH = 0x211F  # 0.01 in float16 bits
+_NO_BIAS = np.empty(0, np.float32)
+_PASSES = 4  # a batch; then another kernel has its turn
+_WANTED_BYTES = 1 << 30
+_CACHES = 8  # times the last-level cache: fewer, and a good part of the ids would be found there
+
+
+@dataclass(frozen=True)
+class NodeRates:
+    """What all cores of a node read together, in 1e9 bytes a second.
+
+    Each figure is the highest among the medians of batches of passes: a median, for a single pass
+    may be lucky; the highest, for another program that runs meanwhile can only slow passes down,
+    and the figure is kept for long.
+    """
+
+    read_gb_per_s: float
+    rows_gb_per_s: float
+    gather_gb_per_s: float
+
+
+def measure_node(
+    cores: tuple[int, ...], free_bytes: int, cache_bytes: int = 0, seconds: float = 4.0
+) -> NodeRates:
+    """Measure the node that has `cores`, one thread each.
+
+    The three kernels take turns, so that what changes over seconds changes them alike. Each pass
+    reads memory that no cache holds; gathered ids are random and new for each pass.
+    Units:   takes a quarter of `free_bytes`, at most 1 GiB or 8 times `cache_bytes`
+    Errors:  MemoryBudgetError where the system refuses that
+    """
+    num_bytes = min(max(_WANTED_BYTES, _CACHES * cache_bytes), free_bytes // 4)
+    with ThreadPoolExecutor(
+        len(cores), initializer=os.sched_setaffinity, initargs=(0, cores)
+    ) as pool:
+        bench = _Bench(pool, len(cores), num_bytes)
+        kernels = (bench.read, bench.rows, bench.gather)
+        for kernel in kernels:
+            kernel()  # compiles
+        medians: list[list[float]] = []
+        end = perf_counter() + seconds
+        while not medians or perf_counter() < end:
+            medians.append([float(np.median(kernel())) for kernel in kernels])
+    return NodeRates(*(max(found) for found in zip(*medians, strict=True)))
+
+
+class _Bench:
+    """The memory of a measurement, and its threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor, num_threads: int, num_bytes: int) -> None:
+        self.pool, self.num_threads = pool, num_threads
+        self.num_neurons = max(16, num_bytes // (3 * _ROW_BYTES))
+        self.num_ids = max(1, round(_DENSITY * self.num_neurons))
+        self.rng = np.random.default_rng(0)
+        self.words = aligned_empty((2 * WORDS_A_CELL,), np.int32)
+        self.x = np.full((1, _WIDTH), 0.01, np.float32)
+        self.weights = aligned_empty((3 * self.num_neurons, _WIDTH), np.uint16)
+        self._each(self._fill)
+
+    def _each(self, work: Callable[[int], None]) -> None:
+        list(self.pool.map(work, range(self.num_threads)))
+
+    def _fill(self, thread: int) -> None:
+        # The first to write a page decides on its node, and this thread is pinned.
+        first, last = share(self.weights.shape[0], thread, self.num_threads, 1)
+        self.weights[first:last] = _HUNDREDTH
+
+    def _rates(self, work: Callable[[int, np.ndarray], None], num_bytes: int) -> np.ndarray:
+        """GB/s of each pass; `work(thread, times)` notes its beginnings and ends, (passes, 2)."""
+        times = np.zeros((self.num_threads, _PASSES, 2), np.int64)
+        self._each(lambda thread: work(thread, times[thread]))
+        seconds = (times[:, :, 1].max(0) - times[:, :, 0].min(0)) / 1e9
+        return num_bytes / 1e9 / seconds
+
+    def read(self) -> np.ndarray:
+        """Sum everything as 64-bit words."""
+        items = self.weights.reshape(-1).view(np.uint64)
+
+        def work(thread: int, times: np.ndarray) -> None:
+            first, last = share(items.size, thread, self.num_threads, 512)
+            _read_passes(items[first:last], self.words, self.num_threads, times)
+
+        return self._rates(work, self.weights.nbytes)
+
+    def rows(self) -> np.ndarray:
+        """All rows times one vector."""
+        out = np.zeros((1, self.weights.shape[0]), np.float32)
+
+        def work(thread: int, times: np.ndarray) -> None:
+            first, last = share(self.weights.shape[0], thread, self.num_threads, 1)
+            _rows_passes(
+                self.weights, self.x, out, first, last, self.words, self.num_threads, times
+            )
+
+        return self._rates(work, self.weights.nbytes)
+
+    def gather(self) -> np.ndarray:
+        """The FFN over random neurons, all of which fire."""
+        ids = np.empty((_PASSES, self.num_ids), np.int32)
+        for row in ids:
+            row[:] = np.sort(self.rng.choice(self.num_neurons, self.num_ids, replace=False))
+        gate, up, down = self.weights.reshape(3, self.num_neurons, _WIDTH)
+
+        def work(thread: int, times: np.ndarray) -> None:
+            first, last = share(self.num_ids, thread, self.num_threads, 4)
+            part = np.ascontiguousarray(ids[:, first:last])
+            _gather_passes(gate, up, down, part, self.x, self.words, self.num_threads, times)
+
+        return self._rates(work, 3 * self.num_ids * _ROW_BYTES)
+
+
+@njit(nogil=True)
+def _sum(items):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(items.shape[0]):
+        total += items[i]
+    return total
+
+
+@njit(nogil=True)
+def _read_passes(items, words, num_threads, times):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(times.shape[0]):
+        barrier(words, 0, 1, num_threads)
+        times[i, 0] = now_ns()
+        total += _sum(items)
+        times[i, 1] = now_ns()
+    return total  # what nobody uses would not be computed
+
+
+@njit(nogil=True)
+def _rows_passes(weights, x, out, first, last, words, num_threads, times):  # type: ignore[no-untyped-def]
+    for i in range(times.shape[0]):
+        barrier(words, 0, 1, num_threads)
+        times[i, 0] = now_ns()
+        rows_kernel(weights, _NO_BIAS, x, out, first, last)
+        times[i, 1] = now_ns()
+
+
+@njit(nogil=True)
+def _gather_passes(gate, up, down, ids, x, words, num_threads, times):  # type: ignore[no-untyped-def]
+    count = ids.shape[1]
+    fired_ids, fired_tokens = np.empty(count, np.int32), np.empty(count, np.uint32)
+    gates, lists = np.empty(count, np.float32), thread_lists(empty_lists(1, 1), 0, 1)
+    out = np.zeros((1, x.shape[1]), np.float32)
+    for i in range(times.shape[0]):
+        barrier(words, 0, 1, num_threads)
+        times[i, 0] = now_ns()
+        if count:
+            fired = gate_kernel(
+                gate, _NO_BIAS, ids[i], NO_TOKENS, x, 0, False, 0, count, fired_ids, fired_tokens,
+                gates, 1, lists,
+            )  # fmt: skip
+            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_tokens, fired, gates, x, out, lists)
+        times[i, 1] = now_ns()

@@ -1,0 +1,77 @@
+"""The devices of a plan: how much of each the model may take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placement.machine.description import GpuDevice, Machine
+from placement.solver.cost import Column
+from placement.solver.problem import shares
+from placement.threads.numa import node_groups, num_sharing
+
+# Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of
+# steps and prompts the rest (`actors/gpu/cuda/fit.py` knows it better, once the GPU is open).
+GPU_RESERVE_BYTES = 1 << 30
+
+
+def make_columns(
+    machine: Machine,
+    *,
+    num_cpu_actors: int,
+    gpu_memory_bytes: int | None = None,
+    cpu_memory_bytes: int | None = None,
+    host_reserve_bytes: int = 0,
+    gpu_reserve_bytes: int = GPU_RESERVE_BYTES,
+) -> tuple[Column, ...]:
+    """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
+
+    GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
+    A CPU actor has the nodes of `placement.threads.numa.node_groups`: their memory and bandwidth
+    together, or its part of them where nodes have several actors; cpu_memory_bytes and
+    host_reserve_bytes are of all actors together, in shares of what they have free: min(share,
+    free) - reserve. A None limit is what is free.
+    """
+    gpus = [
+        _gpu_column(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
+        for index, gpu in enumerate(machine.gpus)
+    ]
+    cpus = _cpu_columns(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
+    return (*(column for column in gpus if column.budget_bytes > 0), *cpus)
+
+
+def _gpu_column(name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_bytes: int) -> Column:
+    allowed = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
+    return Column(
+        name=name,
+        is_gpu=True,
+        budget_bytes=max(0, allowed - reserve_bytes),
+        free_bytes=gpu.free_bytes,
+        rows_gb_per_s=gpu.read_gb_per_s,
+        gather_gb_per_s=gpu.read_gb_per_s,
+        link_gb_per_s=gpu.link_gb_per_s,
+    )
+
+
+def _cpu_columns(
+    machine: Machine, num_actors: int, limit_bytes: int | None, reserve_bytes: int
+) -> list[Column]:
+    groups = node_groups(len(machine.nodes), num_actors)
+    actors_nodes = [[machine.nodes[index] for index in group] for group in groups]
+    sharing = num_sharing(len(machine.nodes), num_actors)
+    free = [
+        sum(node.free_bytes for node in nodes) // among
+        for nodes, among in zip(actors_nodes, sharing, strict=True)
+    ]
+    limits = free if limit_bytes is None else shares(limit_bytes, np.array(free))
+    reserves = shares(reserve_bytes, np.array(free))
+    return [
+        Column(
+            name=f"cpu{actor}",
+            is_gpu=False,
+            budget_bytes=max(0, min(limits[actor], free[actor]) - reserves[actor]),
+            free_bytes=free[actor],
+            rows_gb_per_s=sum(node.rows_gb_per_s for node in nodes) / sharing[actor],
+            gather_gb_per_s=sum(node.gather_gb_per_s for node in nodes) / sharing[actor],
+        )
+        for actor, nodes in enumerate(actors_nodes)
+    ]

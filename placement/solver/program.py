@@ -1,0 +1,233 @@
+"""The placement as an integer program: groups of nearly equal frequency are counted, not named.
+
+Variables, in this order:
+    n[q, d]  groups of class q (all layers' classes in one row) on device d
+    t[l]     time of layer l's neurons
+    z[l, j]  whether layer l has neurons on GPU j
+    p[i, j]  whether part i lies on GPU j; on no GPU: on the host
+    one      1, whose cost is what no choice changes, so that the solver's gap is of all seconds
+
+    minimise    sum of t + parts + fixed
+    such that   sum over d of n[q, d] = count of q
+                work of layer l on d + sync z[l, d] <= t[l]
+                min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
+                bytes on GPU j <= budget; neurons on a column <= budget
+                neurons on all columns + host parts <= the columns' budgets together
+
+Source: PowerInfer section 6; t[l] takes the place of its sum of frequencies on the GPU, so that
+devices of any speed are balanced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from placement.solver.problem import HOST, Assignment, Problem
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_array
+
+MAX_CLASSES = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Runs of groups of one layer that count as equal. Q classes over all layers.
+
+    Shapes:  layer, first, count (Q,), seconds (Q, D) the mean of one group, size (Q,) neurons
+    """
+
+    layer: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+    size: np.ndarray
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Arguments of scipy.optimize.milp; seconds are divided by `unit_s`, bytes by a group's."""
+
+    cost: np.ndarray
+    matrix: coo_array
+    row_low: np.ndarray
+    row_high: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    integrality: np.ndarray
+
+
+def make_classes(problem: Problem, max_classes: int = MAX_CLASSES) -> Classes:
+    """Cut each layer's groups, hottest first, in at most `max_classes` + 1 classes.
+
+    A layer with as many groups or fewer has one class for each. Else cuts are where half of rank
+    and half of frequency, both from 0 to 1, pass a multiple of 1 / max_classes: so classes are
+    short where frequency falls steeply. A smaller last group is a class of its own.
+    """
+    num_groups = len(problem.group_sizes)
+    columns: list[tuple[int, int, int]] = []  # layer, first, count
+    for layer in range(problem.num_layers):
+        ids = _class_of_groups(problem.group_frequency[layer], max_classes)
+        if problem.group_sizes[-1] != problem.group_sizes[0]:
+            ids[-1] = ids.max() + 1
+        first = np.flatnonzero(np.diff(ids, prepend=-1))
+        count = np.diff(first, append=num_groups)
+        columns += [(layer, int(at), int(n)) for at, n in zip(first, count, strict=True)]
+    layers, first, count = np.array(columns, np.int64).T
+    starts = layers * num_groups + first
+    flat = problem.group_seconds.reshape(-1, problem.num_devices)
+    seconds = np.add.reduceat(flat, starts, axis=0) / count[:, None]
+    return Classes(layers, first, count, problem.group_sizes[first], seconds)
+
+
+def _class_of_groups(frequency: np.ndarray, max_classes: int) -> np.ndarray:
+    num_groups = len(frequency)
+    if num_groups <= max_classes:
+        return np.arange(num_groups)
+    rank = np.arange(num_groups) / (num_groups - 1)
+    spread = frequency[0] - frequency[-1]
+    fallen = (frequency[0] - frequency) / spread if spread > 0 else rank
+    return np.minimum((rank + fallen) / 2 * max_classes, max_classes - 1).astype(np.int64)
+
+
+class _Rows:
+    """Collects a sparse matrix of constraints, block by block."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.low: list[np.ndarray] = []
+        self.high: list[np.ndarray] = []
+        self.num_rows = 0
+
+    def add(self, low: Any, high: Any, *entries: tuple[Any, Any, Any]) -> None:
+        """Add rows low <= row <= high; each entry is rows (within the block), columns, values."""
+        low, high = np.broadcast_arrays(np.atleast_1d(low), np.atleast_1d(high))
+        for rows, columns, values in entries:
+            at, column, value = np.broadcast_arrays(rows, columns, values)
+            self.parts.append((at.ravel() + self.num_rows, column.ravel(), value.ravel()))
+        self.low.append(low.astype(float))
+        self.high.append(high.astype(float))
+        self.num_rows += low.size
+
+    def matrix(self, num_columns: int) -> coo_array:
+        """All rows as one matrix."""
+        from scipy.sparse import coo_array
+
+        rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
+        return coo_array((values.astype(float), (rows, columns)), (self.num_rows, num_columns))
+
+
+def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
+    """Write the program of this module's head in matrices."""
+    layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
+    num_classes, num_parts = len(classes.layer), len(problem.part_bytes)
+    n = np.arange(num_classes * devices).reshape(num_classes, devices)
+    t = n.size + np.arange(layers)
+    z = t[-1] + 1 + np.arange(layers * gpus).reshape(layers, gpus)
+    p = n.size + layers + z.size + np.arange(num_parts * gpus).reshape(num_parts, gpus)
+    one = n.size + layers + z.size + p.size
+    num_columns = one + 1
+    rows = _Rows()
+    of_class = np.arange(num_classes)[:, None]
+    rows.add(classes.count, classes.count, (of_class, n, 1.0))
+    _add_times(rows, problem, classes, unit_s, n, t, z)
+    if gpus:
+        _add_min_neurons(rows, problem, classes, n, z)
+        rows.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], p, 1.0))
+    _add_budgets(rows, problem, classes, n, p)
+
+    cost, low, high = np.zeros(num_columns), np.zeros(num_columns), np.ones(num_columns)
+    integrality = np.ones(num_columns)
+    cost[t] = 1.0
+    high[t] = np.inf
+    integrality[t] = 0
+    host_s = problem.part_seconds[:, -1]
+    cost[p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
+    cost[one] = (problem.fixed_s + float(host_s.sum())) / unit_s
+    low[one] = 1
+    is_allowed = problem.min_neurons <= problem.num_neurons
+    high[n] = classes.count[:, None]
+    high[n[:, :gpus]] *= is_allowed[classes.layer]
+    high[z] = is_allowed
+    row_low, row_high = np.concatenate(rows.low), np.concatenate(rows.high)
+    return Program(cost, rows.matrix(num_columns), row_low, row_high, low, high, integrality)
+
+
+def _add_times(
+    rows: _Rows,
+    problem: Problem,
+    classes: Classes,
+    unit_s: float,
+    n: np.ndarray,
+    t: np.ndarray,
+    z: np.ndarray,
+) -> None:
+    layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
+    row = np.arange(layers * devices).reshape(layers, devices)
+    rows.add(
+        np.full(row.size, -np.inf),
+        0.0,
+        (row[classes.layer], n, classes.seconds / unit_s),
+        (row, t[:, None], -1.0),
+        (row[:, :gpus], z, problem.sync_s / unit_s),
+    )
+
+
+def _add_min_neurons(
+    rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, z: np.ndarray
+) -> None:
+    """Rows in units of a group, so that their figures are near 1."""
+    layers, gpus = problem.num_layers, problem.num_gpus
+    unit = problem.group_sizes[0]
+    row = np.arange(layers * gpus).reshape(layers, gpus)
+    work = (row[classes.layer], n[:, :gpus], (classes.size / unit)[:, None])
+    least = np.minimum(problem.min_neurons, problem.num_neurons) / unit
+    rows.add(np.zeros(row.size), np.inf, work, (row, z, -least))
+    rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -problem.num_neurons / unit))
+
+
+def _add_budgets(
+    rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, p: np.ndarray
+) -> None:
+    """Rows in units of a group's bytes: the solver's tolerance is then less than some bytes."""
+    gpus, devices = problem.num_gpus, problem.num_devices
+    unit = float(problem.group_sizes[0] * problem.neuron_bytes)
+    size = (classes.size * problem.neuron_bytes / unit)[:, None]
+    part = problem.part_bytes[:, None] / unit
+    budget = problem.budget_bytes / unit
+    each = np.arange(devices)
+    rows.add(np.full(devices, -np.inf), budget, (each, n, size), (np.arange(gpus), p, part))
+    on_host = (budget[gpus:].sum()) - problem.part_bytes.sum() / unit
+    rows.add(-np.inf, on_host, (0, n[:, gpus:], size), (0, p, -part))
+
+
+def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
+    """Turn the solver's numbers into places: within a class the hottest groups go to fast devices.
+
+    GPUs take theirs first, the faster before the slower; CPU columns are dealt the rest in turn, so
+    that neighbours, which may fire alike, are spread.
+    """
+    num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
+    n = np.rint(values[: num_classes * devices]).astype(np.int64).reshape(num_classes, devices)
+    p = np.rint(values[-1 - len(problem.part_bytes) * gpus : -1])
+    group_device = np.empty(problem.group_seconds.shape[:2], np.int16)
+    for q in range(num_classes):
+        by_speed = np.argsort(classes.seconds[q, :gpus], kind="stable")
+        hot = np.repeat(by_speed, n[q, by_speed])
+        at = slice(int(classes.first[q]), int(classes.first[q] + classes.count[q]))
+        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + _dealt(n[q, gpus:])])
+    part_device = np.full(len(problem.part_bytes), HOST, np.int16)
+    if gpus:
+        on_gpu = p.reshape(-1, gpus)
+        part_device[on_gpu.any(axis=1)] = on_gpu.argmax(axis=1)[on_gpu.any(axis=1)]
+    return Assignment(group_device, part_device)
+
+
+def _dealt(counts: np.ndarray) -> np.ndarray:
+    """Every i counts[i] times, as evenly spread as can be: 2 and 4 give 1 0 1 1 0 1."""
+    columns = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([np.arange(count) for count in counts])
+    return columns[np.argsort((number + 0.5) / counts[columns], kind="stable")]

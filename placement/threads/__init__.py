@@ -1,0 +1,1 @@
+"""Which cores and memory the threads of services get."""

@@ -1,0 +1,138 @@
+"""Systems load by the plan that was made for them, and by no other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.protocol.messages import SystemConfig
+from actors.setup import placement_choice
+from actors.setup.placement_choice import plan_request
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
+from actors.setup.shards import service_specs
+from jobs.cli import main
+from model.errors import ArtifactError, UsageError
+from model.files.artifact import ModelIdentity
+from placement.machine.description import CpuNode, GpuDevice, Machine
+from placement.plan import PlacementPlan, plan_path, write_plan
+from placement.planner import make_plan
+from tests.tiny_models import make_tiny
+
+NODES = tuple(CpuNode(f"node{i}", 1, 16 << 30, 8 << 30, 40.0 + i, 38.0, 30.0) for i in range(2))
+MACHINE = Machine("a machine", NODES, (), 20.0, "")
+WITH_GPU = replace(MACHINE, gpus=(GpuDevice("gpu0", "a GPU", 8 << 30, 8 << 30, 500.0, 25.0, True),))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(placement_choice, "measured_before", lambda: MACHINE)
+    return make_tiny("llama-relu", tmp_path / "model")
+
+
+def planned(model: Path, options: SystemOptions, machine: Machine = MACHINE) -> PlacementPlan:
+    """The plan that `hotcold plan` would make with these options."""
+    system, config = prepare_system(model, options)
+    request = plan_request(
+        system, options.gpu_memory_bytes, options.cpu_memory_bytes, machine.digest, None
+    )
+    return make_plan(config, machine, None, request)
+
+
+def saved(model: Path, plan: PlacementPlan) -> Path:
+    path = plan_path(model, plan.request)
+    write_plan(path, ModelIdentity.of(model), plan)
+    return path
+
+
+OPTIONS = SystemOptions(num_threads=2, num_cpu_actors=2)
+
+
+def test_the_plan_for_these_options_is_used_and_no_other(model: Path) -> None:
+    assert prepare_system(model, OPTIONS)[0].plan_path == ""
+    path = saved(model, planned(model, OPTIONS))
+    assert prepare_system(model, OPTIONS)[0].plan_path == str(path)
+    for other in (
+        replace(OPTIONS, context_length=64),
+        replace(OPTIONS, mode="dense"),
+        replace(OPTIONS, num_cpu_actors=1),
+        replace(OPTIONS, cpu_memory_bytes=8 << 30),
+        replace(OPTIONS, kv_dtype="float16"),
+    ):
+        assert prepare_system(model, other)[0].plan_path == ""
+
+
+def test_another_measurement_is_another_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(model, planned(model, OPTIONS))
+    slower = replace(MACHINE, nodes=tuple(replace(n, rows_gb_per_s=9.0) for n in NODES))
+    monkeypatch.setattr(placement_choice, "measured_before", lambda: slower)
+    assert prepare_system(model, OPTIONS)[0].plan_path == ""
+    monkeypatch.setattr(placement_choice, "measured_before", lambda: None)
+    assert prepare_system(model, OPTIONS)[0].plan_path == ""
+
+
+def test_services_hold_what_the_plan_says(model: Path) -> None:
+    config = read_model(model)
+    plan = planned(model, OPTIONS)
+    rng = np.random.default_rng(3)  # uneven, and another share in every layer
+    places = rng.choice(2, plan.neuron_device.shape, p=[0.8, 0.2]).astype(np.int16)
+    saved(model, replace(plan, neuron_device=places))
+    system, _ = prepare_system(model, OPTIONS)
+    _, *cpus = service_specs(system, config)
+    assert [spec.num_threads for spec in cpus] == [1, 1]
+    for i, spec in enumerate(cpus):
+        assert spec.neuron_ids is not None
+        for layer, ids in enumerate(spec.neuron_ids):
+            assert ids.dtype == np.int32
+            assert sorted(ids) == np.flatnonzero(places[layer] == i).tolist()
+
+
+def test_a_named_plan_for_other_options_is_refused(model: Path, tmp_path: Path) -> None:
+    path = saved(model, planned(model, OPTIONS))
+    with pytest.raises(ArtifactError, match="--context 128, not --context 64") as caught:
+        prepare_system(model, replace(OPTIONS, context_length=64, plan=path))
+    assert "\n" not in str(caught.value)
+    other = make_tiny("llama-relu", tmp_path / "other", seed=1)
+    with pytest.raises(ArtifactError, match="belongs to the model 'model'"):
+        prepare_system(other, replace(OPTIONS, plan=path))
+    with pytest.raises(ArtifactError, match="there is no plan file"):
+        prepare_system(model, replace(OPTIONS, plan=tmp_path / "none"))
+
+
+def test_a_plan_with_a_gpu_is_left_alone_unless_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_choice, "measured_before", lambda: WITH_GPU)
+    plan = planned(model, OPTIONS, WITH_GPU)
+    assert plan.num_gpus == 1
+    path = saved(model, plan)
+    assert prepare_system(model, OPTIONS)[0].plan_path == ""
+    with pytest.raises(UsageError, match="GPU"):
+        prepare_system(model, replace(OPTIONS, plan=path))
+
+
+def test_the_same_tokens_with_a_plan_and_without(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["generate", str(model), "--prompt-ids", "1,2,3", "--max-tokens", "8", "--json"]
+    line += ["--temperature", "0", "--threads", "2", "--cpu-actors", "2"]
+
+    def run() -> tuple[list[int], SystemConfig]:
+        assert main(line) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return found["ids"], SystemConfig(**found["system"])
+
+    without, system = run()
+    assert system.plan_path == ""
+    plan = planned(model, OPTIONS)
+    places = plan.neuron_device.copy()
+    places[:, ::3] = 0  # two thirds of the neurons
+    places[:, 1::3] = 0
+    places[:, 2::3] = 1
+    path = saved(model, replace(plan, neuron_device=places))
+    with_plan, system = run()
+    assert system.plan_path == str(path)
+    assert with_plan == without

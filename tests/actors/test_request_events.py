@@ -1,0 +1,136 @@
+"""Events of many requests together, and the logprobs in them; beside the float64 reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from actors.driver.driver import Driver
+from actors.driver.request_events import joined
+from actors.driver.text.token_logprobs import AnswerLogprobs, token_logprob
+from actors.protocol.messages import GenerateRequest, Grammar, TokenEvent, TokenLogprob
+from model.errors import PromptError, UsageError
+from model.files.locate import DEMO_DIRECTORY
+from model.reference import reference_logits
+from model.sampling import SamplingParams
+from model.text.tokenizer import Tokenizer
+from tests.actors.batching import WAIT_S, batching, complete
+from tests.conftest import TinyCheckpoint
+
+Tiny = Callable[..., TinyCheckpoint]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return torch.log_softmax(torch.from_numpy(logits).double(), -1).numpy()
+
+
+def take_all(driver: Driver, count: int) -> dict[str, TokenEvent]:
+    """All events of `count` requests, each request's as one."""
+    found: dict[str, TokenEvent] = {}
+    num_ended, end = 0, time.monotonic() + WAIT_S
+    while num_ended < count:
+        assert time.monotonic() < end
+        letters = driver.take_letters(1.0)
+        assert len({name for name, _ in letters}) == len(letters)
+        for name, event in letters:
+            assert isinstance(event, TokenEvent)
+            found[name] = found[name] + event if name in found else event
+            num_ended += event.result is not None
+    return found
+
+
+def test_prompts_and_answers_are_scored_in_company(tiny: Tiny) -> None:
+    checkpoint = tiny("llama-relu")
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 99, size).tolist() for size in (1, 5, 70, 33)]
+    with batching(checkpoint) as (_, driver):
+        for number, ids in enumerate(prompts):
+            sampling = SamplingParams(
+                max_tokens=6, temperature=1.5, top_k=3, seed=number, ignore_eos=True
+            )
+            request = GenerateRequest(
+                sampling, prompt_ids=ids, request_id=str(number),
+                num_logprobs=2, num_prompt_logprobs=1,
+            )  # fmt: skip
+            driver.submit(request)
+        driver.submit(GenerateRequest(sampling, prompt_ids=prompts[2], request_id="plain"))
+        found = take_all(driver, 5)
+        assert found["plain"].logprobs == found["plain"].prompt_logprobs == ()
+        assert not driver._streams
+        load = driver.load()
+        assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0.0)
+    for number, ids in enumerate(prompts):
+        event = found[str(number)]
+        assert event.result is not None and event.num_tokens == 6
+        new = event.result.ids
+        expected = log_softmax(reference_logits(checkpoint.path, ids + new))
+        scored = [*event.prompt_logprobs, *event.logprobs]
+        assert [one.token_id for one in scored] == ids + new
+        assert scored[0] == TokenLogprob(ids[0], None)
+        for one, row in zip(scored[1:], expected, strict=False):
+            assert one.logprob == pytest.approx(row[one.token_id], abs=2e-3)
+            values = [value for _, value in one.top]
+            assert values == pytest.approx(np.sort(row)[::-1][: len(values)], abs=2e-3)
+        assert {len(one.top) for one in event.logprobs} == {2}
+
+
+def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
+    with batching(tiny("llama-relu")) as (_, driver):
+        sampling = SamplingParams(max_tokens=2)
+        with pytest.raises(PromptError):
+            driver.submit(GenerateRequest(sampling, prompt_ids=[-1]))
+        grammar = Grammar("lark", 'start: "a"')
+        with pytest.raises(UsageError, match=r"tokenizer\.json"):
+            driver.submit(GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
+        assert not driver._streams
+        assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
+
+
+def test_a_cancelled_request_ends_its_letters(tiny: Tiny) -> None:
+    with batching(tiny("llama-relu")) as (_, driver):
+        sampling = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+        driver.submit(GenerateRequest(sampling, prompt_ids=[1], request_id="long"))
+        driver.cancel("long")
+        result = take_all(driver, 1)["long"].result
+        assert result is not None and result.finish_reason == "cancelled"
+
+
+def test_letters_of_a_request_are_joined_in_order() -> None:
+    problem = ValueError("broken")
+    letters = [
+        ("a", TokenEvent("x", None, 1)), ("b", TokenEvent("1")),
+        ("a", TokenEvent("y", None, 2)), ("b", problem),
+    ]  # fmt: skip
+    expected = [("a", TokenEvent("xy", None, 3)), ("b", TokenEvent("1")), ("b", problem)]
+    assert joined(letters) == expected  # type: ignore[arg-type]
+
+
+def test_token_logprob_refuses_what_is_no_number() -> None:
+    logits = np.array([1.0, 3.0, 2.0], np.float32)
+    found = token_logprob(logits, 0, 9)
+    expected = log_softmax(logits)
+    assert found.logprob == pytest.approx(expected[0])
+    assert [one for one, _ in found.top] == [1, 2, 0]
+    with pytest.raises(ValueError, match="NaN"):
+        token_logprob(np.array([1.0, np.nan], np.float32), 0, 1)
+
+
+def test_logprobs_come_with_the_text_that_they_begin_in() -> None:
+    """A token that a stop string cuts off wholly never comes."""
+    tokenizer = Tokenizer.from_directory(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    ids = tokenizer.encode(" value of the", add_special_tokens=False)
+    assert len(ids) == 3
+    decoder, logprobs = tokenizer.stream_decoder([1]), AnswerLogprobs(0)
+    logits = np.zeros(tokenizer.vocab_size, np.float32)
+    for token_id in ids:
+        logprobs.add(logits, token_id, decoder)
+        decoder.push(token_id)
+    assert [one.token_id for one in logprobs.take(len(" val"))] == ids[:1]
+    assert logprobs.take(len(" value")) == ()
+    assert [one.token_id for one in logprobs.take(len(" value o"))] == ids[1:2]
+    assert [one.token_id for one in logprobs.take(None)] == ids[2:]

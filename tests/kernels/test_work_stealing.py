@@ -1,0 +1,99 @@
+"""Rows dealt to threads: each is multiplied once, whoever comes, and to the same bits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from numba import njit
+
+from numba_kernels.decode.rows import rows_times_vectors
+from numba_kernels.decode.vectors import empty_vectors, prepared
+from numba_kernels.formats import is_quantized, row_width
+from numba_kernels.serve.work_stealing import block_rows, dealt_rows, new_deals, take
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.quantized_rows import KINDS, random_rows
+
+NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+
+
+@njit(nogil=True)
+def _run(deal, thread, num_threads, weights, bias, x, room, addend, out):
+    vectors = prepared(weights, x, room, thread)
+    dealt_rows(deal, thread, num_threads, weights, bias, vectors, addend, out)
+
+
+class Case:
+    """A matrix of several blocks for each of three threads, some tokens, and their products."""
+
+    num_threads = 3
+
+    def __init__(self, kind: str, num_tokens: int) -> None:
+        width = 1056
+        size = int(block_rows(self.weights_of(kind, 1, width)))
+        self.weights = self.weights_of(kind, 7 * size + 13, width)
+        assert row_width(self.weights.dtype, self.weights.shape[1]) == width
+        self.x = random_floats(1, num_tokens, width)
+        self.deals = new_deals(2, self.num_threads)
+        quantized = is_quantized(self.weights.dtype)
+        self.room = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
+        self.out = np.full((num_tokens, self.weights.shape[0]), np.nan, np.float32)
+        self.products = rows_times_vectors(self.weights, self.x)
+
+    @staticmethod
+    def weights_of(kind: str, num_rows: int, width: int) -> np.ndarray:
+        if kind in KINDS:
+            few = random_rows(0, kind, min(num_rows, 64), width).rows
+            return np.ascontiguousarray(np.resize(few, (num_rows, few.shape[1])))
+        return random_bits(0, BITS[kind], num_rows, width)
+
+    def run(
+        self, thread: int, bias: np.ndarray = NO_BIAS, addend: np.ndarray = NO_ADDEND, deal: int = 0
+    ) -> None:
+        _run(
+            self.deals[deal], thread, self.num_threads, self.weights, bias, self.x, self.room,
+            addend, self.out,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+def test_one_thread_does_it_all_where_no_other_comes(kind: str, num_tokens: int) -> None:
+    case = Case(kind, num_tokens)
+    case.run(1)
+    np.testing.assert_array_equal(case.out, case.products)
+    case.out[:] = np.nan  # those that come late find nothing
+    case.run(0)
+    case.run(2)
+    assert np.isnan(case.out).all()
+    case.run(0, deal=1)  # another kind of work is dealt for itself
+    np.testing.assert_array_equal(case.out, case.products)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4"])
+def test_threads_side_by_side(kind: str) -> None:
+    case = Case(kind, 3)
+    bias, addend = random_floats(2, case.out.shape[1]), random_floats(3, *case.out.shape)
+    with ThreadPoolExecutor(case.num_threads) as pool:
+        for _ in range(50):
+            case.deals[:], case.out[:] = 0, np.nan
+            list(pool.map(lambda thread: case.run(thread, bias, addend), range(case.num_threads)))
+            np.testing.assert_array_equal(case.out, (case.products + bias) + addend)
+
+
+def test_each_block_is_taken_once() -> None:
+    deals, num_threads = new_deals(1, 4), 4
+    with ThreadPoolExecutor(num_threads) as pool:
+
+        def all_blocks(thread: int) -> list[int]:
+            return [take_one(deals[0], 2) for _ in range(1000 + thread)]
+
+        taken = [block for blocks in pool.map(all_blocks, range(num_threads)) for block in blocks]
+    assert sorted(taken) == list(range(len(taken)))
+    assert deals[0].nonzero()[0].tolist() == [2 * 16]
+
+
+@njit(nogil=True)
+def take_one(deal, part):
+    return take(deal, part)

@@ -1,0 +1,84 @@
+"""Answers put together from their events, for both kinds of completion."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
+from model.errors import ServiceError
+from ui.api.backend import Answers
+
+
+class Answer:
+    """What has come of one answer."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.result: Generation | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        """Take the next event."""
+        self.text += event.text
+        self.logprobs += event.logprobs
+        self.prompt_logprobs += event.prompt_logprobs
+        self.result = event.result
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop" or "length", of a finished answer."""
+        return self._whole.finish_reason
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of a finished answer."""
+        return self._whole.ids
+
+    @property
+    def _whole(self) -> Generation:
+        if self.result is None:
+            raise ServiceError("an answer ended without a result")
+        return self.result
+
+
+async def collect(answers: Answers) -> list[Answer]:
+    """Wait for all answers. Errors: ApiError, HotcoldError."""
+    found: dict[int, Answer] = {}
+    try:
+        async with aclosing(answers.events()) as events:
+            async for index, event in events:
+                found.setdefault(index, Answer()).add(event)
+    finally:
+        answers.close()
+    return [found[index] for index in range(len(found))]
+
+
+async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEvent]]:
+    """All events, once the first has come: what goes wrong before it can still be a status.
+
+    Errors:  ApiError, HotcoldError
+    """
+    events = answers.events()
+    try:
+        first = await anext(events)
+    except BaseException:
+        answers.close()
+        raise
+
+    async def all_events() -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        async with aclosing(events):
+            yield first
+            async for later in events:
+                yield later
+
+    return all_events()
+
+
+def usage(
+    requests: Sequence[GenerateRequest], answers: Sequence[Answer], copies: int, most: int = 1 << 31
+) -> dict[str, int]:
+    """Token counts: a prompt of `copies` answers once, of an answer at most `most` tokens."""
+    prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
+    new = sum(min(len(answer.ids), most) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,0 +1,163 @@
+"""Between HTTP routes and a running system: limits, the queue, deadlines, counts."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from actors.client import AsyncClient
+from actors.driver.text.prompts import Prompts
+from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
+from actors.system import System
+from model.config.build import read_config
+from model.sampling import SamplingParams, eos_ids
+from ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from ui.api.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server allows."""
+
+    model_name: str
+    max_queue: int = 64  # requests that wait, beyond those that run
+    max_tokens: int = 1 << 20  # new tokens of one request
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 4 << 20
+
+
+class Backend:
+    """One running system, as the routes use it."""
+
+    def __init__(self, system: System, config: SystemConfig, settings: ServerSettings) -> None:
+        """`config` is the system's."""
+        path = Path(config.model_path)
+        model_config = read_config(path)
+        self.settings = settings
+        self.client = AsyncClient(system)
+        self.prompts = Prompts(path, model_config, config.context_length)
+        self.defaults = SamplingParams.defaults(path)
+        self.eos_ids = frozenset(eos_ids(path, model_config))
+        self.metrics = Metrics(settings.model_name)
+        self.created_at = int(time.time())
+        self.num_active = 0  # requests that wait or run
+        self.capacity = config.max_batch + settings.max_queue
+
+    def require_model(self, name: str | None) -> None:
+        """Refuse any model but the one that is served. Errors: ApiError 404."""
+        served = self.settings.model_name
+        if name is not None and name != served:
+            raise ApiError(
+                404, f"the model {name[:100]!a} is not served; this is {served!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def prompt_ids(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
+        """Token ids of each request, checked. Errors: PromptError."""
+        return await asyncio.to_thread(lambda: [self.prompts.ids(one) for one in requests])
+
+    async def start(self, requests: Sequence[GenerateRequest]) -> "Answers":
+        """Queue requests of token ids, all or none.
+
+        Errors:  ApiError 400 or 503 where there is no room, 504; PromptError, UsageError,
+                 ServiceError
+        """
+        if len(requests) > self.capacity:
+            raise ApiError(
+                400, f"the request asks for {len(requests)} answers; this server takes "
+                f"{self.capacity} at once",
+            )  # fmt: skip
+        if self.num_active + len(requests) > self.capacity:
+            raise unavailable("the queue is full; try again later", "queue_full")
+        answers = Answers(self, len(requests))
+        try:
+            await answers.submit(requests)
+        except BaseException:
+            answers.close()
+            raise
+        return answers
+
+
+class Answers:
+    """The answers to one HTTP request, as they come. `close` ends what still runs."""
+
+    def __init__(self, backend: Backend, count: int) -> None:
+        """Takes `count` places in the queue."""
+        self._backend = backend
+        self._started = time.monotonic()
+        self._last_at = [self._started] * count
+        self._names: dict[int, str] = {}
+        self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
+        self._unfinished = set(range(count))
+        backend.num_active += count
+
+    @property
+    def _deadline(self) -> float:
+        """By the loop's clock, which is the monotonic one."""
+        return self._started + self._backend.settings.request_timeout_s
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue the requests. Errors: PromptError, UsageError, ServiceError, ApiError 504."""
+
+        async def submit(index: int, request: GenerateRequest) -> None:
+            deliver = partial(self._deliver, index)
+            self._names[index] = await self._backend.client.submit(request, deliver)
+            self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
+
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                async with asyncio.TaskGroup() as group:
+                    for index, request in enumerate(requests):
+                        group.create_task(submit(index, request))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        except TimeoutError:
+            raise timed_out(self._backend.settings.request_timeout_s) from None
+
+    async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """Each event with the index of its request, until all have a result.
+
+        Errors:  ApiError
+        """
+        try:
+            while self._unfinished:
+                async with asyncio.timeout_at(self._deadline):
+                    index, event = await self._events.get()
+                if isinstance(event, BaseException):
+                    raise as_api_error(event)
+                self._count(index, event)
+                if event.result is not None and event.result.finish_reason == "cancelled":
+                    raise unavailable("the server is being stopped")
+                yield index, event
+        except TimeoutError:
+            raise timed_out(self._backend.settings.request_timeout_s) from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what has no result yet. May be called again."""
+        for index in list(self._unfinished):
+            self._leave(index)
+            if index in self._names:
+                self._backend.client.cancel(self._names[index])
+                self._backend.metrics.add_abort()
+
+    def _deliver(self, index: int, event: TokenEvent | BaseException) -> None:
+        self._events.put_nowait((index, event))
+
+    def _leave(self, index: int) -> None:
+        self._unfinished.discard(index)
+        self._backend.num_active -= 1
+
+    def _count(self, index: int, event: TokenEvent) -> None:
+        metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]
+        if last == self._started:
+            metrics.add_first(now - last, event.num_tokens)
+        else:
+            metrics.add_tokens(now - last, event.num_tokens)
+        self._last_at[index] = now
+        if event.result is not None:
+            metrics.add_result(event.result, now - self._started)
+            self._leave(index)

@@ -1,0 +1,120 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from actors.protocol.messages import GenerateRequest, TokenLogprob
+from ui.api import sse
+from ui.api.answer import Answer, collect, first_then_rest, usage
+from ui.api.backend import Backend
+from ui.api.errors import as_api_error
+from ui.api.requests import completion_requests
+from ui.api.schemas import CompletionRequest
+from ui.api.tokens import CompletionLogprobs, TokenTexts
+
+
+class CompletionRoute:
+    """Continues prompts."""
+
+    def __init__(self, backend: Backend, texts: TokenTexts) -> None:
+        """`texts` are the model's."""
+        self._backend = backend
+        self._texts = texts
+
+    async def whole(self, body: CompletionRequest) -> dict[str, Any]:
+        """The whole answer. Errors: ApiError, HotcoldError."""
+        requests = await completion_requests(self._backend, body)
+        answers = await collect(await self._backend.start(requests))
+        choices = [
+            self._writer(body, request).choice(index, answer)
+            for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        ]
+        return {**self._head(), "choices": choices, "usage": _usage(body, requests, answers)}
+
+    async def stream(self, body: CompletionRequest) -> sse.EventStream:
+        """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
+        requests = await completion_requests(self._backend, body)
+        answers = await self._backend.start(requests)
+        events = await first_then_rest(answers)
+        writers = [self._writer(body, request) for request in requests]
+        head = self._head()
+        if body.has_usage_chunk:
+            head["usage"] = None
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            done = [Answer() for _ in requests]
+            try:
+                async for index, event in events:
+                    done[index].add(event)
+                    piece = Answer()
+                    piece.add(event)
+                    choice = writers[index].choice(index, piece)
+                    yield sse.event({**head, "choices": [choice]})
+                if body.has_usage_chunk:
+                    told = _usage(body, requests, done)
+                    yield sse.event({**head, "choices": [], "usage": told})
+                yield sse.DONE
+            except Exception as error:
+                yield sse.event(as_api_error(error).body)
+            finally:
+                answers.close()
+
+        return sse.EventStream(pieces())
+
+    def _writer(self, body: CompletionRequest, request: GenerateRequest) -> "_Writer":
+        echoed = self._prompt_text(body, request) if body.echo else ""
+        return _Writer(body, echoed, self._texts)
+
+    def _prompt_text(self, body: CompletionRequest, request: GenerateRequest) -> str:
+        """The prompt as its tokens say it, those that the tokenizer added included."""
+        ids = request.prompt_ids or []
+        if body.logprobs is not None:  # so that tokens and text agree
+            return b"".join(map(self._texts.bytes_of, ids)).decode("utf-8", "replace")
+        tokenizer = self._backend.prompts.tokenizer
+        return tokenizer.decode(ids) if tokenizer is not None else ""
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._backend.settings.model_name,
+            "system_fingerprint": None,
+        }
+
+
+class _Writer:
+    """The choices of one answer: the echoed prompt first."""
+
+    def __init__(self, body: CompletionRequest, echoed: str, texts: TokenTexts) -> None:
+        self._body = body
+        self._echoed = echoed
+        self._logprobs = CompletionLogprobs(texts)
+        self._wants_none = body.max_tokens == 0
+
+    def choice(self, index: int, piece: Answer) -> dict[str, Any]:
+        text = self._echoed + ("" if self._wants_none else piece.text)
+        self._echoed = ""
+        tokens: list[TokenLogprob] = list(piece.prompt_logprobs)
+        tokens += [] if self._wants_none else piece.logprobs
+        result = piece.result
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs.piece(tokens),
+            "finish_reason": None,
+        }
+        if result is not None:
+            choice["finish_reason"] = "length" if self._wants_none else result.finish_reason
+            if self._body.return_token_ids:
+                choice["token_ids"] = [] if self._wants_none else result.ids
+        return choice
+
+
+def _usage(
+    body: CompletionRequest, requests: list[GenerateRequest], answers: list[Answer]
+) -> dict[str, int]:
+    most = 0 if body.max_tokens == 0 else 1 << 31
+    return usage(requests, answers, body.n or 1, most)

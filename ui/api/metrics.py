@@ -1,0 +1,116 @@
+"""What Prometheus may ask, under vLLM's names where the meaning is the same."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from actors.protocol.messages import DriverLoad, Generation
+
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """Counts of one server since its start, each with the label `model_name`."""
+
+    def __init__(self, model_name: str) -> None:
+        """Nothing is registered outside of this object."""
+        disable_created_metrics()
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for room.")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache lent; 1 is all of it.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._new_tokens = self._counter("vllm:generation_tokens", "Tokens chosen.")
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first event.", _FIRST_TOKEN_S
+        )
+        self._token = self._histogram(
+            "vllm:time_per_output_token_seconds", "Between two tokens.", _TOKEN_S
+        )
+        self._request = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last event.", _REQUEST_S
+        )
+        self._finished = Counter(
+            "vllm:request_success", "Requests that ended, by why.",
+            ["model_name", "finished_reason"], registry=self._registry,
+        )  # fmt: skip
+        self._refused = Counter(
+            "hotcold:requests_refused", "Requests answered with an error, by HTTP status.",
+            ["model_name", "status"], registry=self._registry,
+        )  # fmt: skip
+        self._neurons = self._gauge(
+            "hotcold:neurons_computed_share", "Of all neurons, up and down, in the last request."
+        )
+        self._gates = self._gauge(
+            "hotcold:gates_computed_share", "Of all neurons' gates, in the last request."
+        )
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """Count a request that was queued."""
+        self._prompt_tokens.inc(num_tokens)
+
+    def add_first(self, since_arrival_s: float, num_tokens: int) -> None:
+        """Count a request's first event."""
+        self._first_token.observe(since_arrival_s)
+        self._new_tokens.inc(num_tokens)
+
+    def add_tokens(self, since_last_s: float, num_tokens: int) -> None:
+        """Count an event of `num_tokens` tokens that is not the first."""
+        self._new_tokens.inc(num_tokens)
+        for _ in range(num_tokens):
+            self._token.observe(since_last_s / num_tokens)
+
+    def add_result(self, result: Generation, since_arrival_s: float) -> None:
+        """Count a finished request."""
+        self._request.observe(since_arrival_s)
+        self._count_end(result.finish_reason)
+        if result.per_token_ms.get("total"):
+            self._neurons.set(result.neurons_computed)
+            self._gates.set(result.gates_computed)
+
+    def add_abort(self) -> None:
+        """Count a request that ended before its end: its client went away, or it took too long."""
+        self._count_end("abort")
+
+    def add_refusal(self, status: int) -> None:
+        """Count an answer that is an error."""
+        self._refused.labels(self._model_name, str(status)).inc()
+
+    def text(self, load: DriverLoad) -> bytes:
+        """All of it in Prometheus' text format."""
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        self._kv_usage.set(load.kv_cache_usage)
+        return generate_latest(self._registry)
+
+    def _count_end(self, reason: str) -> None:
+        name = "abort" if reason == "cancelled" else reason
+        self._finished.labels(self._model_name, name).inc()
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        made = Counter(name, text, ["model_name"], registry=self._registry)
+        return made.labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(self._model_name)

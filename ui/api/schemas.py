@@ -1,0 +1,194 @@
+"""What requests may hold, by OpenAI's names. Fields that are not here are ignored.
+
+Types are strict: a number is no text. What a text means to the model is checked later.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ui.api.errors import ApiError
+
+_MOST_CHOICES = 128
+_MOST_TOP = 20
+_MOST_GRAMMAR_CHARS = 1 << 18
+_TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+_Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Request):
+    """What a stream ends with."""
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(_Request):
+    """A schema as `response_format` wraps it."""
+
+    content: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(_Request):
+    """What an answer must be: anything, a JSON object, or JSON that a schema describes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema must be given with type json_schema")
+        return self
+
+
+class SamplingRequest(_Request):
+    """What both kinds of completion share. A missing value is the model's own default."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=_MOST_GRAMMAR_CHARS)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    # Not supported, but sent by many clients with the value that does nothing.
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for requests with stream true")
+        is_shaped = self.response_format is not None and self.response_format.type != "text"
+        if is_shaped and self.grammar is not None:
+            raise ValueError("response_format and grammar were both given; leave one out")
+        return self
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream tells how many tokens it took."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ContentPart(_Request):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Request):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+
+    @property
+    def as_template_reads_it(self) -> dict[str, str]:
+        """The message for a chat template."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None  # not supported
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is for requests with logprobs true")
+        return self
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[list[TokenId]], Field(min_length=1)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
+    echo: bool | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None  # not supported
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
+
+
+class TokenizeRequest(_Request):
+    """POST /tokenize: one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+_Body = TypeVar("_Body", bound=_Request)
+
+
+def parse(schema: type[_Body], body: bytes) -> _Body:
+    """Read a request's body. Errors: ApiError 400 that names the field."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _bad_request(error) from None
+
+
+def _bad_request(error: ValidationError) -> ApiError:
+    """The deepest of the problems: where a union failed, its fields have one for each member."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problem = max(problems, key=lambda one: len(one["loc"]))
+    names = [
+        part
+        for part in problem["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
+    ]
+    param = ".".join(map(str, names)) or None
+    text = problem["msg"].removeprefix("Value error, ")
+    message = f"{param}: {text}" if param else text
+    return ApiError(400, ascii(message)[1:-1][:300], param=param)

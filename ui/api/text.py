@@ -1,0 +1,52 @@
+"""POST /tokenize and /detokenize."""
+
+import asyncio
+from typing import Any
+
+from actors.driver.text.prompts import Prompts
+from model.errors import PromptError
+from model.text.tokenizer import Tokenizer
+from ui.api.backend import Backend
+from ui.api.schemas import DetokenizeRequest, TokenizeRequest
+
+_MAX_CHARS = 1 << 20  # a tokenizer takes about a second for them
+
+
+async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
+    """The ids of a text, or of a conversation as the chat template writes it.
+
+    They need not fit into the context. Errors:  PromptError
+    """
+    ids = await asyncio.to_thread(_encode, _tokenizer(backend.prompts), body)
+    limit = backend.prompts.context_length
+    return {"count": len(ids), "max_model_len": limit, "tokens": ids}
+
+
+async def detokenize(backend: Backend, body: DetokenizeRequest) -> dict[str, Any]:
+    """The text of ids, special tokens by their names. Errors: PromptError."""
+    tokenizer, last = _tokenizer(backend.prompts), backend.prompts.config.vocab_size - 1
+    for token_id in body.tokens:
+        if token_id > last:
+            raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    return {"prompt": text}
+
+
+def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+    if body.messages is None:
+        return tokenizer.encode(_short(body.prompt or ""), body.add_special_tokens)
+    messages = [message.as_template_reads_it for message in body.messages]
+    text = tokenizer.render_chat(messages, body.add_generation_prompt)
+    return tokenizer.encode(_short(text), False)  # the template writes special tokens itself
+
+
+def _short(text: str) -> str:
+    if len(text) > _MAX_CHARS:
+        raise PromptError(f"the text has {len(text)} characters; send at most {_MAX_CHARS}")
+    return text
+
+
+def _tokenizer(prompts: Prompts) -> Tokenizer:
+    if prompts.tokenizer is None:
+        raise PromptError("this model has no tokenizer.json, so no text")
+    return prompts.tokenizer

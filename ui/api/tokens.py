@@ -1,0 +1,93 @@
+"""Single tokens as text and as bytes, and logprobs in the two forms of OpenAI's API."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from actors.protocol.messages import TokenLogprob
+from model.text.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+class TokenTexts:
+    """What each token of a model stands for, as it stands within a text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer all texts are empty."""
+        self._tokenizer = tokenizer
+        self._table: Any = None
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's bytes, maybe a part of a character; a special token's name."""
+        if token_id not in self._known:
+            self._known[token_id] = self._look_up(token_id)
+        return self._known[token_id]
+
+    def text_of(self, token_id: int) -> str:
+        """A token's bytes as text; a part of a character is U+FFFD."""
+        return self.bytes_of(token_id).decode("utf-8", "replace")
+
+    def _look_up(self, token_id: int) -> bytes:
+        if self._tokenizer is None or token_id >= self._tokenizer.vocab_size:
+            return b""
+        if self._table is None:
+            from llguidance import LLTokenizer
+
+            self._table = LLTokenizer(self._tokenizer.to_json())
+        if self._table.is_special_token(token_id):
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return bytes(self._table.decode_bytes([token_id]))
+
+
+def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat answer."""
+
+    def item(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token_id),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    content = [
+        item(token.token_id, token.logprob or 0.0)
+        | {"top_logprobs": [item(token_id, logprob) for token_id, logprob in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a completion, piece by piece; counts where in the text tokens begin."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        """Offsets count characters from here on, the prompt's too where it is echoed."""
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def piece(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next tokens'. The first of a prompt has null for its logprob."""
+        found: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+        }  # fmt: skip
+        for token in tokens:
+            logprob = token.logprob
+            found["tokens"].append(self._texts.text_of(token.token_id))
+            found["token_logprobs"].append(
+                None if logprob is None else max(logprob, _LEAST_LOGPROB)
+            )
+            found["top_logprobs"].append(None if logprob is None else self._top(token))
+            found["text_offset"].append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(self._texts.bytes_of(token.token_id)))
+        return found
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands here. Of equal texts the likelier one."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob or 0.0)):
+            text = self._texts.text_of(token_id)
+            found.setdefault(text, max(logprob, _LEAST_LOGPROB))
+        return found

@@ -1,0 +1,1 @@
+"""The chat page: conversations, the live neuron map, the placement picture."""

@@ -1,0 +1,122 @@
+"""The placement tab: which device holds what, as a picture and a table."""
+
+from __future__ import annotations
+
+from html import escape
+
+import gradio as gr
+import numpy as np
+
+from actors.protocol.messages import SystemConfig
+from model.config.model_config import ModelConfig
+from model.errors import HotcoldError
+from ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 360, 52, 22, 42, 12
+# Distinct to the colour-blind, on white and on black: GPUs are warm, CPUs cool.
+_GPU_COLOURS = ("#d55e00", "#e69f00", "#cc79a7")
+_CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
+_RUNNING = "what runs now"
+
+
+def placement_tab(system: SystemConfig, config: ModelConfig, tab: gr.Tab) -> None:
+    """A picture, drawn when `tab` is opened; plans beside the model can be looked at too."""
+    choices = [
+        (_RUNNING, ""),
+        *((file.stem, str(file)) for file in plans_beside(system.model_path)),
+    ]
+    allowed = {file for _, file in choices}
+    chosen = gr.Dropdown(
+        choices, value="", label="Placement", visible=len(choices) > 1, elem_id="plan"
+    )
+    picture = gr.HTML(elem_id="placement")
+
+    def draw(file: str) -> str:
+        try:
+            return placement_html(placement_of(system, config, file if file in allowed else ""))
+        except HotcoldError as error:
+            return f"<p>{escape(str(error))}</p>"
+
+    options = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    gr.on([tab.select, chosen.change], draw, chosen, picture, **options)
+
+
+def placement_html(placement: Placement) -> str:
+    """The placement as a sentence, an SVG and a table."""
+    colours = _colours(placement.devices)
+    has_curve = placement.num_profiled_tokens > 0
+    picture = _svg(placement.devices, colours) if has_curve else ""
+    table = _table(placement.devices, colours)
+    return f"<p>{_sentence(placement)}</p>{picture}{table}"
+
+
+def _sentence(placement: Placement) -> str:
+    plan = placement.plan
+    if plan is None:
+        text = (
+            "No plan was made for this system, so neurons are dealt to the devices in turn; "
+            "<code>hotcold plan</code> makes one."
+        )
+    else:
+        speed = plan.report.get("tokens_per_s", 0.0)
+        text = f"A plan for mode {plan.request.mode}, which expects {speed:.0f} tokens/s."
+    if placement.num_profiled_tokens:
+        tokens = f"{placement.num_profiled_tokens:,}"
+        return f"{text} Activations were counted over {tokens} tokens."
+    remedy = "<code>hotcold profile</code> makes one"
+    return f"{text} There is no activation profile beside the model; {remedy}."
+
+
+def _colours(devices: list[DeviceShare]) -> list[str]:
+    kinds = {True: iter(_CPU_COLOURS * len(devices)), False: iter(_GPU_COLOURS * len(devices))}
+    return [next(kinds[device.name.startswith("cpu")]) for device in devices]
+
+
+def _place(points: np.ndarray) -> list[str]:
+    x = _LEFT + points[:, 0] * (_WIDTH - _LEFT - _RIGHT)
+    y = _TOP + (1 - points[:, 1]) * (_HEIGHT - _BOTTOM - _TOP)
+    return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
+
+
+def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        across, up = (_place(np.array([point]))[0] for point in ([0.0, share], [share, 0.0]))
+        (x0, y), (x, y0) = across.split(","), up.split(",")
+        parts.append(
+            f'<line x1="{x0}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" class="grid"/>'
+            f'<text x="{float(x0) - 6}" y="{float(y) + 4}" text-anchor="end">{share:.0%}</text>'
+            f'<text x="{x}" y="{float(y0) + 16}" text-anchor="middle">{share:.0%}</text>'
+        )
+    for device, colour in zip(devices, colours, strict=True):
+        if device.num_neurons == 0:
+            continue
+        line = " ".join(_place(device.curve))
+        floor = device.curve[[-1, 0]] * [1, 0]
+        area = f"{line} {' '.join(_place(floor))}"
+        parts.append(
+            f'<polygon points="{area}" fill="{colour}" opacity="0.25"/>'
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="3"/>'
+        )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    label = "Share of activations against share of neurons, device by device"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}'
+        f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">share of neurons, each '
+        "device's most frequent first</text>"
+        f'<text transform="translate(12 {_HEIGHT / 2 - 15}) rotate(-90)" text-anchor="middle">'
+        "share of activations</text></svg>"
+    )
+
+
+def _table(devices: list[DeviceShare], colours: list[str]) -> str:
+    rows = []
+    for device, colour in zip(devices, colours, strict=True):
+        fired = "–" if device.activations is None else f"{device.activations:.1%}"
+        rows.append(
+            f'<tr><td><i style="background:{colour}"></i>{escape(device.name)}</td>'
+            f"<td>{device.num_neurons:,}</td><td>{device.neurons:.1%}</td><td>{fired}</td></tr>"
+        )
+    heads = ("device", "neurons", "of all neurons", "of all activations")
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
