@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model.errors import UsageError, shown
 
-DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo"
+DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]  # other forms of the same weights
