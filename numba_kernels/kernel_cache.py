@@ -23,7 +23,8 @@ def cache_folder() -> Path:
     """The folder of this version's compiled kernels, below XDG_CACHE_HOME or ~/.cache."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(source.read_bytes())
+        digest.update(source.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return base / "hotcold" / "numba" / digest.hexdigest()[:16]
 

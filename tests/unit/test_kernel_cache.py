@@ -1,0 +1,85 @@
+"""The compiled kernels' cache: any change of any source gives a new folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from numba.core.dispatcher import Dispatcher
+
+from numba_kernels import kernel_cache
+from numba_kernels.decode import ffn
+from numba_kernels.load import convert
+from numba_kernels.prompt import prompt_ffn
+from numba_kernels.serve import serve_ffn
+
+PACKAGE = Path(kernel_cache.__file__).parent
+SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+ONE_A_FOLDER = sorted({path.parent: path for path in SOURCES}.values())
+
+
+def folder_of(package: Path) -> Path:
+    """The cache folder for the sources in `package`."""
+    spec = importlib.util.spec_from_file_location("copied", package / "kernel_cache.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = module.cache_folder()
+    assert isinstance(folder, Path)
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package's sources in another place."""
+    return shutil.copytree(PACKAGE, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_same_sources_share_a_folder(copy: Path) -> None:
+    assert folder_of(copy) == kernel_cache.cache_folder()
+
+
+@pytest.mark.parametrize("source", ONE_A_FOLDER, ids=str)
+def test_a_changed_source_has_its_own_folder(copy: Path, source: Path) -> None:
+    text = (copy / source).read_text()
+    (copy / source).write_text(text + "\n")
+    assert folder_of(copy) != kernel_cache.cache_folder()
+    (copy / source).write_text(text)
+    assert folder_of(copy) == kernel_cache.cache_folder()
+
+
+def test_moved_text_has_its_own_folder(copy: Path) -> None:
+    first, second = (copy / source for source in ONE_A_FOLDER[:2])
+    text = first.read_text()
+    first.write_text("")
+    second.write_text(text + second.read_text())
+    assert folder_of(copy) != kernel_cache.cache_folder()
+
+
+def test_every_folder_is_tried() -> None:
+    folders = {path.parent.as_posix() for path in SOURCES}
+    assert folders >= {".", "decode", "ir", "load", "prompt", "serve"}
+    assert {path.parent for path in ONE_A_FOLDER} == {path.parent for path in SOURCES}
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        ffn.up_down_kernel,
+        convert.widen_kernel,
+        prompt_ffn.list_fired,
+        serve_ffn.ffn_request,
+    ],
+    ids=lambda kernel: kernel.__qualname__,
+)
+def test_kernels_of_all_folders_are_kept_there(kernel: Dispatcher) -> None:
+    assert Path(kernel.stats.cache_path) == kernel_cache.cache_folder()
+
+
+def test_files_of_the_cache_are_told_apart() -> None:
+    """Numba names them by the stem of the source, the function and its line."""
+    stems = Counter(path.stem for path in SOURCES if path.name != "__init__.py")
+    assert max(stems.values()) == 1
