@@ -5,8 +5,8 @@
 
 `--tokens` asks both for greedy answers of the embedded model and of a tiny random model of every
 variant that the tests know, in several formats, to short prompts and to one that goes through
-matrix products, and prints those that differ. `--speed` runs `hotcold bench` on a model in both, in turn,
-and prints the medians of the ratios, this checkout's tokens a second over the other's.
+matrix products, and prints those that differ. `--speed` runs `hotcold bench` on a model in both, in
+turn, and prints the medians of the ratios, this checkout's tokens a second over the other's.
 """
 
 import json
