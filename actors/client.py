@@ -84,20 +84,20 @@ class AsyncClient:
         self._failure = None
         try:
             while self._readers:
-                asked = self._system.begin("take_letters", _WAIT_S, control=True)
-                for request_id, letter in await _patient(asked):
-                    self._deliver(request_id, letter)
+                asked = self._system.begin("take_events", _WAIT_S, control=True)
+                for request_id, event in await _patient(asked):
+                    self._deliver(request_id, event)
         except Exception as error:
             self._failure = error
             for request_id in list(self._readers):
                 self._deliver(request_id, error)
 
-    def _deliver(self, request_id: str, letter: TokenEvent | BaseException) -> None:
+    def _deliver(self, request_id: str, event: TokenEvent | BaseException) -> None:
         deliver = self._readers.get(request_id)
         if deliver is not None:
-            if isinstance(letter, BaseException) or letter.result is not None:
+            if isinstance(event, BaseException) or event.result is not None:
                 del self._readers[request_id]
-            deliver(letter)
+            deliver(event)
 
 
 async def _answer(ref: Any) -> Any:

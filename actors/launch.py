@@ -9,9 +9,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
-from actors.processes.driver_actor import DriverHost
-from actors.processes.relay_actor import RelayHost
-from actors.processes.service_actor import ServiceHost
+from actors.processes.driver_actor import DriverActor
+from actors.processes.relay_actor import RelayActor
+from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.setup.hosts import node_ids
 
@@ -24,9 +24,9 @@ CONTROL = "control"
 # Ray otherwise keeps a record of every call, and there are many: 250 MB after an hour.
 _UNRECORDED = {"enable_task_events": False}
 
-DriverActor = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS}, **_UNRECORDED)(DriverHost)
-ServiceActor = ray.remote(**_UNRECORDED)(ServiceHost)
-RelayActor = ray.remote(**_UNRECORDED)(RelayHost)
+RemoteDriver = ray.remote(concurrency_groups={CONTROL: _CONTROL_CALLS}, **_UNRECORDED)(DriverActor)
+RemoteService = ray.remote(**_UNRECORDED)(ServiceActor)
+RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
 
 
 def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
@@ -78,14 +78,14 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ServiceActor.options(**options).remote(spec)
+    return RemoteService.options(**options).remote(spec)
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:
     """Start the relay of another host; it waits most of the time and takes no Ray CPU."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "max_task_retries": 0}
-    return RelayActor.options(scheduling_strategy=there, **options).remote(names, handles)
+    return RemoteRelay.options(scheduling_strategy=there, **options).remote(names, handles)
 
 
 def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
@@ -102,7 +102,7 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
-    return DriverActor.options(**options).remote(system, spawn_service, spawn_relay)
+    return RemoteDriver.options(**options).remote(system, spawn_service, spawn_relay)
 
 
 def find_driver(name: str) -> Any | None:

@@ -25,7 +25,7 @@ from model.files.locate import locate_model
 from model.sampling import SamplingParams
 from ui.api.backend import Backend, ServerSettings
 from ui.server import create_app
-from ui.serving import Front, ServerThread
+from ui.serving import LoadingGate, ServerThread
 
 _PROMPT_IDS = list(range(100, 110))
 
@@ -43,7 +43,7 @@ def main(model: str | None, num_rounds: int, num_tokens: int, num_clients: int) 
     port = listener.getsockname()[1]
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=_PROMPT_IDS)
-    server = ServerThread(listener, Front("bench"), [], True, 1 << 20)
+    server = ServerThread(listener, LoadingGate("bench"), [], True, 1 << 20)
     with System.start(system) as running:
         backend = Backend(running, system, ServerSettings("bench"))
         results: list[Generation] = []
@@ -87,8 +87,8 @@ def _unread(running: System, request: GenerateRequest, num_clients: int) -> list
         running.call("submit", GenerateRequest(**{**vars(request), "request_id": str(number)}))
     while (load := running.call("driver_load")).num_running + load.num_waiting > 0:
         time.sleep(0.1)
-    letters = running.call("take_letters", 1.0)
-    return [event.result for _, event in letters]
+    events = running.call("take_events", 1.0)
+    return [event.result for _, event in events]
 
 
 def _over_api(

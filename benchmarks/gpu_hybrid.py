@@ -125,7 +125,7 @@ def _decode(path: Path, budget: int, prompt: int, tokens: int, repeat: int) -> J
                     "head_on_host",
                     "num_threads",
                     "num_cpu_actors",
-                    "stream_tokens",
+                    "neuron_upload_tokens",
                 )
             },
         }

@@ -37,8 +37,8 @@ def role_of(process: psutil.Process) -> str:
     """What a process of the system is for."""
     command = " ".join(process.cmdline())
     for word, role in {
-        "DriverHost": "driver",
-        "ServiceHost": "services",
+        "DriverActor": "driver",
+        "ServiceActor": "services",
         "jobs.cli serve": "server",
     }.items():
         if word in command:

@@ -13,7 +13,7 @@ TOKENS_A_READ = 16
 UNMEASURED_TOKENS = 128
 
 
-def streaming_tokens(machine: Machine | None) -> int:
+def upload_tokens(machine: Machine | None) -> int:
     """The number of tokens from which a GPU that is sent all weights is done before the CPU.
 
     The CPU takes T / TOKENS_A_READ times what a read of the weights takes, the link what its

@@ -12,10 +12,9 @@ from placement.machine.description import Machine
 from placement.plan import PlacementPlan, PlanRequest
 from placement.profile import ActivationProfile
 from placement.report import Expected, make_report
-from placement.solver.columns import make_columns
 from placement.solver.cost import (
     KV_ITEM_BYTES,
-    Column,
+    PlanDevice,
     PredictorCost,
     RowBytes,
     gpu_read_bytes,
@@ -24,6 +23,7 @@ from placement.solver.cost import (
     part_costs,
     read_bytes,
 )
+from placement.solver.plan_devices import make_plan_devices
 from placement.solver.problem import ATTENTION, HEAD, PREDICTOR, Assignment, Problem
 from placement.solver.solver import solve
 
@@ -44,7 +44,7 @@ def make_plan(
     and arena take of the host's memory.
     Errors:  MemoryBudgetError where it does not fit
     """
-    columns = make_columns(
+    columns = make_plan_devices(
         machine,
         num_cpu_actors=request.num_cpu_actors,
         gpu_memory_bytes=request.gpu_memory_bytes,
@@ -88,7 +88,7 @@ def neuron_places(problem: Problem, assignment: Assignment, frequency: np.ndarra
 
 def _expected(
     config: ModelConfig,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     selected_factor: np.ndarray | None,

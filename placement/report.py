@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.solver.cost import Column, PartCost
+from placement.solver.cost import PartCost, PlanDevice
 from placement.solver.problem import (
     ATTENTION,
     HEAD,
@@ -41,7 +41,7 @@ class Expected:
 
 def make_report(
     problem: Problem,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     parts: PartCost,
     kv_bytes: int,
     expected: Expected,
@@ -71,7 +71,7 @@ def make_report(
 
 def _devices(
     problem: Problem,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     kv_bytes: int,
     expected: Expected,
     assignment: Assignment,
@@ -118,7 +118,7 @@ def _devices(
 
 def _parts(
     problem: Problem,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     parts: PartCost,
     expected: Expected,
     assignment: Assignment,

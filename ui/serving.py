@@ -19,7 +19,7 @@ from ui.gate import Gate
 _END_S = 10.0
 
 
-class Front:
+class LoadingGate:
     """Stands before the application, which does not exist before the system is loaded."""
 
     def __init__(self, model_name: str) -> None:
@@ -55,14 +55,14 @@ class ServerThread:
     def __init__(
         self,
         listener: socket.socket,
-        front: Front,
+        loading_gate: LoadingGate,
         keys: Sequence[str],
         local: bool,
         max_body_bytes: int,
     ) -> None:
         """`listener` is bound. Serves until `stop`."""
-        self._front = front
-        gate = Gate(front, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        self._loading_gate = loading_gate
+        gate = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
         # h11 is there wherever uvicorn is; others are taken as they happen to be installed.
         config = uvicorn.Config(
             gate, http="h11", ws="auto", lifespan="off", log_level="warning", access_log=False,
@@ -88,7 +88,7 @@ class ServerThread:
 
         async def enter() -> None:
             await self._lifespan.enter_async_context(app.router.lifespan_context(app))
-            self._front.use(app)
+            self._loading_gate.use(app)
 
         self.call(enter())
 

@@ -58,8 +58,8 @@ class Generator:
         token_logprob(logits, 0, 1)
 
 
-class Run:
-    """A request that waits or runs. Only `Run(...)` is called outside of the engine's thread.
+class ActiveRequest:
+    """A request that waits or runs. Only its constructor is called by other threads.
 
     tokens: the prompt and what follows it; the first `num_done` are in the KV cache. A running
     request whose prompt is done has one token left: the last one chosen.

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from actors.driver.active_request import Generator, Run, Stream
+from actors.driver.active_request import ActiveRequest, Generator, Stream
 from actors.driver.engine import GPU, Engine
 from actors.driver.profiling import ProfilingEngine
-from actors.driver.request_events import Letter, Outbox, OwnStream
-from actors.driver.request_queue import Line
+from actors.driver.request_events import Outbox, OwnStream, RequestEvent
+from actors.driver.request_queue import RequestQueue
 from actors.driver.scheduler import Scheduler
 from actors.driver.scoring import WindowScores, score_window
 from actors.exchange.doorbell_exchange import Exchange
@@ -66,7 +66,7 @@ class Driver:
         predictor = _load_predictor(system, config, shards)
         num_hot = hot_counts(config, shards)
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
-        engine.stream_tokens = system.stream_tokens
+        engine.neuron_upload_tokens = system.neuron_upload_tokens
         self.engine = engine
         self._share_out_predictor(system.num_threads)
         self.generator = Generator(path, config, engine, system.context_length)
@@ -79,7 +79,7 @@ class Driver:
         self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
         self._naming = threading.Lock()  # held while one of the two is read and changed
         self._scheduler = Scheduler(engine, self._pool)
-        self._line = Line(self._scheduler)
+        self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
         self._started_s = time.monotonic()
         self._outbox = Outbox()
@@ -107,7 +107,7 @@ class Driver:
             self._streams.remove(stream)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queue a request whose events `take_letters` hands out.
+        """Queue a request whose events `take_events` hands out.
 
         Errors:  PromptError, UsageError, ServiceError
         """
@@ -119,19 +119,19 @@ class Driver:
             self._streams.remove(stream)
             raise
 
-    def take_letters(self, wait_s: float) -> list[Letter]:
+    def take_events(self, wait_s: float) -> list[RequestEvent]:
         """The events of submitted requests since the last call; see `Outbox.take`."""
         return self._outbox.take(wait_s)
 
     def load(self) -> DriverLoad:
         """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
-        self._line.require_whole()
-        return DriverLoad(self._scheduler.num_running, self._line.num_waiting, self._pool.usage)
+        self._queue.require_whole()
+        return DriverLoad(self._scheduler.num_running, self._queue.num_waiting, self._pool.usage)
 
     def _submit(self, request: GenerateRequest, stream: Stream) -> None:
         ids = self.generator.prompts.ids(request)
         checked = replace(request, prompt=None, messages=None, prompt_ids=ids)
-        self._line.submit(Run(self.generator, checked, stream))
+        self._queue.submit(ActiveRequest(self.generator, checked, stream))
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits, runs or has yet to come; its reason is then "cancelled".
@@ -169,7 +169,7 @@ class Driver:
             finally:
                 self._pool.give_back(slot)
 
-        return self._line.between_requests(with_pages)
+        return self._queue.between_requests(with_pages)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
         """Score a window between requests; see `actors.driver.scoring.score_window`.
@@ -180,7 +180,7 @@ class Driver:
         if len(ids) > room:
             raise RequestError(f"a window of {len(ids)} tokens does not fit in a context of {room}")
         return self.between_requests(
-            lambda: score_window(self.engine, ids, first, audit, self._line.require_whole)
+            lambda: score_window(self.engine, ids, first, audit, self._queue.require_whole)
         )
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
@@ -192,7 +192,7 @@ class Driver:
         if length > room:
             raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
         return self.between_requests(
-            lambda: self._profiling.profile_window(ids, recorded, self._line.require_whole)
+            lambda: self._profiling.profile_window(ids, recorded, self._queue.require_whole)
         )
 
     def change_services(
@@ -225,7 +225,7 @@ class Driver:
                 self.generator.config, self.engine.exchange.wires, shards
             )
 
-        self._line.between_steps(swap)
+        self._queue.between_steps(swap)
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
         """What the system does now; services go on counting neurons for `watch_s`."""
@@ -237,7 +237,7 @@ class Driver:
             mode=self._system.mode,
             uptime_s=now_s - self._started_s,
             num_running=num_running,
-            num_waiting=self._line.num_waiting,
+            num_waiting=self._queue.num_waiting,
             kv_pages_used=num_pages - self._pool.num_free_pages,
             kv_pages=num_pages,
             speed=speed_of(
@@ -251,7 +251,7 @@ class Driver:
 
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
-        self._line.close(self._cancel_all)
+        self._queue.close(self._cancel_all)
         if self.engine.predictor is not None:
             self.engine.predictor.close()
 

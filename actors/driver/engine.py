@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.driver.neuron_upload import stream_ffn
+from actors.driver.neuron_upload import ffn_with_upload
 from actors.driver.not_finite import bad_embedding, bad_layer, bad_logits
 from actors.exchange.doorbell_exchange import Exchange
 from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
@@ -62,7 +62,7 @@ class Engine:
         self.embedding = embedding
         self.predictor = predictor
         self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
-        self.stream_tokens = 0  # prompts of so many tokens have all neurons brought to a GPU
+        self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.count_services()
         self.times = StepTimes()
         self.num_steps = 0
@@ -124,8 +124,8 @@ class Engine:
             self.predictor.announce(layer, num_tokens, name, number)
         times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
         first, partials = self._first_ffn(layer), wires.partials
-        if self._streams(layer, num_tokens):
-            stream_ffn(self.exchange, times, layer, num_tokens)
+        if self._uploads_neurons(layer, num_tokens):
+            ffn_with_upload(self.exchange, times, layer, num_tokens)
             times.count_neurons(self.config.ffn_size, self.config.ffn_size)
             first, partials = GPU, partials[:1]
         else:
@@ -175,8 +175,9 @@ class Engine:
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
         return int(replies[:, NUM_COMPUTED].sum())
 
-    def _streams(self, layer: int, num_tokens: int) -> bool:
-        if not self.stream_tokens or num_tokens < max(self.stream_tokens, MATRIX_TOKENS):
+    def _uploads_neurons(self, layer: int, num_tokens: int) -> bool:
+        least = self.neuron_upload_tokens
+        if not least or num_tokens < max(least, MATRIX_TOKENS):
             return False
         return bool(self.num_hot[layer] < self.config.ffn_size)
 

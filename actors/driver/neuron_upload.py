@@ -24,7 +24,7 @@ from numba_kernels.serve.mailbox import (
 _UNKNOWN = -1  # how many rounds there are, before the first
 
 
-def stream_ffn(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
+def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
     """Let partials[0] be the whole FFN's output. Errors: as of `Exchange.ask`."""
     wires = exchange.wires
     services = range(wires.requests.shape[0])

@@ -2,18 +2,18 @@
 
 import numpy as np
 
-from actors.driver.active_request import Run
+from actors.driver.active_request import ActiveRequest
 from actors.driver.engine import Engine
 
 
-class Chunk:
+class PromptChunk:
     """The next chunk of a request's prompt. Between two layers the engine may run other steps."""
 
-    def __init__(self, engine: Engine, run: Run) -> None:
-        """Begin the first of `run.chunk_sizes`."""
-        self.run = run
+    def __init__(self, engine: Engine, request: ActiveRequest) -> None:
+        """Begin the first of `request.chunk_sizes`."""
+        self.request = request
         self._engine = engine
-        self._size = run.chunk_sizes[0]
+        self._size = request.chunk_sizes[0]
         self._next_layer = 0
         self._kept: list[np.ndarray] | None = None
 
@@ -25,13 +25,15 @@ class Chunk:
     def run_layer(self) -> np.ndarray | None:
         """Run one more layer; after the last one the prompt's logits (V,), if it ends here.
 
-        `run.chunk_sizes` then loses this chunk, and `run.num_done` counts it.
+        `request.chunk_sizes` then loses this chunk, and `request.num_done` counts it.
         Errors:  ServiceError, RequestError
         """
-        engine, run = self._engine, self.run
-        first, last = run.num_done, run.num_done + self._size
+        engine, request = self._engine, self.request
+        first, last = request.num_done, request.num_done + self._size
         if self._next_layer == 0:
-            engine.place(run.tokens[first:last], range(first, last), [run.slot] * self._size)
+            engine.place(
+                request.tokens[first:last], range(first, last), [request.slot] * self._size
+            )
         elif self._kept is not None:
             for rows, kept in zip(self._shared_rows(), self._kept, strict=True):
                 rows[:] = kept
@@ -40,9 +42,9 @@ class Chunk:
         self._next_layer += 1
         if not self.is_done:
             return None
-        run.num_done = last
-        del run.chunk_sizes[0]
-        return engine.logits(self._size, 1)[0] if run.num_left == 0 else None
+        request.num_done = last
+        del request.chunk_sizes[0]
+        return engine.logits(self._size, 1)[0] if request.num_left == 0 else None
 
     @property
     def is_done(self) -> bool:

@@ -16,46 +16,46 @@ from actors.protocol.messages import TokenEvent
 # The least time between two handings out: what comes sooner rides along with the next one.
 PACE_S = 0.04
 
-Letter = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
+RequestEvent = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
 
 
 class Outbox:
     """Collects events in the engine's thread; one reader at a time takes them."""
 
     def __init__(self) -> None:
-        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         self._taken_at = 0.0
 
     def stream(self, request_id: str, on_end: Callable[[Stream], None]) -> Stream:
         """A stream whose events come here; `on_end` is called with it after the last of them."""
-        return _OutboxStream(request_id, self._letters, on_end)
+        return _OutboxStream(request_id, self._events, on_end)
 
-    def take(self, wait_s: float) -> list[Letter]:
+    def take(self, wait_s: float) -> list[RequestEvent]:
         """What has come since the last call, in order; waits up to `wait_s` for the first.
 
         Events of one request come as one.
         """
         try:
-            first = self._letters.get(timeout=wait_s)
+            first = self._events.get(timeout=wait_s)
         except queue.Empty:
             return []
         time.sleep(max(0.0, self._taken_at + PACE_S - time.monotonic()))
-        letters = [first, *(self._letters.get() for _ in range(self._letters.qsize()))]
+        events = [first, *(self._events.get() for _ in range(self._events.qsize()))]
         self._taken_at = time.monotonic()
-        return joined(letters)
+        return joined(events)
 
 
-def joined(letters: list[Letter]) -> list[Letter]:
+def joined(events: list[RequestEvent]) -> list[RequestEvent]:
     """Join the events of each request; its error, if there is one, stays behind them."""
-    events: dict[str, TokenEvent] = {}
-    errors: list[Letter] = []
-    for request_id, letter in letters:
-        if isinstance(letter, BaseException):
-            errors.append((request_id, letter))
+    texts: dict[str, TokenEvent] = {}
+    errors: list[RequestEvent] = []
+    for request_id, event in events:
+        if isinstance(event, BaseException):
+            errors.append((request_id, event))
         else:
-            earlier = events.get(request_id)
-            events[request_id] = letter if earlier is None else earlier + letter
-    return [*events.items(), *errors]
+            earlier = texts.get(request_id)
+            texts[request_id] = event if earlier is None else earlier + event
+    return [*texts.items(), *errors]
 
 
 class OwnStream(Stream):
@@ -89,16 +89,16 @@ class _OutboxStream(Stream):
     def __init__(
         self,
         request_id: str,
-        letters: "queue.SimpleQueue[Letter]",
+        events: "queue.SimpleQueue[RequestEvent]",
         on_end: Callable[[Stream], None],
     ) -> None:
         super().__init__(request_id)
-        self._letters = letters
+        self._events = events
         self._on_end = on_end
 
     def put(self, event: TokenEvent | BaseException) -> None:
         """See `Stream.put`."""
-        self._letters.put((self.request_id, event))
+        self._events.put((self.request_id, event))
         if _is_last(event):
             self._on_end(self)
 

@@ -1,7 +1,7 @@
-"""The engine's thread, and the line of those who wait for it.
+"""The engine's thread, and the queue of those who wait for it.
 
 Requests run side by side as the scheduler says. What uses the engine in another way, a job, waits
-in the same line until nothing runs; requests behind it wait for it.
+in the same queue until nothing runs; requests behind it wait for it.
 """
 
 import queue
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from actors.driver.active_request import Run
+from actors.driver.active_request import ActiveRequest
 from actors.driver.scheduler import Scheduler
 from actors.protocol.failures import CacheLost, NotFiniteError, first_line
 from model.errors import ServiceError
@@ -26,17 +26,17 @@ class _Job:
         self.waits = waits
         self.future: Future[object] = Future()
 
-    def run(self, replace: Callable[[int, str], bool]) -> None:
+    def run(self, try_replace: Callable[[int, str], bool]) -> None:
         """Call the function, again from its beginning where a service was replaced meanwhile."""
-        while not self._has_ended(replace):
+        while not self._has_ended(try_replace):
             pass
 
-    def _has_ended(self, replace: Callable[[int, str], bool]) -> bool:
+    def _has_ended(self, try_replace: Callable[[int, str], bool]) -> bool:
         try:
             try:
                 self.future.set_result(self._function())
             except NotFiniteError as error:
-                if error.service is None or not replace(error.service, str(error)):
+                if error.service is None or not try_replace(error.service, str(error)):
                     raise
                 return False
         except CacheLost:
@@ -49,21 +49,21 @@ class _Job:
         self.future.set_exception(error)
 
 
-class Line:
+class RequestQueue:
     """First come, first served. All but `_serve` and what it calls is for other threads."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Start the thread."""
         self._scheduler = scheduler
-        self._incoming: queue.SimpleQueue[Run | _Job | None] = queue.SimpleQueue()
-        self._waiting: deque[Run | _Job] = deque()
+        self._incoming: queue.SimpleQueue[ActiveRequest | _Job | None] = queue.SimpleQueue()
+        self._waiting: deque[ActiveRequest | _Job] = deque()
         self._broken: ServiceError | None = None
         self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
         self._thread.start()
 
-    def submit(self, item: Run | _Job) -> None:
-        """Put a request in the line. Errors: ServiceError where the system has ended."""
+    def submit(self, item: ActiveRequest | _Job) -> None:
+        """Put a request in the queue. Errors: ServiceError where the system has ended."""
         with self._submitting:
             self.require_whole()
             self._incoming.put(item)
@@ -92,7 +92,7 @@ class Line:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait in the line."""
+        """How many wait in the queue."""
         return self._incoming.qsize() + len(self._waiting)
 
     def close(self, cancel_all: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class Line:
         self._scheduler.end_cancelled()
 
     def _collect(self) -> bool:
-        """Move what has come into the line; wait for something where there is nothing to do.
+        """Move what has come into the queue; wait for something where there is nothing to do.
 
         False at the end.
         """
@@ -127,7 +127,7 @@ class Line:
             if item is None:
                 return False
             if isinstance(item, _Job) and not item.waits:
-                item.run(self._scheduler.replace)
+                item.run(self._scheduler.try_replace)
                 continue
             self._waiting.append(item)
             idle = False
@@ -139,17 +139,17 @@ class Line:
             while self._waiting:
                 self._waiting.popleft().fail(self._broken)
         for item in list(self._waiting):
-            if isinstance(item, Run) and item.is_cancelled:
+            if isinstance(item, ActiveRequest) and item.is_cancelled:
                 item.end("cancelled")
                 self._waiting.remove(item)
         while self._waiting and self._start(self._waiting[0]):
             self._waiting.popleft()
 
-    def _start(self, item: Run | _Job) -> bool:
+    def _start(self, item: ActiveRequest | _Job) -> bool:
         """Whether there was room for it."""
-        if isinstance(item, Run):
+        if isinstance(item, ActiveRequest):
             return self._scheduler.admit(item)
         if self._scheduler.is_idle:
-            item.run(self._scheduler.replace)
+            item.run(self._scheduler.try_replace)
             return True
         return False

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from actors.driver.active_request import Run
+from actors.driver.active_request import ActiveRequest
 from actors.driver.engine import Engine
-from actors.driver.prompt_chunk import Chunk
+from actors.driver.prompt_chunk import PromptChunk
 from actors.driver.token_batch import Batch
 from actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
 from actors.protocol.kv_pool import KvPool
@@ -62,28 +62,28 @@ class Scheduler:
         """`pool` has no more slots than a kernel takes tokens."""
         self._engine = engine
         self._pool = pool
-        self._runs: list[Run] = []  # in the order of admission
-        self._chunk: Chunk | None = None
+        self._running: list[ActiveRequest] = []  # in the order of admission
+        self._chunk: PromptChunk | None = None
         self._turns = Turns(clock)
         self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs."""
-        return not self._runs
+        return not self._running
 
     @property
     def num_running(self) -> int:
         """How many requests run."""
-        return len(self._runs)
+        return len(self._running)
 
-    def admit(self, run: Run) -> bool:
+    def admit(self, request: ActiveRequest) -> bool:
         """Let a request run, if there is a slot and pages for it."""
-        slot = self._pool.take(run.num_positions)
+        slot = self._pool.take(request.num_positions)
         if slot is None:
             return False
-        run.start(slot)
-        self._runs.append(run)
+        request.start(slot)
+        self._running.append(request)
         return True
 
     def advance(self) -> None:
@@ -100,19 +100,19 @@ class Scheduler:
     def replay_all(self) -> None:
         """Begin again all that runs; tokens that were chosen stay."""
         self._chunk = None
-        for run in self._runs:
-            run.replay()
+        for request in self._running:
+            request.replay()
 
-    def replace(self, service: int, cause: str) -> bool:
-        """See `Exchange.replace`."""
-        return self._engine.exchange.replace(service, cause)
+    def try_replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.try_replace`."""
+        return self._engine.exchange.try_replace(service, cause)
 
     def _advance(self) -> None:
         self.end_cancelled()
-        others = [run for run in self._runs if not run.chunk_sizes]
+        others = [request for request in self._running if not request.chunk_sizes]
         if self._chunk is None:
-            long = next((run for run in self._runs if run.chunk_sizes), None)
-            self._chunk = None if long is None else Chunk(self._engine, long)
+            long_prompt = next((request for request in self._running if request.chunk_sizes), None)
+            self._chunk = None if long_prompt is None else PromptChunk(self._engine, long_prompt)
         chunk = self._chunk
         is_prompts = self._turns.is_prompts(chunk is not None, bool(others))
         with self._turns.timed(is_prompts):
@@ -123,76 +123,76 @@ class Scheduler:
 
     def end_cancelled(self) -> None:
         """Let those go whose readers want no more."""
-        for run in [run for run in self._runs if run.is_cancelled]:
-            run.end("cancelled")
-            self._leave(run)
+        for request in [request for request in self._running if request.is_cancelled]:
+            request.end("cancelled")
+            self._leave(request)
 
     def end_all(self, error: BaseException) -> None:
         """End all that runs with an error."""
-        for run in list(self._runs):
-            run.fail(error)
-            self._leave(run)
+        for request in list(self._running):
+            request.fail(error)
+            self._leave(request)
 
-    def _run_layer(self, chunk: Chunk) -> None:
-        with self._failing([chunk.run]):
+    def _run_layer(self, chunk: PromptChunk) -> None:
+        with self._failing([chunk.request]):
             logits = chunk.run_layer()
             if chunk.is_done:
                 self._chunk = None
             if logits is not None:
-                self._accept(chunk.run, logits)
+                self._accept(chunk.request, logits)
 
-    def _run_step(self, runs: list[Run]) -> None:
+    def _run_step(self, requests: list[ActiveRequest]) -> None:
         if self._chunk is not None:
             self._chunk.pause()
         self._engine.times = StepTimes()
-        with self._failing(runs):
+        with self._failing(requests):
             engine = self._engine
             most_logits = engine.exchange.wires.logits.shape[0]
-            ends = Batch.of(runs, engine.kernel_tokens, most_logits).step(engine)
-            for run, logits in ends:
-                if run.has_answered:
-                    run.times.include(self._engine.times)
-                self._accept(run, logits)
+            ends = Batch.of(requests, engine.kernel_tokens, most_logits).step(engine)
+            for request, logits in ends:
+                if request.has_answered:
+                    request.times.include(self._engine.times)
+                self._accept(request, logits)
             self.recent.append(StepRecord(time.monotonic(), len(ends), self._engine.times))
             self._engine.times = StepTimes()  # layers of prompts may follow
 
-    def _accept(self, run: Run, logits: np.ndarray) -> None:
-        with self._failing([run]):
-            if run.accept(logits):
-                self._leave(run)
+    def _accept(self, request: ActiveRequest, logits: np.ndarray) -> None:
+        with self._failing([request]):
+            if request.accept(logits):
+                self._leave(request)
 
     @contextmanager
-    def _failing(self, runs: list[Run]) -> Iterator[None]:
-        """End `runs` with what goes wrong, unless all of the system does."""
+    def _failing(self, requests: list[ActiveRequest]) -> Iterator[None]:
+        """End `requests` with what goes wrong, unless all of the system does."""
         try:
             yield
         except ServiceError:
             raise
         except NotFiniteError as error:
-            self._mend(error, runs)
+            self._mend(error, requests)
         except Exception as error:
             told = error
             if not isinstance(error, HotcoldError):
                 told = RequestError(f"the request failed: {first_line(error)}")
-            self._fail(runs, told)
+            self._fail(requests, told)
 
-    def _mend(self, error: NotFiniteError, runs: list[Run]) -> None:
+    def _mend(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
         """Replace who made a NaN; where that is no remedy, end those who have it.
 
         The step, or the chunk, is then run again.
         """
-        if self._chunk is not None and self._chunk.run in runs:
+        if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
-        if error.service is None or not self.replace(error.service, str(error)):
-            self._fail([run for run in runs if run.slot in error.slots], error)
+        if error.service is None or not self.try_replace(error.service, str(error)):
+            self._fail([request for request in requests if request.slot in error.slots], error)
 
-    def _fail(self, runs: list[Run], error: BaseException) -> None:
-        for run in runs:
-            run.fail(error)
-            self._leave(run)
+    def _fail(self, requests: list[ActiveRequest], error: BaseException) -> None:
+        for request in requests:
+            request.fail(error)
+            self._leave(request)
 
-    def _leave(self, run: Run) -> None:
-        self._runs.remove(run)
-        self._pool.give_back(run.slot)
-        if self._chunk is not None and self._chunk.run is run:
+    def _leave(self, request: ActiveRequest) -> None:
+        self._running.remove(request)
+        self._pool.give_back(request.slot)
+        if self._chunk is not None and self._chunk.request is request:
             self._chunk = None

@@ -145,7 +145,7 @@ class CallExchange:
             raise failure
         return time.monotonic_ns() - started
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         """No remedy of its own: see `actors.exchange.recovering_exchange`."""
         return False
 

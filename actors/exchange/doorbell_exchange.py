@@ -38,7 +38,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         """Put a fresh process in a service's place; False where that is no remedy.
 
         Errors:  CacheLost after the GPU service was replaced, ServiceError where that failed
@@ -91,7 +91,7 @@ class ArenaExchange:
         raise_failures(wires, self._watch, services)
         return time.monotonic_ns() - started
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         """No remedy of its own: see `actors.exchange.recovering_exchange`."""
         return False
 

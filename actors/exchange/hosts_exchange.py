@@ -27,7 +27,7 @@ class Relay:
     """A relay as the driver sees it; the `Place` of its host's services."""
 
     def __init__(self, host: str, handle: Any, services: Sequence[int]) -> None:
-        """`host` is an address, `handle` a `RelayHost`'s actor that asks `services`."""
+        """`host` is an address, `handle` a `RelayActor` that asks `services`."""
         self.services = tuple(services)
         self.arena_refs: Sequence[Any] = ()
         self._name = f"relay on {host}"
@@ -90,7 +90,7 @@ class HostsExchange:
         """See `Exchange.next_number`; of the own host's doorbells."""
         return self._local.next_number
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         """No remedy of its own: see `actors.exchange.recovering_exchange`."""
         return False
 

@@ -13,7 +13,7 @@ class Place(Protocol):
 
     @property
     def arena_refs(self) -> Sequence[Any]:
-        """The arena's ref, for `ServiceHost.attach`; none where each service has its own."""
+        """The arena's ref, for `ServiceActor.attach`; none where each service has its own."""
         ...
 
     def end(self, service: int, process: ServiceProcess) -> bool:

@@ -74,7 +74,7 @@ class RecoveringExchange:
                 raise
             return self._ask_again(services, error)
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         """Replace a service that answers what is not finite; False where that was done lately."""
         if not (self._is_ready and self._policy.doubts(service)):
             return False

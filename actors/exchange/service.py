@@ -27,8 +27,8 @@ from numba_kernels.serve.mailbox import (
     STOP,
     TAKEN_US,
     Wires,
-    arrive,
     cell,
+    finish_request,
 )
 from placement.threads.core_keeper import CoreKeeper, Delays
 from placement.threads.pinning import pin_thread
@@ -153,7 +153,7 @@ class Service(ABC):
                     self._fail()
                 self._stay(thread)
             words, replies = self.wires.words, self.wires.replies
-            arrive(words, replies, NO_DEALS, self.index, number, self.num_threads, started)
+            finish_request(words, replies, NO_DEALS, self.index, number, self.num_threads, started)
             if stop:
                 return
             seen = number

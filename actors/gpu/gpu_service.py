@@ -33,7 +33,7 @@ from numba_kernels.serve.mailbox import (
     HEAD,
     NUM_TOKENS,
     OPERATION,
-    arrive,
+    finish_request,
 )
 from numba_kernels.serve.serve_attention import (
     NUM_DEALS,
@@ -117,7 +117,8 @@ class GpuService(Service):
             self._hot.answer_share(thread)
             words, replies = self.wires.words, self.wires.replies
             deals = self._hot.deals
-            arrive(words, replies, deals, self.index, np.int32(seen), self.num_threads, started)
+            number = np.int32(seen)
+            finish_request(words, replies, deals, self.index, number, self.num_threads, started)
 
     def _asks_for_hot(self) -> bool:
         request = self.wires.requests[self.index]

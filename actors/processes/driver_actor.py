@@ -14,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 
 from actors.driver.driver import Driver
 from actors.driver.profiling import counts_by_neuron
-from actors.driver.request_events import Letter
+from actors.driver.request_events import RequestEvent
 from actors.driver.scoring import WindowScores
 from actors.exchange.call_exchange import CallExchange
 from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
@@ -58,7 +58,7 @@ from placement.memory import require_memory, weight_bytes
 _START_S = 60.0  # for a service's process to start
 
 
-class DriverHost:
+class DriverActor:
     """A Ray actor, alone in knowing its services; they end with it."""
 
     def __init__(
@@ -223,9 +223,9 @@ class DriverHost:
         """Queue a request; see `Driver.submit`."""
         self._ready().submit(request)
 
-    def take_letters(self, wait_s: float) -> list[Letter]:
-        """The events of submitted requests; see `Driver.take_letters`."""
-        return self._ready().take_letters(wait_s)
+    def take_events(self, wait_s: float) -> list[RequestEvent]:
+        """The events of submitted requests; see `Driver.take_events`."""
+        return self._ready().take_events(wait_s)
 
     def driver_load(self) -> DriverLoad:
         """What the driver is busy with. Errors: ServiceError where the system has ended."""

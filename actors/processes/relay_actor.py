@@ -15,7 +15,7 @@ from actors.protocol.arena import ArenaLayout
 from model.errors import ServiceError
 
 
-class RelayHost:
+class RelayActor:
     """The relay's process; a Ray actor on the host whose services it asks."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:

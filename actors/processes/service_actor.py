@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from actors.gpu.cuda.load import CudaLoading
 
 
-class ServiceHost:
+class ServiceActor:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
 
     def __init__(self, spec: ServiceSpec) -> None:

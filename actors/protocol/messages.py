@@ -37,7 +37,7 @@ class SystemConfig:
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
     num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
     head_on_host: bool = False  # likewise
-    stream_tokens: int = 0  # prompts of so many tokens bring cold neurons to the GPU; 0: none do
+    neuron_upload_tokens: int = 0  # from so many on, prompts have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's

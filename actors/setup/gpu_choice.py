@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cuda_kernels.device import first_gpu
 from model.errors import UsageError
-from placement.crossover import streaming_tokens
+from placement.crossover import upload_tokens
 from placement.machine.this_machine import measured_before
 from placement.memory import MemoryNeed
 
@@ -35,14 +35,14 @@ def choose_device(device: str, gpu_memory_bytes: int | None) -> str:
     return "cpu"
 
 
-def stream_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
+def neuron_upload_tokens(device: str, exchange: str, hosts: tuple[str, ...]) -> int:
     """From how many tokens on a prompt has cold neurons brought to the GPU; 0 where none does.
 
     They come by the arena, from services of this host.
     """
     if device == "cpu" or exchange != "arena" or hosts:
         return 0
-    return streaming_tokens(measured_before())
+    return upload_tokens(measured_before())
 
 
 def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:

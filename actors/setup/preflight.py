@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.protocol.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS
-from actors.setup.gpu_choice import beside_gpu, choose_device, stream_tokens
+from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
 from model.config.build import read_config
@@ -138,8 +138,8 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
-    tokens = stream_tokens(system.device, system.exchange, system.hosts)
-    system = replace(system, stream_tokens=tokens)
+    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
+    system = replace(system, neuron_upload_tokens=tokens)
     _check_hosts(system)
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")

@@ -162,5 +162,5 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         products=system.products,
-        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.stream_tokens else 0,
+        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )

@@ -25,7 +25,7 @@ from model.files.locate import locate_model
 
 if TYPE_CHECKING:
     from ui.api.backend import ServerSettings
-    from ui.serving import Front, ServerThread
+    from ui.serving import LoadingGate, ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _PATIENCE_LOOKS = 60  # seconds in which the driver says nothing: requests give up earlier
@@ -87,19 +87,21 @@ def serve(
     _require_packages()
     from ui.api.backend import ServerSettings
     from ui.gate import is_loopback
-    from ui.serving import Front, ServerThread
+    from ui.serving import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
     path = locate_model(model)
     system, _ = prepare_system(path, split_system_options(values))
     settings = ServerSettings(_name(model, path), max_queue, max_tokens_limit or 1 << 20, timeout_s)
     listener = listen(host, port)
-    front, url = Front(settings.model_name), url_of(listener)
+    loading_gate, url = LoadingGate(settings.model_name), url_of(listener)
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        server = ServerThread(listener, front, keys, is_loopback(host), settings.max_body_bytes)
+        server = ServerThread(
+            listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes
+        )
         stack.callback(server.stop)
-        running = stack.enter_context(running_system(system, on_progress=_shown(front)))
+        running = stack.enter_context(running_system(system, on_progress=_shown(loading_gate)))
         _serve(server, running, system, settings, url, no_page, signals)
 
 
@@ -176,8 +178,8 @@ def _page(running: System, model_name: str) -> Any:
     return build_page(running, model_name)
 
 
-def _shown(front: Front) -> Any:
+def _shown(loading_gate: LoadingGate) -> Any:
     def show(progress: LoadProgress) -> None:
-        front.stage = progress.stage
+        loading_gate.stage = progress.stage
 
     return show

@@ -121,7 +121,7 @@ def next_request(words, service, seen):
 
 
 @njit(nogil=True, cache=True)
-def arrive(words, replies, deals, service, number, num_threads, started_ns):
+def finish_request(words, replies, deals, service, number, num_threads, started_ns):
     """A service's thread has done its part; the last one rings the driver.
 
     It also adds up how long requests took since they were rung, and how much of that the threads

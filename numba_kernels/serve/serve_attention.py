@@ -25,8 +25,8 @@ from numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PING,
-    arrive,
     cell,
+    finish_request,
     next_request,
 )
 from numba_kernels.serve.work_stealing import dealt_rows, take
@@ -250,5 +250,7 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
             head_request(thread, num_threads, service, wires, shape, arrays, scratch)
         elif request[OPERATION] != PING:
             return number
-        arrive(wires.words, wires.replies, scratch.deals, service, number, num_threads, started)
+        finish_request(
+            wires.words, wires.replies, scratch.deals, service, number, num_threads, started
+        )
         seen = number

@@ -40,8 +40,8 @@ from numba_kernels.serve.mailbox import (
     PING,
     SKIP_SILENT,
     WATCHED,
-    arrive,
     cell,
+    finish_request,
     next_request,
 )
 from numba_kernels.serve.work_stealing import block_rows, take
@@ -259,5 +259,7 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
             ffn_request(thread, num_threads, service, wires, arrays, scratch, code)
         elif operation != PING:
             return number
-        arrive(wires.words, wires.replies, scratch.deals, service, number, num_threads, started)
+        finish_request(
+            wires.words, wires.replies, scratch.deals, service, number, num_threads, started
+        )
         seen = number

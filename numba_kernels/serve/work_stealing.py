@@ -21,7 +21,7 @@ def new_deals(num_kinds, num_threads):
     """Counters of so many kinds of work in one request: (kinds, threads * 16) int32, zero.
 
     A cell counts how many blocks of a thread's part have been taken. The last thread to end a
-    request zeroes all of them, see `mailbox.arrive`; so within a request a kind is dealt once.
+    request zeroes all of them, see `mailbox.finish_request`: within a request a kind is dealt once.
     """
     return np.zeros((num_kinds, num_threads * WORDS_A_CELL), np.int32)
 

@@ -24,8 +24,8 @@ from numba_kernels.serve.mailbox import (
     OPERATION,
     PING,
     STOP,
-    arrive,
     ask_all,
+    finish_request,
     next_request,
     post,
 )
@@ -101,7 +101,7 @@ def _serve(words, requests, replies, service, num_threads, work_ns):  # type: ig
         started_ns = now_ns()
         while now_ns() < started_ns + work_ns:
             pass
-        arrive(words, replies, words[:0], service, seen, num_threads, started_ns)
+        finish_request(words, replies, words[:0], service, seen, num_threads, started_ns)
 
 
 @njit(nogil=True)

@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
 
 
 @dataclass(frozen=True)
-class Column:
+class PlanDevice:
     """One device of a plan: a GPU, or a CPU service with its share of a NUMA node.
 
     Units:   budget_bytes is what the model may take, reserves already off; free_bytes is what the
@@ -94,7 +94,7 @@ def gpu_read_bytes(rows: RowBytes, frequency: np.ndarray, mode: str) -> np.ndarr
 
 def neuron_seconds(
     rows: RowBytes,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     selected_factor: np.ndarray | None = None,
@@ -182,7 +182,7 @@ def part_costs(
 
 def make_problem(
     config: ModelConfig,
-    columns: Sequence[Column],
+    columns: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     parts: PartCost,

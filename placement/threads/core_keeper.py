@@ -24,7 +24,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 128.0  # for which threads are let go; d
 
 
 class Delays(NamedTuple):
-    """Sums over all requests of a service so far, and their number; see `mailbox.arrive`."""
+    """Sums over a service's requests so far, and their number; see `mailbox.finish_request`."""
 
     delayed_us: int
     taken_us: int

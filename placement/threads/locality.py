@@ -14,7 +14,7 @@ from model.weights.memory import HUGE_PAGE_BYTES
 from placement.machine.sysfs import parse_core_list, read_numa_nodes
 from placement.threads.numa import nodes_with_memory
 
-_SERVICE_TITLE = b"ray::ServiceHost"
+_SERVICE_TITLE = b"ray::ServiceActor"
 _PAGES = re.compile(r"\bN(\d+)=(\d+)")
 _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
 

@@ -69,8 +69,8 @@ class CopyingExchange:
             pickle.loads(answer).write(self.wires, index)
         return 0
 
-    def replace(self, service: int, cause: str) -> bool:
-        """See `Exchange.replace`."""
+    def try_replace(self, service: int, cause: str) -> bool:
+        """See `Exchange.try_replace`."""
         return False
 
 

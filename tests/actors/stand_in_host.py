@@ -8,14 +8,14 @@ from typing import Any
 
 import ray
 
-from actors.launch import DriverActor, spawn_relay, spawn_service
-from actors.processes.service_actor import ServiceHost
+from actors.launch import RemoteDriver, spawn_relay, spawn_service
+from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.system import System
 from tests.actors.numpy_device import NumpyDevice
 
 
-class StandInHost(ServiceHost):
+class StandInService(ServiceActor):
     """A GPU service's process; while the file `broken` is there, its next launch fails."""
 
     def __init__(self, spec: ServiceSpec, broken: str) -> None:
@@ -35,15 +35,15 @@ class StandInHost(ServiceHost):
 def _spawn(broken: str, spec: ServiceSpec, node_id: str | None) -> Any:
     if spec.index > 0:
         return spawn_service(spec, node_id)
-    actor = ray.remote(StandInHost)
+    actor = ray.remote(StandInService)
     options = {"num_cpus": 0, "max_concurrency": 4, "max_task_retries": 0, "max_restarts": -1}
     return actor.options(**options).remote(spec, broken)
 
 
 def start_stand_in(system: SystemConfig, broken: Path) -> System:
-    """A system, loaded; `broken` is as of `StandInHost`."""
+    """A system, loaded; `broken` is as of `StandInService`."""
     spawn = partial(_spawn, str(broken))
-    driver = DriverActor.options(num_cpus=0, max_concurrency=64).remote(system, spawn, spawn_relay)
+    driver = RemoteDriver.options(num_cpus=0, max_concurrency=64).remote(system, spawn, spawn_relay)
     handle = System(driver, owned=True)
     handle._await_load(lambda progress: None)
     return handle

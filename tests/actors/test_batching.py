@@ -162,7 +162,7 @@ def test_those_for_whom_there_is_no_room_wait(
         def counted(self: Scheduler, run: object) -> bool:
             nonlocal most_together
             admitted = admit(self, run)  # type: ignore[arg-type]
-            most_together = max(most_together, len(self._runs))
+            most_together = max(most_together, len(self._running))
             if admitted:
                 starts.append(run.tokens[0])  # type: ignore[attr-defined]
             return admitted
@@ -172,7 +172,7 @@ def test_those_for_whom_there_is_no_room_wait(
             running = []
             for request in requests:
                 running.append(ask(driver, request))
-                while len(starts) + driver._line.num_waiting < len(running):
+                while len(starts) + driver._queue.num_waiting < len(running):
                     pass
             results = [asked.end() for asked in running]
         assert most_together == 2
@@ -189,17 +189,17 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
         expected = driver.score_window(window, 5, False)
         free = driver._pool.num_free_pages
         endless = [ask(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
-        while len(driver._line._scheduler._runs) < 3:
+        while len(driver._queue._scheduler._running) < 3:
             pass
         job = Asking(lambda: driver.score_window(window, 5, False))
-        while driver._line.num_waiting < 1:
+        while driver._queue.num_waiting < 1:
             pass
         late = ask(driver, greedy([5], 3))
-        while driver._line.num_waiting < 2:
+        while driver._queue.num_waiting < 2:
             pass
         driver.cancel("endless 1")
         assert endless[0].end().finish_reason == "cancelled"
-        assert driver._line.num_waiting == 2  # two run still, a slot is free
+        assert driver._queue.num_waiting == 2  # two run still, a slot is free
         driver.cancel("endless 2")
         driver.cancel("endless 3")
         np.testing.assert_array_equal(job.end().nll, expected.nll)
@@ -266,7 +266,7 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
                 order.append("layer")
             run_layer(layer, num_tokens)
 
-        driver._line._scheduler._turns = Turns(clock)
+        driver._queue._scheduler._turns = Turns(clock)
         engine.step = noted_step  # type: ignore[method-assign]
         engine.run_layer = noted_layer  # type: ignore[method-assign]
         first = ask(driver, greedy(short, 100))
@@ -299,7 +299,7 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
         driver.engine.step = noted  # type: ignore[method-assign]
         lengths = [1, 30, 3, 32, 2, 32, 32, 5]
         running = [ask(driver, greedy([7] * length, 10)) for length in lengths]
-        while driver._line.num_waiting + len(driver._line._scheduler._runs) < 8:
+        while driver._queue.num_waiting + len(driver._queue._scheduler._running) < 8:
             pass
         gate.set()
         assert all(len(asked.end().ids) == 10 for asked in running)
@@ -413,7 +413,7 @@ def test_a_failed_step_ends_those_that_stood_in_it(tiny: Tiny) -> None:
 
         driver.engine.step = failing  # type: ignore[method-assign]
         running = [ask(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]
-        while len(driver._line._scheduler._runs) < 2:
+        while len(driver._queue._scheduler._running) < 2:
             pass
         fails.set()
         for asked in running:

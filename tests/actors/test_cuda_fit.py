@@ -12,7 +12,7 @@ import pytest
 from actors.gpu.cuda import fit as cuda_fit
 from actors.gpu.cuda.fit import fit_system
 from actors.gpu.cuda.load import CudaLoading
-from actors.processes.service_actor import ServiceHost
+from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import Fitted, SystemConfig
 from actors.setup import gpu_choice
 from actors.setup.gpu_choice import choose_device
@@ -135,7 +135,7 @@ def test_the_services_hold_what_the_gpu_does_not(system: SystemConfig) -> None:
     assert counts[0] == fitted.system.num_hot_neurons and min(counts) > 0
 
 
-class NoGpuHost(ServiceHost):
+class NoGpuService(ServiceActor):
     """A service's process on a machine whose GPU cannot be opened."""
 
     def _open_device(self) -> NumpyDevice:
@@ -145,7 +145,7 @@ class NoGpuHost(ServiceHost):
 def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
     """The CPU does it, unless the GPU was asked for."""
     config = read_config(system.model_path)
-    host = NoGpuHost(replace(service_specs(system, config)[0], share=None))
+    host = NoGpuService(replace(service_specs(system, config)[0], share=None))
     fitted = host.fit(system)
     assert fitted.system == replace(system, device="cpu")
     assert fitted.note.endswith("cudaErrorInsufficientDriver")

@@ -13,7 +13,7 @@ from actors.driver.engine import Engine
 from actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
 from numba_kernels.formats import Q4, Q8
 from numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
-from placement.crossover import UNMEASURED_TOKENS, streaming_tokens
+from placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_placement_choice import MACHINE, WITH_GPU
@@ -29,7 +29,7 @@ def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
     """An engine that brings neurons for all prompts, and a record of what it asks of services."""
     engine = system.engine("exact")
     asked: list[tuple[int, ...]] = []
-    engine.stream_tokens = 1
+    engine.neuron_upload_tokens = 1
     ask = system.exchange.ask
 
     def recorded(services: Sequence[int]) -> int:
@@ -143,5 +143,5 @@ def test_the_places_of_a_bundle(dtype: np.dtype, has_up: bool, has_bias: bool) -
 
 def test_when_it_pays() -> None:
     """16 tokens a read, two nodes of 38 GB/s, a link of 25."""
-    assert streaming_tokens(WITH_GPU) == 49
-    assert streaming_tokens(MACHINE) == streaming_tokens(None) == UNMEASURED_TOKENS
+    assert upload_tokens(WITH_GPU) == 49
+    assert upload_tokens(MACHINE) == upload_tokens(None) == UNMEASURED_TOKENS

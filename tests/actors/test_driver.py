@@ -75,8 +75,8 @@ def start_endless(driver: Driver, request: GenerateRequest) -> Running:
 
 
 def await_waiting(driver: Driver, number: int = 1) -> None:
-    """Return once so many stand in the line."""
-    while driver._line.num_waiting < number:
+    """Return once so many stand in the queue."""
+    while driver._queue.num_waiting < number:
         pass
 
 

@@ -20,7 +20,7 @@ from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.exchange.hosts_exchange import HostsExchange
 from actors.exchange.places import OwnPlace
 from actors.exchange.service_process import ServiceProcess
-from actors.processes.relay_actor import RelayHost
+from actors.processes.relay_actor import RelayActor
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost
 from model.errors import HotcoldError, ServiceError
@@ -143,7 +143,7 @@ def test_a_place_ends_the_old_process_and_withdraws_its_request(
         wires.words[cell(service, DONE) * WORDS_A_CELL] = 4
     if is_far:
         handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: None))
-        relay = RelayHost(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)
+        relay = RelayActor(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)
         relay._exchange = ArenaExchange(wires, relay._watch)
         relay.expect(2, stopped.pid)
         relay.end(2)

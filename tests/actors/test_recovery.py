@@ -63,7 +63,7 @@ class Faulty:
             self.wires.mixed[:], self.wires.ffn_input[:] = np.nan, np.inf
             self.wires.logits[:] = np.nan
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         return False
 
 
@@ -167,7 +167,7 @@ class Fails:
             raise self.errors.pop(0)
         return 1
 
-    def replace(self, service: int, cause: str) -> bool:
+    def try_replace(self, service: int, cause: str) -> bool:
         return False
 
 

@@ -34,9 +34,9 @@ def take_all(driver: Driver, count: int) -> dict[str, TokenEvent]:
     num_ended, end = 0, time.monotonic() + WAIT_S
     while num_ended < count:
         assert time.monotonic() < end
-        letters = driver.take_letters(1.0)
-        assert len({name for name, _ in letters}) == len(letters)
-        for name, event in letters:
+        events = driver.take_events(1.0)
+        assert len({name for name, _ in events}) == len(events)
+        for name, event in events:
             assert isinstance(event, TokenEvent)
             found[name] = found[name] + event if name in found else event
             num_ended += event.result is not None
@@ -90,7 +90,7 @@ def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
         assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
-def test_a_cancelled_request_ends_its_letters(tiny: Tiny) -> None:
+def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
     with batching(tiny("llama-relu")) as (_, driver):
         sampling = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
         driver.submit(GenerateRequest(sampling, prompt_ids=[1], request_id="long"))
@@ -99,14 +99,14 @@ def test_a_cancelled_request_ends_its_letters(tiny: Tiny) -> None:
         assert result is not None and result.finish_reason == "cancelled"
 
 
-def test_letters_of_a_request_are_joined_in_order() -> None:
+def test_events_of_a_request_are_joined_in_order() -> None:
     problem = ValueError("broken")
-    letters = [
+    events = [
         ("a", TokenEvent("x", None, 1)), ("b", TokenEvent("1")),
         ("a", TokenEvent("y", None, 2)), ("b", problem),
     ]  # fmt: skip
     expected = [("a", TokenEvent("xy", None, 3)), ("b", TokenEvent("1")), ("b", problem)]
-    assert joined(letters) == expected  # type: ignore[arg-type]
+    assert joined(events) == expected  # type: ignore[arg-type]
 
 
 def test_token_logprob_refuses_what_is_no_number() -> None:

@@ -55,7 +55,7 @@ class Head:
         for process in self.process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 title = " ".join(process.cmdline())
-                if title.startswith(("ray::DriverHost", "ray::ServiceHost")):
+                if title.startswith(("ray::DriverActor", "ray::ServiceActor")):
                     found[process.pid] = title.strip()
         return found
 

@@ -95,7 +95,7 @@ def test_jobs_share_a_system(
     ]
     logs = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(logs)
-    assert sorted(head.actors().values()) == ["ray::DriverHost"] + 2 * ["ray::ServiceHost"]
+    assert sorted(head.actors().values()) == ["ray::DriverActor"] + 2 * ["ray::ServiceActor"]
 
     assert "2 requests answered, 7 with an error in " in logs[0]
     assert str(outs[0]) in logs[0]

@@ -24,7 +24,7 @@ import psutil
 from actors.protocol.messages import SystemConfig
 from actors.system import System
 from placement.machine.description import write_machine
-from placement.solver.columns import GPU_RESERVE_BYTES
+from placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
 from tests.e2e.page_server import served_page

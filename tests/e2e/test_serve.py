@@ -335,7 +335,7 @@ def test_it_ends_when_the_system_has_ended() -> None:
     """Whoever keeps it running then starts it again."""
     with serving() as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
-        (driver,) = (one for one in children if "ray::DriverHost" in " ".join(one.cmdline()))
+        (driver,) = (one for one in children if "ray::DriverActor" in " ".join(one.cmdline()))
         driver.kill()
         status, err = server.end()
         assert status == 1

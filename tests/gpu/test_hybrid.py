@@ -85,7 +85,7 @@ def test_neurons_brought_to_the_gpu(tmp_path: Path, weight_dtype: str, device: D
     ) as system:
         engine = system.engine("exact")
         plain = engine.step(ids.tolist(), range(40), [0] * 40, 40).copy()
-        engine.stream_tokens = 1
+        engine.neuron_upload_tokens = 1
         found = engine.step(ids.tolist(), range(40), [0] * 40, 40)
         assert relative_difference(found, plain) < (0.1 if weight_dtype else 1e-2)
 
@@ -151,6 +151,6 @@ def test_hybrid_within_a_budget(model: Path) -> None:
         mode="exact", device="cuda", context_length=256, gpu_memory_bytes=2 * _GIB
     )
     system, _ = prepare_system(model, options)
-    found = greedy(replace(system, stream_tokens=0), [prompt], 16)
+    found = greedy(replace(system, neuron_upload_tokens=0), [prompt], 16)
     # Random weights: a near tie may fall otherwise after float16 products of the prompt.
     assert found[0][:4] == expected[0][:4]

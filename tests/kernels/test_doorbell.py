@@ -32,11 +32,11 @@ from numba_kernels.serve.mailbox import (
     NO_DEALS,
     NUM_REPLY_WORDS,
     REQUEST,
-    arrive,
     ask_all,
     await_all,
     await_done,
     cell,
+    finish_request,
     post,
 )
 
@@ -200,7 +200,7 @@ def serve(
     while seen < last:
         number = wait_change(words, cell(service, REQUEST), np.int32(seen), 100, LONG)
         assert number == seen + 1
-        arrive(words, replies, NO_DEALS, service, number, num_threads, clock_ns())
+        finish_request(words, replies, NO_DEALS, service, number, num_threads, clock_ns())
         seen = number
 
 
@@ -231,9 +231,9 @@ def test_the_silent_service_is_told_and_can_be_awaited_again() -> None:
 def test_an_answer_to_an_older_request_is_not_taken() -> None:
     words, replies = new_words(CELLS_A_SERVICE), np.zeros((1, NUM_REPLY_WORDS), np.int64)
     post(words, 0, 5)
-    arrive(words, replies, NO_DEALS, 0, np.int32(4), 1, clock_ns())
+    finish_request(words, replies, NO_DEALS, 0, np.int32(4), 1, clock_ns())
     assert not await_done(words, 0, 5, SECOND // 50)
-    arrive(words, replies, NO_DEALS, 0, np.int32(5), 1, clock_ns())
+    finish_request(words, replies, NO_DEALS, 0, np.int32(5), 1, clock_ns())
     assert await_done(words, 0, 5, 0)
 
 

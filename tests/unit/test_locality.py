@@ -58,8 +58,8 @@ def test_allowed_cores() -> None:
 
 def test_running_services_are_found(tmp_path: Path) -> None:
     write_tree(tmp_path, {0: "0-3", 1: "4-7"})
-    write_process(tmp_path, 17, "ray::ServiceHost.load")
-    write_process(tmp_path, 5, "ray::DriverHost")
+    write_process(tmp_path, 17, "ray::ServiceActor.load")
+    write_process(tmp_path, 5, "ray::DriverActor")
     (tmp_path / "proc/9").mkdir()  # one that ends meanwhile
     (found,) = running_services(tmp_path)
     assert (found.pid, found.nodes) == (17, (1,))

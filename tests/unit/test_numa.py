@@ -13,7 +13,7 @@ from actors.setup.preflight import NUMA_ROOT, SystemOptions, choose_system, read
 from actors.setup.shards import service_specs
 from model.errors import UsageError
 from placement.machine.sysfs import read_numa_nodes
-from placement.solver.columns import make_columns
+from placement.solver.plan_devices import make_plan_devices
 from placement.threads.numa import (
     NodeCores,
     node_groups,
@@ -142,7 +142,7 @@ def test_when_nothing_is_pinned(tmp_path: Path) -> None:
 
 def test_the_planner_uses_all_nodes() -> None:
     machine = make_machine((), (4000, 8000, 16000))
-    one, two = (make_columns(machine, num_cpu_actors=count) for count in (1, 2))
+    one, two = (make_plan_devices(machine, num_cpu_actors=count) for count in (1, 2))
     assert one[0].free_bytes == 28000
     assert one[0].rows_gb_per_s == sum(node.rows_gb_per_s for node in machine.nodes)
     assert [column.free_bytes for column in two] == [4000, 24000]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.solver.columns import GPU_RESERVE_BYTES, make_columns
-from placement.solver.cost import Column, RowBytes, least_neurons, neuron_seconds
+from placement.solver.cost import PlanDevice, RowBytes, least_neurons, neuron_seconds
+from placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests.placement_cases import llama_config, make_machine
 
 
@@ -27,8 +27,8 @@ from tests.placement_cases import llama_config, make_machine
 def test_seconds_of_a_neuron(mode: str, has_gate: bool, gpu: float, cpu: float) -> None:
     config = replace(llama_config(), has_gate=has_gate)
     columns = [
-        Column("gpu0", True, 0, 0, 1000.0, 1000.0),
-        Column("cpu0", False, 0, 0, 50.0, 40.0),
+        PlanDevice("gpu0", True, 0, 0, 1000.0, 1000.0),
+        PlanDevice("cpu0", False, 0, 0, 50.0, 40.0),
     ]
     factor = np.array([2.0]) if mode in ("sign", "lowrank") else None
     seconds = neuron_seconds(RowBytes.of(config), columns, np.array([[0.25]]), mode, factor)
@@ -36,7 +36,7 @@ def test_seconds_of_a_neuron(mode: str, has_gate: bool, gpu: float, cpu: float) 
 
 
 def test_a_predictor_never_picks_more_than_always() -> None:
-    rows, cpu = RowBytes(100, 200), [Column("cpu0", False, 0, 0, 1.0, 1.0)]
+    rows, cpu = RowBytes(100, 200), [PlanDevice("cpu0", False, 0, 0, 1.0, 1.0)]
     seconds = neuron_seconds(rows, cpu, np.array([[0.9]]), "sign", np.array([5.0]))
     np.testing.assert_allclose(seconds, [[[(100 + 0.9 * 200) / 1e9]]])
 
@@ -55,17 +55,19 @@ def test_least_neurons_against_a_search() -> None:
             assert found[layer, gpu] == (paying[0] if paying else 51)
 
 
-def test_columns_share_nodes_and_limits() -> None:
+def test_devices_share_nodes_and_limits() -> None:
     machine = make_machine((8 << 30, 8 << 30), (4000, 8000))
-    columns = make_columns(machine, num_cpu_actors=3, cpu_memory_bytes=6000, host_reserve_bytes=60)
-    assert [column.name for column in columns] == ["gpu0", "gpu1", "cpu0", "cpu1", "cpu2"]
-    assert columns[0].budget_bytes == (8 << 30) - GPU_RESERVE_BYTES
+    devices = make_plan_devices(
+        machine, num_cpu_actors=3, cpu_memory_bytes=6000, host_reserve_bytes=60
+    )
+    assert [device.name for device in devices] == ["gpu0", "gpu1", "cpu0", "cpu1", "cpu2"]
+    assert devices[0].budget_bytes == (8 << 30) - GPU_RESERVE_BYTES
     # Node 0 has two actors of 2000 bytes, node 1 one of 8000: shares of 6000 and 60 as 1 : 4 : 1.
-    assert [column.budget_bytes for column in columns[2:]] == [990, 3960, 990]
-    assert [column.rows_gb_per_s for column in columns[2:]] == [25.0, 50.0, 25.0]
-    assert sum(column.gather_gb_per_s for column in columns[2:]) == 80.0
-    limited = make_columns(machine, num_cpu_actors=1, gpu_memory_bytes=GPU_RESERVE_BYTES)
-    assert [column.name for column in limited] == ["cpu0"]
+    assert [device.budget_bytes for device in devices[2:]] == [990, 3960, 990]
+    assert [device.rows_gb_per_s for device in devices[2:]] == [25.0, 50.0, 25.0]
+    assert sum(device.gather_gb_per_s for device in devices[2:]) == 80.0
+    limited = make_plan_devices(machine, num_cpu_actors=1, gpu_memory_bytes=GPU_RESERVE_BYTES)
+    assert [device.name for device in limited] == ["cpu0"]
     first_is_full = make_machine((1 << 20, 8 << 30), (4000,))
-    names = [column.name for column in make_columns(first_is_full, num_cpu_actors=1)]
+    names = [device.name for device in make_plan_devices(first_is_full, num_cpu_actors=1)]
     assert names == ["gpu1", "cpu0"]

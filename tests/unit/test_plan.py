@@ -15,8 +15,8 @@ from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache
 from placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
 from placement.planner import make_plan
 from placement.profile import ActivationProfile, read_profile, write_profile
-from placement.solver.columns import GPU_RESERVE_BYTES
 from placement.solver.cost import PredictorCost, group_order
+from placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import llama_config, make_machine
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)

@@ -18,7 +18,7 @@ from model.files.artifact import ModelIdentity, artifact_path
 from placement.machine.description import Machine, write_machine
 from placement.plan import PlanRequest, load_plan, read_plan
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from placement.solver.columns import GPU_RESERVE_BYTES
+from placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import make_machine
 
 Plan = Callable[..., tuple[int, str, str]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.processes.service_actor import ServiceHost
+from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, read_model, system_need
 from actors.setup.shards import service_specs
@@ -226,7 +226,7 @@ def test_a_system_is_told_the_dtype(tmp_path: Path) -> None:
     assert weights == pytest.approx(4 / (18 / 32), rel=0.15)
     for spec in service_specs(system, config):
         assert spec.weight_dtype == "q4"
-        host = ServiceHost(spec)
+        host = ServiceActor(spec)
         host.load()
         arrays = vars(host._require_service())["arrays"]
         kinds = ("qkv", "out", "head") if spec.index == 0 else ("gate", "down")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import MemoryBudgetError
-from placement.solver.cost import Column, PredictorCost, make_problem, part_costs
+from placement.solver.cost import PlanDevice, PredictorCost, make_problem, part_costs
 from placement.solver.greedy import hottest_first
 from placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
 from placement.solver.program import make_classes
@@ -248,9 +248,9 @@ def test_a_large_model(mode: str) -> None:
     skew = rng.uniform(0.3, 1.5, (layers, 1))
     frequency = np.minimum(1, 0.1 * skew * rng.pareto(1.2, (layers, neurons)) + 0.001)
     columns = [
-        Column("gpu0", True, 24 << 30, 24 << 30, 800.0, 800.0, 25.0),
-        Column("cpu0", False, 130 << 30, 130 << 30, 50.0, 35.0),
-        Column("cpu1", False, 130 << 30, 130 << 30, 50.0, 35.0),
+        PlanDevice("gpu0", True, 24 << 30, 24 << 30, 800.0, 800.0, 25.0),
+        PlanDevice("cpu0", False, 130 << 30, 130 << 30, 50.0, 35.0),
+        PlanDevice("cpu1", False, 130 << 30, 130 << 30, 50.0, 35.0),
     ]
     predictor, factor = None, None
     if mode == "sign":

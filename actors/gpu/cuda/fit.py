@@ -65,7 +65,7 @@ class _Sizes:
             neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
             work=4 * (prompt + step)
             + _PRODUCTS_BYTES
-            + 2 * ROUND_BYTES * bool(system.stream_tokens),
+            + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
         )
 
 

@@ -16,7 +16,7 @@ class Link:
     """The arena as one service's copies see it.
 
     What is brought must stay as it is, and what is taken is not there, until the caller has waited
-    for the device, and called what `take` returned.
+    for the device, and called what `download` returned.
     """
 
     def __init__(self, device: Device, arena: np.ndarray) -> None:
@@ -32,7 +32,7 @@ class Link:
             self._device.unregister(self._address)
         self._staging.clear()
 
-    def bring(self, name: str, target: Any, source: np.ndarray, num_rows: int) -> None:
+    def upload(self, name: str, target: Any, source: np.ndarray, num_rows: int) -> None:
         """Put a copy of `source` (T, n) on the stream, to `num_rows` >= T rows of `target`.
 
         Rows beyond T become copies of the last one. `name` tells copies apart that may be under way
@@ -47,14 +47,14 @@ class Link:
         self._device.copy_in(target[:num_rows], source)
 
     def readable(self, name: str, source: np.ndarray) -> np.ndarray:
-        """Bytes (n,) of the arena, where copies may read them; `name` as of `bring`."""
+        """Bytes (n,) of the arena, where copies may read them; `name` as of `upload`."""
         if not self.refusal:
             return source
         staged = self._staged(name, 1, source.size, source.dtype)[0]
         staged[:] = source
         return staged
 
-    def take(self, name: str, targets: Sequence[np.ndarray], source: Any) -> Callable[[], None]:
+    def download(self, name: str, targets: Sequence[np.ndarray], source: Any) -> Callable[[], None]:
         """Put a copy of `source`, one row (n,) or two (2, n), on the stream, to as many arrays (n,)
         of the arena. What is returned is to be called once the device has been waited for.
         """

@@ -19,7 +19,7 @@ from cuda_kernels.matrix import DeviceMatrix
 from numba_kernels.formats import row_width
 
 
-class Streaming:
+class NeuronUpload:
     """One layer's FFN at a time, added up on the device until its last round."""
 
     def __init__(

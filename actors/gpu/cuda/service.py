@@ -19,11 +19,11 @@ from actors.gpu.cuda.graphs import GraphCache
 from actors.gpu.cuda.host_part import HostPart
 from actors.gpu.cuda.link import Link
 from actors.gpu.cuda.model import CudaModel
-from actors.gpu.cuda.neuron_upload import Streaming
+from actors.gpu.cuda.neuron_upload import NeuronUpload
 from actors.gpu.cuda.prompt import PromptWork
 from actors.gpu.cuda.step import StepWork, whole_length, whole_step
 from actors.gpu.cuda.times import DeviceTimes
-from actors.gpu.cuda.token_positions import Places
+from actors.gpu.cuda.token_positions import TokenPositions
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from cuda_kernels.device import GPU_FAILED, DeviceFailure
@@ -80,11 +80,11 @@ class CudaService(Service):
         self._device, self._model = device, model
         self._work = StepWork(device, model, shape, activation, layout)
         self._prompts = PromptWork(device, model, shape, activation, self._work.attention_scratch)
-        self._streaming: Streaming | None = None
+        self._neuron_upload: NeuronUpload | None = None
         if layout.bundle_bytes:
-            self._streaming = Streaming(device, model, self._prompts, layout)
+            self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)
         self._graphs = GraphCache(device)
-        self._places = Places(device, self._work, layout.max_tokens)
+        self._places = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
         self._num_fired = device.pinned((1,), np.int32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
@@ -129,8 +129,8 @@ class CudaService(Service):
         self._link = Link(self._device, self._arena)
         self._places.forget()
         self._begun = None
-        if self._streaming is not None:
-            self._streaming.attach(layout, self._arena, self._link)
+        if self._neuron_upload is not None:
+            self._neuron_upload.attach(layout, self._arena, self._link)
         if self.host is not None:
             self.host.attach(layout, self._arena, self.wires)
 
@@ -189,7 +189,7 @@ class CudaService(Service):
         wires, work, whole = self.wires, self._work, whole_step(num_tokens)
         self.times.mark("")
         self._places.put(wires, num_tokens)
-        self._link.bring("hidden", work.hidden, wires.hidden[:num_tokens], whole)
+        self._link.upload("hidden", work.hidden, wires.hidden[:num_tokens], whole)
         self.times.mark("copies")
         longest = int(wires.positions[:num_tokens].max()) + 1
         length = whole_length(longest, work.most_length)
@@ -198,7 +198,7 @@ class CudaService(Service):
         self.times.mark("attention")
         targets = wires.mixed[:num_tokens].reshape(-1), wires.ffn_input[:num_tokens].reshape(-1)
         found = work.mixed_and_input[:, : targets[0].size]
-        land = self._link.take("mixed", targets, found)
+        land = self._link.download("mixed", targets, found)
         self.times.mark("copies")
         done = self._device.record(spin=True)  # nothing else of the system works meanwhile
         if self._model.ffn[layer] is not None:
@@ -214,7 +214,7 @@ class CudaService(Service):
         self.times.mark("hot neurons")
         target = self.wires.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
-        land = self._link.take("partial", [target], found)
+        land = self._link.download("partial", [target], found)
         self._device.copy_out(self._num_fired, work.num_fired)
         self.times.mark("copies")
         # Threads of CPU services work now: a thread that spins would take a core from them.
@@ -225,7 +225,7 @@ class CudaService(Service):
         begun, self._begun = self._begun, None
         if begun is None or begun.question != (layer, num_tokens, keep_all):
             x, whole = self.wires.ffn_input[:num_tokens], whole_step(num_tokens)
-            self._link.bring("ffn_input", self._work.outputs(whole)[1], x, whole)
+            self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
             begun = self._begin_hot(layer, num_tokens, keep_all)
         self._device.wait(begun.event)
         begun.land()
@@ -242,7 +242,7 @@ class CudaService(Service):
         if num_tokens <= KERNEL_TOKENS:
             whole = whole_step(num_tokens)
             self.times.mark("")
-            self._link.bring("hidden", work.hidden, hidden, whole)
+            self._link.upload("hidden", work.hidden, hidden, whole)
             self.times.mark("copies")
             self._graphs.run(("head", whole), lambda: work.head(whole))
             self.times.mark("head")
@@ -250,7 +250,7 @@ class CudaService(Service):
         else:
             with self._device.stream():
                 found = self._prompts.head(self._brought(hidden)).reshape(-1)
-        land = self._link.take("logits", [target], found)
+        land = self._link.download("logits", [target], found)
         self.times.mark("copies")
         self._finish(land)
         self.times.collect()
@@ -268,7 +268,7 @@ class CudaService(Service):
                 int(wires.positions[num_tokens - 1]),
             )
         lands = [
-            self._link.take(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
+            self._link.download(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
             for name, target, found in (
                 ("mixed", wires.mixed, mixed),
                 ("ffn_input", wires.ffn_input, ffn_input),
@@ -290,7 +290,7 @@ class CudaService(Service):
             self._prompts.hot(part, x, out, add=False, counts=fired)
             if fired is not None:
                 self._device.copy_out(self._counts[:size], fired)
-        self._finish(self._link.take("partial", [target], out.reshape(-1)))
+        self._finish(self._link.download("partial", [target], out.reshape(-1)))
         if counts:
             first = int(self._offsets[layer])
             self.fired_counts[first : first + size] += self._counts[:size]
@@ -298,23 +298,23 @@ class CudaService(Service):
 
     def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
         """A round of a layer's neurons; the last one ends with the whole FFN's output."""
-        self._begun, streaming = None, self._streaming
-        if streaming is None:
+        self._begun, upload = None, self._neuron_upload
+        if upload is None:
             raise ValueError(f"{self.name} was not told that neurons would be brought to it")
         if number == 0:
             with self._device.stream():
                 x = self._brought(self.wires.ffn_input[:num_tokens])
-            streaming.begin(layer, x)
-        elif not streaming.is_done(number):
-            streaming.add(number)
+            upload.begin(layer, x)
+        elif not upload.is_done(number):
+            upload.add(number)
         if number == num_rounds:
             target = self.wires.partials[self.index, :num_tokens].reshape(-1)
-            self._finish(self._link.take("partial", [target], streaming.result.reshape(-1)))
+            self._finish(self._link.download("partial", [target], upload.result.reshape(-1)))
 
     def _brought(self, source: np.ndarray) -> Any:
         """A new array on the device with the rows of `source`, to come."""
         target = self._device.empty(source.shape, np.float32)
-        self._link.bring("prompt", target, source, source.shape[0])
+        self._link.upload("prompt", target, source, source.shape[0])
         return target
 
     def _finish(self, *lands: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from actors.protocol.step_sizes import KERNEL_TOKENS
 from numba_kernels.serve.mailbox import Wires
 
 
-class Places:
+class TokenPositions:
     """Copies places to the device; those of a step once, for they are the same for all layers."""
 
     def __init__(self, device: Device, work: StepWork, max_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.machine.description import GpuDevice, Machine
-from placement.solver.cost import Column
+from placement.solver.cost import PlanDevice
 from placement.solver.problem import shares
 from placement.threads.numa import node_groups, num_sharing
 
@@ -14,7 +14,7 @@ from placement.threads.numa import node_groups, num_sharing
 GPU_RESERVE_BYTES = 1 << 30
 
 
-def make_columns(
+def make_plan_devices(
     machine: Machine,
     *,
     num_cpu_actors: int,
@@ -22,7 +22,7 @@ def make_columns(
     cpu_memory_bytes: int | None = None,
     host_reserve_bytes: int = 0,
     gpu_reserve_bytes: int = GPU_RESERVE_BYTES,
-) -> tuple[Column, ...]:
+) -> tuple[PlanDevice, ...]:
     """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
     GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
@@ -32,16 +32,18 @@ def make_columns(
     free) - reserve. A None limit is what is free.
     """
     gpus = [
-        _gpu_column(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
+        _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes, gpu_reserve_bytes)
         for index, gpu in enumerate(machine.gpus)
     ]
-    cpus = _cpu_columns(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
-    return (*(column for column in gpus if column.budget_bytes > 0), *cpus)
+    cpus = _cpu_devices(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
+    return (*(device for device in gpus if device.budget_bytes > 0), *cpus)
 
 
-def _gpu_column(name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_bytes: int) -> Column:
+def _gpu_device(
+    name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_bytes: int
+) -> PlanDevice:
     allowed = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
-    return Column(
+    return PlanDevice(
         name=name,
         is_gpu=True,
         budget_bytes=max(0, allowed - reserve_bytes),
@@ -52,9 +54,9 @@ def _gpu_column(name: str, gpu: GpuDevice, limit_bytes: int | None, reserve_byte
     )
 
 
-def _cpu_columns(
+def _cpu_devices(
     machine: Machine, num_actors: int, limit_bytes: int | None, reserve_bytes: int
-) -> list[Column]:
+) -> list[PlanDevice]:
     groups = node_groups(len(machine.nodes), num_actors)
     actors_nodes = [[machine.nodes[index] for index in group] for group in groups]
     sharing = num_sharing(len(machine.nodes), num_actors)
@@ -65,7 +67,7 @@ def _cpu_columns(
     limits = free if limit_bytes is None else shares(limit_bytes, np.array(free))
     reserves = shares(reserve_bytes, np.array(free))
     return [
-        Column(
+        PlanDevice(
             name=f"cpu{actor}",
             is_gpu=False,
             budget_bytes=max(0, min(limits[actor], free[actor]) - reserves[actor]),
