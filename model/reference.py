@@ -18,9 +18,7 @@ from model.files.checkpoint import Checkpoint
 from model.weights.attention import AttentionWeights, load_attention
 from model.weights.embedding import HeadWeights, load_embedding, load_head
 from model.weights.ffn import FfnWeights, load_ffn
-from numba_kernels.formats import is_quantized
-from numba_kernels.load.loading import to_float32
-from numba_kernels.load.quantize import dequantize_rows
+from numba_kernels.load.convert import to_float32
 
 _FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -73,8 +71,7 @@ def _layer(
 
 
 def _double(bits: np.ndarray) -> torch.Tensor:
-    values = dequantize_rows(bits) if is_quantized(bits.dtype) else to_float32(bits)
-    return torch.from_numpy(values).double()
+    return torch.from_numpy(to_float32(bits)).double()
 
 
 def _linear(x: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:

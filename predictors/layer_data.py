@@ -11,8 +11,7 @@ from model.config.weight_formats import row_bytes
 from model.errors import ArtifactError
 from model.files.checkpoint import Checkpoint
 from model.weights.ffn import load_gate
-from numba_kernels.formats import is_quantized
-from numba_kernels.load.quantize import dequantize_rows
+from numba_kernels.load.convert import to_float32
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64
@@ -82,10 +81,4 @@ class LayerData:
 
 def as_float32(bits: np.ndarray) -> Tensor:
     """Weights of any format as a float32 tensor."""
-    if bits.dtype == np.uint16:
-        return torch.from_numpy(bits.view(np.float16).astype(np.float32))
-    if bits.dtype == np.int16:
-        return torch.from_numpy(bits).view(torch.bfloat16).float()
-    if is_quantized(bits.dtype):
-        return torch.from_numpy(dequantize_rows(bits))
-    return torch.from_numpy(bits)
+    return torch.from_numpy(bits if bits.dtype == np.float32 else to_float32(bits))

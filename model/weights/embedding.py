@@ -11,7 +11,7 @@ from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
 from model.files.tensor_names import tensor_names
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from numba_kernels.load.loading import to_float32
+from numba_kernels.load.convert import to_float32
 
 
 @dataclass

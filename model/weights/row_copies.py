@@ -11,6 +11,7 @@ import numpy as np
 
 from numba_kernels.formats import is_quantized
 from numba_kernels.load import loading, quantize
+from numba_kernels.load.convert import from_float32, to_float32
 
 # Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
 Copy = Callable[[int, int], int]
@@ -88,4 +89,4 @@ def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) 
 def _as_dtype(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if bits.dtype == dtype:
         return bits
-    return loading.from_float32(loading.to_float32(bits), dtype)
+    return from_float32(to_float32(bits), dtype)

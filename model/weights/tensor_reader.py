@@ -28,6 +28,7 @@ from model.weights.row_copies import (
 )
 from numba_kernels.formats import is_quantized, row_items, row_width
 from numba_kernels.load import loading, quantize
+from numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
 # Takes new matrices (R, C) before anything is written to them; see `placement.threads.first_touch`.
@@ -148,7 +149,7 @@ class TensorReader:
     def vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a small tensor as float32."""
         self.require_floats(name, shape)
-        values = loading.to_float32(self.checkpoint.array(name))
+        values = to_float32(self.checkpoint.array(name))
         self._require_good(name, finite_status(bool(np.isfinite(values).all())))
         self._on_bytes(self.checkpoint.num_bytes(name))
         return values

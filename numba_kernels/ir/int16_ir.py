@@ -32,7 +32,6 @@ from numba_kernels.ir.pair_ir import (
     TILE_ROWS,
     WORDS,
     element,
-    emit_row,
     further,
     multiply_pairs,
 )
@@ -182,30 +181,5 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
             at = item_pointer(builder, target, I64(begin), 2)
             builder.store(words, builder.bitcast(at, HALF_WORDS.as_pointer()), align=2)
         return builder.fdiv(top, args[3])
-
-    return signature, codegen
-
-
-@intrinsic
-def widen_row(typingctx, matrix, row, column, count, out):
-    """out[0, :count] = matrix[row, column : column + count].
-
-    matrix as in `round_group`; out (1, at least count) float32
-    """
-    signature = types.void(matrix, types.int64, types.int64, types.int64, out)
-    dtype = matrix.dtype
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, _ = element(context, builder, matrix, args[0], [args[1], args[2]])
-        target, _ = element(context, builder, out, args[4], [I64(0), I64(0)])
-
-        def convert(index: Any, lanes: int) -> None:
-            at = item_pointer(builder, source, index, dtype.bitwidth // 8)
-            wide = widen(builder, dtype, at, lanes)
-            to = item_pointer(builder, target, index, 4)
-            builder.store(wide, builder.bitcast(to, wide.type.as_pointer()), align=4)
-
-        emit_row(builder, args[3], convert)
-        return context.get_dummy_value()
 
     return signature, codegen

@@ -61,6 +61,24 @@ def widen(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
     )
 
 
+def round_to_bfloat16(builder: Any, floats: Any) -> Any:
+    """The nearest bfloat16, ties to even, as bits (i16); scalars or vectors. NaN stays NaN."""
+    lanes = floats.type.count if isinstance(floats.type, ir.VectorType) else 0
+
+    def kind(element: Any) -> Any:
+        return ir.VectorType(element, lanes) if lanes else element
+
+    def whole(value: int) -> Any:
+        return ir.Constant(kind(I32), [I32(value)] * lanes) if lanes else I32(value)
+
+    bits = builder.bitcast(floats, kind(I32))
+    odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
+    rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", floats, floats)
+    rounded = builder.select(is_nan, builder.or_(bits, whole(0x400000)), rounded)
+    return builder.trunc(builder.lshr(rounded, whole(16)), kind(I16))
+
+
 def widen_floats(builder: Any, pointer: Any, offset_bytes: int) -> Any:
     """Load a vector of float32 at `pointer` (i8*) + `offset_bytes`."""
     at = builder.gep(pointer, [I64(offset_bytes)], source_etype=ir.IntType(8))

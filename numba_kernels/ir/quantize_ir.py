@@ -11,12 +11,12 @@ from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP
 from numba_kernels.ir.llvm_vectors import (
     F32,
     I8,
-    I16,
     I32,
     I64,
     LANES,
     counted_loop,
     item_pointer,
+    round_to_bfloat16,
     splat,
     widen_floats,
 )
@@ -96,7 +96,7 @@ def emit_widened(
                 place = 4 * number if bits == 8 else 8 * number + 4 * part
                 for quarter in range(LANES // _QUARTER):
                     weights = _quarter(builder, bits, packed, scales, quarter)
-                    values = _bfloat16(builder, weights) if to_bfloat16 else weights
+                    values = round_to_bfloat16(builder, weights) if to_bfloat16 else weights
                     _store_quarter(chunk, values, quarter, target, place, item_bytes)
 
     each_chunk(builder, groups, body)
@@ -114,18 +114,6 @@ def _quarter(builder: Any, bits: int, packed: Any, scales: Any, quarter: int) ->
     if bits == 4:
         values = builder.sub(values, ir.Constant(INTS, [I32(8)] * LANES))
     return builder.fmul(builder.sitofp(values, FLOATS), wide_scales)
-
-
-def _bfloat16(builder: Any, floats: Any) -> Any:
-    """Rounded to the nearest, ties to even."""
-
-    def every(value: int) -> Any:
-        return ir.Constant(INTS, [I32(value)] * LANES)
-
-    bits = builder.bitcast(floats, INTS)
-    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
-    rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, every(16)), ir.VectorType(I16, LANES))
 
 
 def _store_quarter(

@@ -28,18 +28,6 @@ def float32_of(typingctx, weight):
 
 
 @intrinsic
-def float32_of_half(typingctx, low, high):
-    """The float16 whose two bytes (uint8) these are."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        low_bits, high_bits = (builder.zext(byte, _I16) for byte in args)
-        bits = builder.or_(low_bits, builder.shl(high_bits, _I16(8)))
-        return builder.fpext(builder.bitcast(bits, _HALF), _F32)
-
-    return types.float32(types.uint8, types.uint8), codegen
-
-
-@intrinsic
 def half_bits(typingctx, value):
     """A float32 rounded to float16, ties to even, as uint16 bits."""
 

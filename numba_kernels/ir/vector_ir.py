@@ -11,14 +11,11 @@ not depend on what is computed beside it. `x` is what `numba_kernels.decode.vect
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.formats import GROUP
 from numba_kernels.ir.llvm_vectors import (
-    I16,
-    I32,
     I64,
     LANES,
     LINE_BYTES,
@@ -28,6 +25,7 @@ from numba_kernels.ir.llvm_vectors import (
     has_feature,
     item_pointer,
     prefetch_line,
+    round_to_bfloat16,
     row_pointer,
     vector_pointer,
     whole_steps,
@@ -416,26 +414,13 @@ def _emit_float_row(
     builder: Any, dtype: Any, row: Any, length: Any, out: Any, to_bfloat16: bool
 ) -> None:
     def convert(index: Any, lanes: int) -> None:
-        def whole(value: int) -> Any:
-            return I32(value) if lanes == 1 else ir.Constant(
-                ir.VectorType(I32, lanes), [I32(value)] * lanes
-            )  # fmt: skip
-
         at = item_pointer(builder, row, index, dtype.bitwidth // 8)
-        wide = widen(builder, dtype, at, lanes)
-        if not to_bfloat16:
-            target = item_pointer(builder, out, index, 4)
-            builder.store(wide, builder.bitcast(target, wide.type.as_pointer()), align=4)
-            return
-        bits = builder.bitcast(wide, whole(0).type)
-        odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
-        rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", wide, wide)
-        rounded = builder.select(is_nan, builder.or_(bits, whole(0x400000)), rounded)
-        kind = ir.VectorType(I16, lanes) if lanes > 1 else I16
-        narrow = builder.trunc(builder.lshr(rounded, whole(16)), kind)
-        target = builder.bitcast(item_pointer(builder, out, index, 2), kind.as_pointer())
-        builder.store(narrow, target, align=2)
+        values = widen(builder, dtype, at, lanes)
+        if to_bfloat16:
+            values = round_to_bfloat16(builder, values)
+        item_bytes = 2 if to_bfloat16 else 4
+        target = item_pointer(builder, out, index, item_bytes)
+        builder.store(values, builder.bitcast(target, values.type.as_pointer()), align=item_bytes)
 
     vectors = whole_steps(builder, length, LANES)
     counted_loop(builder, I64(0), vectors, LANES, lambda index: convert(index, LANES))

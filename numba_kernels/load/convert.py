@@ -1,10 +1,10 @@
-"""Weights in another format, for the matrix products of prefill."""
+"""Weights in another format, and single numbers too."""
 
 import numpy as np
 from numba import njit
 
 from numba_kernels.checks import require, weight_rows
-from numba_kernels.formats import row_width
+from numba_kernels.formats import is_quantized, row_width
 from numba_kernels.ir.vector_ir import widen_row
 
 
@@ -18,13 +18,25 @@ def widen_kernel(weights, out, first, last):
         widen_row(weights, row, out[row])
 
 
-def _widened(weights: np.ndarray, dtype: type) -> np.ndarray:
-    weights = weight_rows("weights", weights)
-    require(weights.size > 0, "weights must not be empty")
-    out: np.ndarray = np.empty(
-        (weights.shape[0], row_width(weights.dtype, weights.shape[1])), dtype
-    )
-    widen_kernel(weights, out, 0, weights.shape[0])
+def to_float32(weights: np.ndarray) -> np.ndarray:
+    """The values of weights of any format, in a new aligned array; this is exact.
+
+    Shapes:  weights (..., d) or (..., row bytes), result (..., d)
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4; result float32
+    Errors:  ValueError for another dtype, or a row length that no width has
+    """
+    if weights.dtype == np.uint16:
+        return weights.view(np.float16).astype(np.float32)
+    if weights.dtype == np.int16:
+        return (weights.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if weights.dtype == np.float32:
+        return weights.astype(np.float32)
+    require(is_quantized(weights.dtype), f"dtype {weights.dtype} holds no weights")
+    width = row_width(weights.dtype, weights.shape[-1])
+    out = np.empty((*weights.shape[:-1], width), np.float32)
+    if out.size:
+        rows = np.ascontiguousarray(weights).reshape(-1, weights.shape[-1])
+        widen_kernel(rows, out.reshape(-1, width), 0, rows.shape[0])
     return out
 
 
@@ -35,13 +47,24 @@ def to_bfloat16(weights: np.ndarray) -> np.ndarray:
     Dtypes:  weights float32, uint16 (float16 bits), int16, Q8 or Q4; out int16 (bfloat16 bits)
     Errors:  ValueError for another dtype or number of dimensions. NaN stays NaN.
     """
-    return _widened(weights, np.int16)
+    weights = weight_rows("weights", weights)
+    require(weights.size > 0, "weights must not be empty")
+    out = np.empty((weights.shape[0], row_width(weights.dtype, weights.shape[1])), np.int16)
+    widen_kernel(weights, out, 0, weights.shape[0])
+    return out
 
 
-def to_float32(weights: np.ndarray) -> np.ndarray:
-    """Weights of any format as float32, which is exact.
+def from_float32(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Float32 `values` of any shape as bits of `dtype`, rounded to the nearest, ties to even.
 
-    Shapes:  weights (N, d) or (N, row bytes), out (N, d)
-    Errors:  as `to_bfloat16`
+    Errors:  ValueError for a dtype other than float32, uint16 (float16) and int16 (bfloat16)
     """
-    return _widened(weights, np.float32)
+    if dtype == np.uint16:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    if dtype == np.int16:
+        if not values.size:
+            return values.astype(np.int16)
+        return to_bfloat16(values.reshape(1, -1)).reshape(values.shape)
+    require(dtype == np.float32, f"dtype {dtype} holds no weights")
+    return values

@@ -75,35 +75,6 @@ def all_finite(bits: np.ndarray) -> bool:
     )
 
 
-def to_float32(bits: np.ndarray) -> np.ndarray:
-    """Return a new aligned float32 array of the values of float32, float16 or bfloat16 bits."""
-    if bits.dtype == np.uint16:
-        return bits.view(np.float16).astype(np.float32)
-    if bits.dtype == np.int16:
-        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if bits.dtype == np.float32:
-        return bits.astype(np.float32)
-    raise ValueError(f"dtype {bits.dtype} holds no weight bits")
-
-
-def from_float32(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return float32 `values` as bits of `dtype`, rounded to the nearest, ties to even."""
-    if dtype == np.uint16:
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    if dtype == np.int16:
-        bits = values.view(np.uint32).astype(np.uint64)
-        rounded = (
-            bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))
-        ) >> np.uint64(16)
-        return (
-            np.where(np.isnan(values), np.uint64(0x7FC0), rounded).astype(np.uint16).view(np.int16)
-        )
-    if dtype == np.float32:
-        return values
-    raise ValueError(f"dtype {dtype} holds no weight bits")
-
-
 def _check(src: np.ndarray, dst: np.ndarray) -> np.unsignedinteger:
     if src.dtype != dst.dtype or src.dtype not in _EXPONENT:
         raise ValueError(f"copy of {src.dtype} weights to {dst.dtype}")

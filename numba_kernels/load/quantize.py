@@ -1,4 +1,4 @@
-"""Weights into rows of Q8 and Q4, and back; `formats` says how such rows are laid out.
+"""Weights into rows of Q8 and Q4; `formats` says how such rows are laid out.
 
 The rules are those of llama.cpp's Q8_0 and Q4_0, so that bytes and errors compare:
 
@@ -31,7 +31,6 @@ from numba_kernels.load.quantize_kernels import (
     NOT_FINITE,
     TOO_LARGE,
     copy_rows_kernel,
-    dequantize_kernel,
     quantize_q4_kernel,
     quantize_q8_kernel,
 )
@@ -41,8 +40,6 @@ __all__ = [
     "NOT_FINITE",
     "TOO_LARGE",
     "copy_quantized",
-    "dequantize_kernel",
-    "dequantize_rows",
     "quantize_into",
     "quantize_rows",
 ]
@@ -105,26 +102,6 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     value_bytes = np.int64(src.shape[1] - scale_bytes)
     nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(scale_bytes))
     return bool(is_good and (nearest > 0 or src.dtype == Q4))
-
-
-def dequantize_rows(rows: np.ndarray, width: int | None = None) -> np.ndarray:
-    """Return rows of Q8 or Q4 as float32: scale * value.
-
-    Shapes:  rows (..., row_items(dtype, W)), result (..., W)
-    Errors:  ValueError for another dtype, for a row length that no width has, or another than
-             `width`'s where that is given
-    """
-    if rows.dtype not in QUANTIZED:
-        raise ValueError(f"dtype {rows.dtype} holds no quantized rows")
-    found = row_width(rows.dtype, rows.shape[-1])
-    if width not in (None, found):
-        raise ValueError(f"rows of {found} weights, not of {width}")
-    out = np.empty((*rows.shape[:-1], found), np.float32)
-    if not out.size:
-        return out
-    matrix = np.ascontiguousarray(rows).reshape(-1, rows.shape[-1]).view(np.uint8)
-    dequantize_kernel(matrix, rows.dtype == Q8, out.reshape(-1, found), 0, matrix.shape[0])
-    return out
 
 
 def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:

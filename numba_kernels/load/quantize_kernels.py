@@ -8,7 +8,6 @@ from numba_kernels.ir.scalar_bits import (
     float32_bits,
     float32_from_bits,
     float32_of,
-    float32_of_half,
     half_bits,
 )
 
@@ -168,33 +167,3 @@ def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, scale_b
             target[k], target[k + 1] = source[k], source[k + 1]
             is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
     return nearest, is_good
-
-
-@njit(nogil=True, cache=True)
-def dequantize_kernel(rows, is_q8, out, first, last):
-    """out[n] = scale * value of row n, for rows first..last-1; checks nothing.
-
-    Shapes:  rows (N, bytes) uint8, out (N, W) float32; both with contiguous rows
-    """
-    width = out.shape[1]
-    num_groups, value_bytes = width // _GROUP, width if is_q8 else width // 2
-    for row in range(first, last):
-        source, target = rows[row], out[row]
-        for group in range(num_groups):
-            at = value_bytes + 2 * group
-            scale = float32_of_half(source[at], source[at + 1])
-            begin = group // _CHUNK_GROUPS * _CHUNK_GROUPS
-            step = 4 * min(_CHUNK_GROUPS, num_groups - begin)
-            values = target[group * _GROUP : (group + 1) * _GROUP]
-            place = source[begin * (value_bytes // num_groups) + 4 * (group - begin) :]
-            if is_q8:
-                for j in range(8):
-                    for b in range(4):
-                        code = int32(place[j * step + b])
-                        values[4 * j + b] = scale * float32(code - 256 if code > 127 else code)
-            else:
-                for j in range(4):
-                    for b in range(4):
-                        code = int32(place[j * step + b])
-                        values[8 * j + b] = scale * float32((code & 15) - 8)
-                        values[8 * j + 4 + b] = scale * float32((code >> 4) - 8)

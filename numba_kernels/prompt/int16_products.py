@@ -17,10 +17,10 @@ from numba_kernels.ir.int16_ir import (
     MOST_WEIGHT,
     add_group_tile,
     round_group,
-    widen_row,
 )
 from numba_kernels.ir.llvm_vectors import LANES
 from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from numba_kernels.ir.scalar_bits import float32_of
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB
@@ -112,7 +112,8 @@ def _round_block(matrix, row, num_rows, begin, end, most, bits, scales, wide):
         for r in range(num_rows):
             for i in range(GROUP):
                 wide[0, i] = 0
-            widen_row(matrix, row + r, column, matrix.shape[1] - column, wide)
+            for i in range(matrix.shape[1] - column):
+                wide[0, i] = float32_of(matrix[row + r, column + i])
             scales[r, at] = round_group(wide, 0, 0, limit, bits, r, at * GROUP)
 
 

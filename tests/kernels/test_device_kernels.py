@@ -10,7 +10,7 @@ import pytest
 from cuda_kernels.matrix import DeviceMatrix, row_bytes
 from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
 from numba_kernels.formats import QUANTIZED
-from numba_kernels.load.quantize import dequantize_rows
+from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
@@ -242,7 +242,7 @@ def test_widen(device: DeviceCalls, kind: str, width: int) -> None:
     out = device.to_device(np.zeros((4, width), np.uint16))
     device.kernels.widen(device_matrix(rows, device.to_device), 3, 7, out)
     if rows.dtype in QUANTIZED:
-        weights = dequantize_rows(rows)
+        weights = to_float32(rows)
     expected = weights[3:7].astype(np.float32)
     found = device.to_host(out)
     assert (found == reference.narrowed(expected, np.uint16)).all()

@@ -12,7 +12,8 @@ from model.files.checkpoint import Checkpoint
 from model.synthetic.make import make_model
 from model.synthetic.shape import SyntheticShape
 from numba_kernels.formats import Q4, Q8
-from numba_kernels.load.quantize import dequantize_rows, quantize_rows
+from numba_kernels.load.convert import to_float32
+from numba_kernels.load.quantize import quantize_rows
 from tests.benchmark_programs import error_of, output_of
 
 gguf = pytest.importorskip("gguf")
@@ -57,7 +58,7 @@ def _read(model: Path, name: str, dtype: str) -> np.ndarray:
     bits = np.ascontiguousarray(Checkpoint(model).array(name))
     if dtype == "f16":
         return bits.view(np.float16).astype(np.float32)
-    return dequantize_rows(quantize_rows(bits, FORMATS[dtype]))
+    return to_float32(quantize_rows(bits, FORMATS[dtype]))
 
 
 def _assert_same(

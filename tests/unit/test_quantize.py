@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numba_kernels.formats import Q4, Q8, row_items, row_width
-from numba_kernels.load import loading
+from numba_kernels.load.convert import from_float32, to_float32, widen_kernel
 from numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,
     copy_quantized,
-    dequantize_kernel,
-    dequantize_rows,
     quantize_into,
     quantize_rows,
 )
@@ -31,7 +29,7 @@ WIDTHS = [32, 64, 512, 544, 1024, 1504]
 def random_bits(shape: tuple[int, int], dtype: Any, scale: float = 0.02) -> np.ndarray:
     rng = np.random.default_rng(shape[1])
     values = (rng.normal(size=shape) * scale).astype(np.float32)
-    return loading.from_float32(values, np.dtype(dtype))
+    return from_float32(values, np.dtype(dtype))
 
 
 @pytest.mark.parametrize(("dtype", "name"), NAMES)
@@ -41,7 +39,7 @@ def test_bytes_are_ggufs(dtype: np.dtype, name: str, source: Any, width: int) ->
     bits = random_bits((7, width), source)
     rows = quantize_rows(bits, dtype)
     assert rows.dtype == dtype and row_width(dtype, rows.shape[1]) == width
-    np.testing.assert_array_equal(rows.view(np.uint8), laid_out(loading.to_float32(bits), name))
+    np.testing.assert_array_equal(rows.view(np.uint8), laid_out(to_float32(bits), name))
 
 
 @pytest.mark.parametrize(("dtype", "name"), NAMES)
@@ -68,7 +66,7 @@ def test_any_float16(dtype: np.dtype, name: str, data: st.DataObject) -> None:
     finite = st.integers(0, 0xFFFF).filter(lambda bits: bits & 0x7C00 != 0x7C00)
     bits = np.array(data.draw(st.lists(finite, min_size=64, max_size=64)), np.uint16)
     values = bits.view(np.float16).astype(np.float32)[None]
-    found = dequantize_rows(quantize_rows(bits[None], dtype))
+    found = to_float32(quantize_rows(bits[None], dtype))
     np.testing.assert_array_equal(found, dequantized(values, name))
 
 
@@ -78,10 +76,9 @@ def test_dequantized_is_ggufs(dtype: np.dtype, name: str, width: int) -> None:
     bits = random_bits((6, width), np.float32)
     rows = quantize_rows(bits, dtype).reshape(2, 3, -1)
     expected = dequantized(bits, name).reshape(2, 3, width)
-    np.testing.assert_array_equal(dequantize_rows(rows, width), expected)
+    np.testing.assert_array_equal(to_float32(rows), expected)
     part = np.full((6, width), np.nan, np.float32)
-    flat = np.ascontiguousarray(rows.reshape(6, -1)).view(np.uint8)
-    dequantize_kernel(flat, dtype == Q8, part, 2, 5)
+    widen_kernel(rows.reshape(6, -1), part, 2, 5)
     np.testing.assert_array_equal(part[2:5], expected.reshape(6, width)[2:5])
     assert np.isnan(part[[0, 1, 5]]).all()
 
@@ -90,7 +87,7 @@ def test_dequantized_is_ggufs(dtype: np.dtype, name: str, width: int) -> None:
 def test_zeros_and_what_is_too_small(dtype: np.dtype) -> None:
     tiny = np.full((1, 32), 1e-44, np.float32)  # its scale has no reciprocal
     for weights in (np.zeros((2, 64), np.float32), -np.zeros((1, 32), np.float32), tiny):
-        assert not dequantize_rows(quantize_rows(weights, dtype)).any()
+        assert not to_float32(quantize_rows(weights, dtype)).any()
 
 
 @pytest.mark.parametrize("dtype", [Q8, Q4])
@@ -100,7 +97,7 @@ def test_not_finite(dtype: np.dtype, source: Any, bad: float) -> None:
     for place in (0, 31, 45, 63):
         values = np.ones((3, 64), np.float32)
         values[1, place] = bad
-        bits = loading.from_float32(values, np.dtype(source))
+        bits = from_float32(values, np.dtype(source))
         rows = np.empty((3, row_items(dtype, 64)), dtype)
         assert quantize_into(bits, np.arange(3), rows) == NOT_FINITE
         assert quantize_into(bits, np.array([0, 2, 2]), rows) == DONE
@@ -113,7 +110,7 @@ def test_scales_beyond_float16(dtype: np.dtype, most: float) -> None:
     for sign in (1, -1):
         weights = np.zeros((1, 32), np.float32)
         weights[0, 3] = sign * most
-        assert np.isfinite(dequantize_rows(quantize_rows(weights, dtype))).all()
+        assert np.isfinite(to_float32(quantize_rows(weights, dtype))).all()
         weights[0, 3] *= 1.001
         rows = np.empty((1, row_items(dtype, 32)), dtype)
         assert quantize_into(weights, np.zeros(1, int), rows) == TOO_LARGE
@@ -167,9 +164,8 @@ def test_copies_find_damage(dtype: np.dtype) -> None:
         lambda: quantize_into(np.zeros((2, 32), np.float32), np.array([0]), np.zeros((1, 18), Q8)),
         lambda: copy_quantized(np.zeros((2, 34), Q8), np.array([0]), np.zeros((1, 34), Q4)),
         lambda: copy_quantized(np.zeros((2, 34), Q8), np.array([5]), np.zeros((1, 34), Q8)),
-        lambda: dequantize_rows(np.zeros((2, 33), Q8)),
-        lambda: dequantize_rows(np.zeros((2, 34), Q8), 64),
-        lambda: dequantize_rows(np.zeros((2, 34), np.uint8)),
+        lambda: to_float32(np.zeros((2, 33), Q8)),
+        lambda: to_float32(np.zeros((2, 34), np.uint8)),
     ],
 )
 def test_mismatches(wrong: Any) -> None:
@@ -179,4 +175,4 @@ def test_mismatches(wrong: Any) -> None:
 
 def test_nothing() -> None:
     rows = quantize_rows(np.zeros((0, 64), np.float32), Q4)
-    assert rows.shape == (0, 36) and dequantize_rows(rows).shape == (0, 64)
+    assert rows.shape == (0, 36) and to_float32(rows).shape == (0, 64)

@@ -30,7 +30,7 @@ from model.weights.embedding import load_embedding, load_head
 from model.weights.ffn import load_ffn
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from numba_kernels.formats import Q4, Q8
-from numba_kernels.load.loading import to_float32
+from numba_kernels.load.convert import to_float32
 from placement.solver.cost import RowBytes
 from tests.quantized_models import MODELS, dequantized, laid_out, make_model
 from tests.tiny_models import make_tiny

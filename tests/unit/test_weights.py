@@ -22,6 +22,7 @@ from model.weights.ffn import load_ffn
 from model.weights.memory import aligned_empty, available_bytes
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from numba_kernels.load import loading
+from numba_kernels.load.convert import from_float32, to_float32
 from tests.tiny_models import VARIANTS, make_tiny
 
 Edit = Callable[[dict[str, torch.Tensor]], None]
@@ -231,8 +232,8 @@ def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     weights = load_attention(checkpoint, config)
     assert weights.qkv.dtype == np.uint16
-    expected = loading.to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))
-    np.testing.assert_allclose(loading.to_float32(weights.out[2]), expected, rtol=1e-3)
+    expected = to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))
+    np.testing.assert_allclose(to_float32(weights.out[2]), expected, rtol=1e-3)
     assert load_head(checkpoint, config).head.dtype == np.int16
 
 
@@ -246,7 +247,7 @@ def test_copies(
 ) -> None:
     rng = np.random.default_rng(0)
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    values = loading.from_float32(rng.normal(size=shape).astype(np.float32), np.dtype(dtype))
+    values = from_float32(rng.normal(size=shape).astype(np.float32), np.dtype(dtype))
     raw = np.zeros(num_bytes + offset, np.uint8)
     raw[offset:] = np.frombuffer(values.tobytes(), np.uint8)
     raw.flags.writeable = False
@@ -271,7 +272,7 @@ def test_copies(
 def test_copies_see_values_that_are_not_finite(dtype: Any, bad: float) -> None:
     values = np.full((9, 40), 3e38 if dtype != np.uint16 else 6e4, np.float32)
     values[4, 17] = bad
-    src = loading.from_float32(values, np.dtype(dtype))
+    src = from_float32(values, np.dtype(dtype))
     ids = np.arange(9, dtype=np.int32)
     assert not loading.copy_rows(src, np.empty_like(src))
     assert not loading.all_finite(src) and loading.all_finite(src[:4])
@@ -304,13 +305,13 @@ def test_conversion_equals_torch(kind: torch.dtype) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     dtype = np.dtype(np.uint16 if kind == torch.float16 else np.int16)
     expected = torch.from_numpy(bits.view(np.int16)).view(kind).float()
-    np.testing.assert_array_equal(loading.to_float32(bits.view(dtype)), expected.numpy())
+    np.testing.assert_array_equal(to_float32(bits.view(dtype)), expected.numpy())
     values = (np.random.default_rng(0).normal(size=100_000) * 300).astype(np.float32)
-    found = loading.from_float32(values, dtype).view(np.int16)
+    found = from_float32(values, dtype).view(np.int16)
     rounded = torch.from_numpy(values).to(kind).view(torch.int16).numpy()
     np.testing.assert_array_equal(found, rounded)
     finite = np.isfinite(expected.numpy())
-    again = loading.from_float32(expected.numpy()[finite], dtype)
+    again = from_float32(expected.numpy()[finite], dtype)
     np.testing.assert_array_equal(again, bits.view(dtype)[finite])
 
 
