@@ -18,6 +18,7 @@ stay float16.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -25,11 +26,24 @@ import numpy as np
 
 from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_tensors
 from model.config.build import read_config
+from model.config.families import tensor_names
+from model.config.families.tensor_names import LayerNames, TensorNames
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
+from model.weights.embedding import head_name
 from numba_kernels.formats import GROUP
 
+_LAYER = LayerNames(
+    norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    out="attn_output",
+    ffn_norm="ffn_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+)
+_NAMES = TensorNames("token_embd", "blk.{}.", _LAYER, "output_norm", head="output")
 _RANDOM_ITEMS = 1 << 22
 _SEED = 2026
 
@@ -46,12 +60,9 @@ def write_gguf(path: Path, out: Path, dtype: str = "f16") -> None:
     if dtype not in DTYPES:
         raise UsageError(f"no format {dtype!r} to write; give {', '.join(DTYPES)}")
     arch = same_arch(config)
-    if arch == "llama":
-        keys = _keys(config, "rms_epsilon")
-        write_tensors(out, arch, keys, dtype, lambda: _llama(checkpoint, config, dtype))
-    elif arch == "falcon":
-        keys = _keys(config, "epsilon")
-        write_tensors(out, arch, keys, dtype, lambda: _falcon(checkpoint, config, dtype))
+    if arch:
+        keys = _keys(config, "rms_epsilon" if arch == "llama" else "epsilon")
+        write_tensors(out, arch, keys, dtype, lambda: _same_weights(checkpoint, config, dtype))
     else:
         keys = _keys(config, "rms_epsilon") | {"feed_forward_length": equal_ffn_size(config)}
         write_tensors(out, "llama", keys, dtype, lambda: _random_llama(config, dtype))
@@ -106,49 +117,36 @@ def _keys(config: ModelConfig, epsilon: str) -> dict[str, int | float]:
     }
 
 
-def _llama(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
-    yield from _embedding_and_head(checkpoint, "embed_tokens.weight", dtype)
-    yield vector("output_norm.weight", _half(checkpoint, "norm.weight"))
-    matrices = {
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}.", f"blk.{layer}."
-        for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-            rows = _paired(_half(checkpoint, f"{ours}self_attn.{name}_proj.weight"), heads)
-            yield matrix(f"{theirs}attn_{name}.weight", rows, dtype)
-        for name, target in matrices.items():
-            rows = _half(checkpoint, f"{ours}{name}.weight")
-            yield matrix(f"{theirs}{target}.weight", rows, dtype)
-        for name, target in norms.items():
-            yield vector(f"{theirs}{target}.weight", _half(checkpoint, f"{ours}{name}.weight"))
+def gguf_names(config: ModelConfig) -> TensorNames:
+    """llama.cpp's names of what `tensor_names` calls a model's tensors."""
+    if config.family == "llama":
+        return _NAMES
+    norm, ffn_norm = ("attn_norm_2", "attn_norm") if config.has_ffn_norm else ("attn_norm", "")
+    falcon = replace(_LAYER, norm=norm, qkv=("attn_qkv",), ffn_norm=ffn_norm, gate="ffn_up", up="")
+    return replace(_NAMES, layer=falcon)
 
 
-def _falcon(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
-    yield from _embedding_and_head(checkpoint, "word_embeddings.weight", dtype)
-    yield from _norm(checkpoint, "ln_f", "output_norm")
-    norms = {"input_layernorm": "attn_norm"}
-    if config.has_ffn_norm:
-        norms = {"ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}
-    matrices = {
-        "self_attention.dense": "attn_output",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    }
+def _same_weights(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
+    ours, theirs = tensor_names(config), gguf_names(config)
+    yield matrix(f"{theirs.tokens}.weight", _half(checkpoint, f"{ours.tokens}.weight"), "f16")
+    yield matrix(f"{theirs.head}.weight", _half(checkpoint, head_name(checkpoint, config)), dtype)
+    yield from _norm(checkpoint, config, ours.final_norm, theirs.final_norm)
     for layer in range(config.num_layers):
-        ours, theirs = f"h.{layer}.", f"blk.{layer}."
-        fused = _half(checkpoint, f"{ours}self_attention.query_key_value.weight")
-        yield matrix(f"{theirs}attn_qkv.weight", _unfused(fused, config), dtype)
-        for name, target in matrices.items():
-            rows = _half(checkpoint, f"{ours}{name}.weight")
-            yield matrix(f"{theirs}{target}.weight", rows, dtype)
-        for name, target in norms.items():
-            yield from _norm(checkpoint, f"{ours}{name}", f"{theirs}{target}")
+        names, targets = ours.of_layer(layer), theirs.of_layer(layer)
+        for number, (name, target) in enumerate(zip(names.qkv, targets.qkv, strict=True)):
+            rows = _half(checkpoint, f"{name}.weight")
+            if config.fused_qkv:
+                rows = _unfused(rows, config)
+            elif number < 2:
+                rows = _paired(rows, (config.num_heads, config.num_kv_heads)[number])
+            yield matrix(f"{target}.weight", rows, dtype)
+        for part in ("out", "gate", "up", "down"):
+            name, target = getattr(names, part), getattr(targets, part)
+            if name:
+                yield matrix(f"{target}.weight", _half(checkpoint, f"{name}.weight"), dtype)
+        yield from _norm(checkpoint, config, names.norm, targets.norm)
+        if names.ffn_norm:
+            yield from _norm(checkpoint, config, names.ffn_norm, targets.ffn_norm)
 
 
 def _random_llama(config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
@@ -162,33 +160,24 @@ def _random_llama(config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
     def rows(height: int, width: int) -> np.ndarray:
         return np.resize(some, (height, width))
 
-    yield matrix("token_embd.weight", rows(config.vocab_size, hidden), "f16")
-    yield matrix("output.weight", rows(config.vocab_size, hidden), dtype)
-    yield vector("output_norm.weight", ones)
-    shapes = {
-        "attn_q": (attention, hidden),
-        "attn_k": (keys, hidden),
-        "attn_v": (keys, hidden),
-        "attn_output": (hidden, attention),
-        "ffn_gate": (ffn_size, hidden),
-        "ffn_up": (ffn_size, hidden),
-        "ffn_down": (hidden, ffn_size),
-    }
+    yield matrix(f"{_NAMES.tokens}.weight", rows(config.vocab_size, hidden), "f16")
+    yield matrix(f"{_NAMES.head}.weight", rows(config.vocab_size, hidden), dtype)
+    yield vector(f"{_NAMES.final_norm}.weight", ones)
+    shapes = [(attention, hidden), (keys, hidden), (keys, hidden), (hidden, attention)]
+    shapes += [(ffn_size, hidden), (ffn_size, hidden), (hidden, ffn_size)]
     for layer in range(config.num_layers):
-        for name, shape in shapes.items():
-            yield matrix(f"blk.{layer}.{name}.weight", rows(*shape), dtype)
-        yield vector(f"blk.{layer}.attn_norm.weight", ones)
-        yield vector(f"blk.{layer}.ffn_norm.weight", ones)
+        names = _NAMES.of_layer(layer)
+        matrices = (*names.qkv, names.out, names.gate, names.up, names.down)
+        for name, shape in zip(matrices, shapes, strict=True):
+            yield matrix(f"{name}.weight", rows(*shape), dtype)
+        yield vector(f"{names.norm}.weight", ones)
+        yield vector(f"{names.ffn_norm}.weight", ones)
 
 
-def _embedding_and_head(checkpoint: Checkpoint, name: str, dtype: str) -> Iterator[GgufTensor]:
-    head = "lm_head.weight" if checkpoint.has("lm_head.weight") else name
-    yield matrix("token_embd.weight", _half(checkpoint, name), "f16")
-    yield matrix("output.weight", _half(checkpoint, head), dtype)
-
-
-def _norm(checkpoint: Checkpoint, name: str, target: str) -> Iterator[GgufTensor]:
-    for part in ("weight", "bias"):
+def _norm(
+    checkpoint: Checkpoint, config: ModelConfig, name: str, target: str
+) -> Iterator[GgufTensor]:
+    for part in ("weight", "bias") if config.norm_bias else ("weight",):
         yield vector(f"{target}.{part}", _half(checkpoint, f"{name}.{part}"))
 
 

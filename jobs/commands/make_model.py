@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from jobs.support.console import json_option, print_json, progress_bar
+from model.errors import UsageError
+from model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
 
 
 @click.command("make-model")
@@ -19,10 +21,9 @@ from jobs.support.console import json_option, print_json, progress_bar
     "shape_name",
     default="tiny",
     show_default=True,
-    help="llama-7b, llama-13b, opt-6.7b, falcon-7b-like, falcon-40b-like or tiny; the sizes below "
-    "change it.",
+    help=f"{', '.join(SHAPES)}; the sizes below change it.",
 )
-@click.option("--family", type=click.Choice(["llama", "opt", "falcon"]), help="Kind of model.")
+@click.option("--family", type=click.Choice(list(SYNTHETIC_FAMILIES)), help="Kind of model.")
 @click.option("--layers", type=int, help="Number of layers.")
 @click.option("--hidden", type=int, help="Size of the hidden states.")
 @click.option("--ffn", type=int, help="Neurons a layer.")
@@ -35,9 +36,7 @@ from jobs.support.console import json_option, print_json, progress_bar
 @click.option(
     "--density", type=float, default=0.1, show_default=True, help="Mean share of active neurons."
 )
-@click.option(
-    "--dtype", type=click.Choice(["f32", "f16", "bf16"]), default="f16", show_default=True
-)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="f16", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--force", is_flag=True, help="Replace the model in a directory that is not empty.")
 @json_option
@@ -56,9 +55,7 @@ def make_model(
     A few neurons fire nearly always and most seldom: their rates follow a power law whose mean is
     the density. There is no tokenizer; prompts are given as ids.
     """
-    from model.errors import UsageError
-    from model.synthetic.make import make_model as write_model
-    from model.synthetic.shape import DTYPES, resolve_shape
+    from model.synthetic.make import make_model as write_model  # imports torch
 
     if seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")

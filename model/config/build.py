@@ -6,17 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.config.families import falcon_fields, llama_fields, max_positions, opt_fields
+from model.config.families import FAMILIES
+from model.config.families.family import Family, max_positions
 from model.config.json_reader import ConfigReader, read_json_object
 from model.config.model_config import ModelConfig, WeightDtype
 from model.config.quantization import quantized_dtype
 from model.errors import shown
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
-    "opt": ("OPTForCausalLM", "OPTModel"),
-    "falcon": ("FalconForCausalLM", "FalconModel"),
-}
 DTYPES: dict[str, WeightDtype] = {
     "float32": "float32",
     "float16": "float16",
@@ -57,37 +53,39 @@ def build_config(
     reader = ConfigReader(config, source)
     family = _family(reader)
     _refuse_unsupported(reader)
-    fields = {"llama": llama_fields, "opt": opt_fields, "falcon": falcon_fields}[family](reader)
+    fields = family.read_fields(reader)
     vocab_size = reader.integer("vocab_size", high=MAX_VOCAB)
-    bos, eos = {"llama": (1, 2), "opt": (2, 2), "falcon": (11, 11)}[family]
-    bos_ids = reader.token_ids("bos_token_id", (bos,), vocab_size)
-    result = ModelConfig(
-        name=name,
-        dtype=_dtype(reader),
-        num_layers=reader.integer("num_hidden_layers", high=MAX_LAYERS),
-        vocab_size=vocab_size,
-        max_positions=max_positions(reader),
-        bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=reader.token_ids("eos_token_id", (eos,), vocab_size),
-        tied_embeddings=reader.boolean("tie_word_embeddings", family != "llama"),
-        **fields,
-    )
+    bos_ids = reader.token_ids("bos_token_id", (family.bos_id,), vocab_size)
+    shared = {
+        "family": family.name,
+        "name": name,
+        "dtype": _dtype(reader),
+        "num_layers": reader.integer("num_hidden_layers", high=MAX_LAYERS),
+        "vocab_size": vocab_size,
+        "max_positions": max_positions(reader),
+        "bos_token_id": bos_ids[0] if bos_ids else None,
+        "eos_token_ids": reader.token_ids("eos_token_id", (family.eos_id,), vocab_size),
+        "tied_embeddings": reader.boolean("tie_word_embeddings", family.tied_embeddings),
+        "embed_size": fields["hidden_size"],
+    }
+    result = ModelConfig(**shared | fields)
     if result.rope is not None and result.head_dim % 2:
         raise reader.fail("head_dim", f"is {result.head_dim}; rotary positions need an even number")
     return result
 
 
-def _family(reader: ConfigReader) -> str:
+def _family(reader: ConfigReader) -> Family:
     """Return the family that `architectures` and `model_type`, where given, agree on."""
     architectures = reader.values.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     kind = reader.values.get("model_type")
-    for family, names in ARCHITECTURES.items():
-        if kind in (None, family) and (named in names or (named is None and kind == family)):
+    for family in FAMILIES.values():
+        is_named = named in family.architectures or (named is None and kind == family.name)
+        if is_named and kind in (None, family.name):
             return family
     found = "nothing" if named is None else shown(named)
     also = "" if kind is None else f" and model_type {shown(kind)}"
-    supported = ", ".join(names[0] for names in ARCHITECTURES.values())
+    supported = ", ".join(family.architectures[0] for family in FAMILIES.values())
     raise reader.fail(
         "architectures", f"names {found}{also}, which is not supported; supported: {supported}"
     )

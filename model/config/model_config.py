@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-Family = Literal["llama", "opt", "falcon"]
 ActivationFn = Literal["relu", "silu", "gelu"]
 WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
 
@@ -52,7 +51,7 @@ class RopeConfig:
         return inv_freq.numpy()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
 
@@ -62,7 +61,7 @@ class ModelConfig:
     has_ffn_norm is False.
     """
 
-    family: Family
+    family: str  # a key of `families.FAMILIES`
     name: str
     dtype: WeightDtype
     num_layers: int
@@ -77,17 +76,17 @@ class ModelConfig:
     activation_fn: ActivationFn
     norm_kind: Literal["rmsnorm", "layernorm"]
     norm_eps: float
-    norm_affine: bool  # False: norms have no weights (all ones)
-    has_ffn_norm: bool
-    has_final_norm: bool
-    post_norm: bool
-    parallel_ffn: bool
+    norm_affine: bool = True  # False: norms have no weights (all ones)
+    has_ffn_norm: bool = True
+    has_final_norm: bool = True
+    post_norm: bool = False
+    parallel_ffn: bool = False
     attention_bias: bool
     ffn_bias: bool
-    fused_qkv: bool  # one query_key_value tensor, grouped by KV head
+    fused_qkv: bool = False  # one query_key_value tensor, grouped by KV head
     max_positions: int
     rope: RopeConfig | None
-    position_offset: int  # added to a position to find its learned row
+    position_offset: int = 0  # added to a position to find its learned row
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -96,6 +95,12 @@ class ModelConfig:
     def qkv_rows(self) -> int:
         """Rows of the stacked q | k | v matrix."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def qkv_sizes(self) -> tuple[int, ...]:
+        """Rows of each tensor that holds them in a checkpoint: q, k and v, or all fused."""
+        kv_rows = self.num_kv_heads * self.head_dim
+        return (self.qkv_rows,) if self.fused_qkv else (self.attention_size, kv_rows, kv_rows)
 
     @property
     def attention_size(self) -> int:

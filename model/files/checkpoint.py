@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from model.config.families import FAMILIES
 from model.config.json_reader import ConfigReader, read_json_object
 from model.config.quantization import quantized_dtype
 from model.config.weight_formats import numpy_dtype
@@ -24,7 +25,7 @@ from model.files.torch_file import TorchFile
 
 WeightFile = SafetensorsFile | TorchFile
 # The same tensor is called with any of these by the checkpoints of one family.
-PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
+PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
 
 class Checkpoint:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from model.config.families.tensor_names import LayerNames
+from model.config.model_config import ModelConfig
 from model.synthetic.gate import make_gate_rows
-from model.synthetic.names import LayerNames, qkv_rows
 from model.synthetic.random_source import NormalSource
-from model.synthetic.shape import SyntheticShape
 
 _ACTIVATION_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -24,7 +24,7 @@ _ACTIVATION_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
-_UPDATES_RMS = {"llama": 0.5, "opt": 1.4, "falcon": 1.4}
+_UPDATES_RMS, _TIED_UPDATES_RMS = 0.5, 1.4
 _BIAS_SCALE = 0.1  # of what the bias is added to
 _SEQUENCE_TOKENS = 12
 _NUM_SEQUENCES = 16
@@ -41,29 +41,30 @@ class FiringStats:
 
 
 class LayerMaker:
-    """Writes layers by `write(name, tensor)`, in the order of synthetic_names.tensor_specs."""
+    """Writes layers by `write(name, tensor)`, in the order of `tensor_specs`."""
 
     def __init__(
         self,
-        shape: SyntheticShape,
+        config: ModelConfig,
         density: float,
         source: NormalSource,
         write: Callable[[str, torch.Tensor], None],
     ) -> None:
-        self._shape = shape
+        self._config = config
         self._density = density
         self._source = source
         self._write = write
-        self._update_rms = _UPDATES_RMS[shape.family] / (2 * shape.layers) ** 0.5
-        self._activation_fn = _ACTIVATION_FNS[shape.activation]
+        updates_rms = _TIED_UPDATES_RMS if config.tied_embeddings else _UPDATES_RMS
+        self._update_rms = updates_rms / (2 * config.num_layers) ** 0.5
+        self._activation_fn = _ACTIVATION_FNS[config.activation_fn]
 
     def make(self, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
         """Write one layer and apply it to `hidden_states` (NUM_TOKENS, D), in place."""
-        is_shared = names.attention_norm == names.ffn_norm
-        attention_norm = self._norm(names.attention_norm, 1.0 if is_shared else _BIAS_SCALE)
-        ffn_norm = attention_norm if is_shared else self._norm(names.ffn_norm, 1.0)
+        has_own = self._config.has_ffn_norm
+        attention_norm = self._norm(names.norm, _BIAS_SCALE if has_own else 1.0)
+        ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
         update = self._attention(names, attention_norm(hidden_states))
-        if self._shape.family == "falcon":
+        if self._config.parallel_ffn:
             ffn_input = ffn_norm(hidden_states)
             hidden_states += update
         else:
@@ -75,9 +76,9 @@ class LayerMaker:
 
     def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Write a norm and return it. Its bias gives every input the direction that gates use."""
-        hidden = self._shape.hidden
+        hidden = self._config.hidden_size
         self._write(f"{name}.weight", torch.ones(hidden))
-        if self._shape.family == "llama":
+        if not self._config.norm_bias:
             return lambda x: functional.rms_norm(x, (hidden,))
         bias = self._source.normal((hidden,), bias_rms)
         self._write(f"{name}.bias", bias)
@@ -85,12 +86,12 @@ class LayerMaker:
 
     def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
         """Causal attention. Positions are left out: they change nothing that is measured here."""
-        shape = self._shape
-        group = shape.heads // shape.kv_heads
-        rows = zip(names.qkv, qkv_rows(shape), strict=True)
-        projected = [self._linear(name, x, num_rows) for name, num_rows in rows]
+        config, has_bias = self._config, self._config.attention_bias
+        group = config.num_heads // config.num_kv_heads
+        rows = zip(names.qkv, config.qkv_sizes, strict=True)
+        projected = [self._linear(name, x, num_rows, has_bias) for name, num_rows in rows]
         parts = [
-            p.view(_NUM_SEQUENCES, _SEQUENCE_TOKENS, shape.kv_heads, -1, shape.head_dim)
+            p.view(_NUM_SEQUENCES, _SEQUENCE_TOKENS, config.num_kv_heads, -1, config.head_dim)
             for p in projected
         ]
         # Heads are (KV head, member of its group); a fused module's groups end in key and value.
@@ -100,12 +101,12 @@ class LayerMaker:
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(NUM_TOKENS, -1)
-        return self._linear(names.attention_out, mixed, shape.hidden, self._update_rms)
+        return self._linear(names.out, mixed, config.hidden_size, has_bias, self._update_rms)
 
     def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gates' pre-activations (NUM_TOKENS, N) and the update (NUM_TOKENS, D)."""
-        num_neurons = self._shape.ffn
-        bias = self._bias(num_neurons)
+        num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
+        bias = self._bias(num_neurons) if has_bias else None
         gate = make_gate_rows(x, NUM_FITTED, num_neurons, self._density, bias, self._source)
         self._write(f"{names.gate}.weight", gate.rows)
         if bias is not None:
@@ -114,26 +115,29 @@ class LayerMaker:
         del gate  # one large matrix at a time
         neurons = self._activation_fn(pre_activations)
         if names.up:
-            neurons *= self._linear(names.up, x, num_neurons)
+            neurons *= self._linear(names.up, x, num_neurons, has_bias)
         return pre_activations, self._linear(
-            names.down, neurons, self._shape.hidden, self._update_rms
+            names.down, neurons, self._config.hidden_size, has_bias, self._update_rms
         )
 
     def _linear(
-        self, name: str, x: torch.Tensor, num_rows: int, output_rms: float = 1.0
+        self,
+        name: str,
+        x: torch.Tensor,
+        num_rows: int,
+        has_bias: bool,
+        output_rms: float = 1.0,
     ) -> torch.Tensor:
         """Write a random matrix whose output for `x` has the given size, and return that output."""
         std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
         weight = self._source.normal((num_rows, x.shape[1]), std)
         self._write(f"{name}.weight", weight)
-        bias = self._bias(num_rows, output_rms)
+        bias = self._bias(num_rows, output_rms) if has_bias else None
         if bias is not None:
             self._write(f"{name}.bias", bias)
         return functional.linear(x, weight, bias)
 
-    def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor | None:
-        if self._shape.family != "opt":
-            return None
+    def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor:
         return self._source.normal((num_rows,), _BIAS_SCALE * output_rms)
 
 

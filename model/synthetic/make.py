@@ -1,6 +1,6 @@
 """Writes a checkpoint of any size with random weights that behave like a sparse model's.
 
-Its neurons fire at rates that follow a power law with a chosen mean; see synthetic_gate.py.
+Its neurons fire at rates that follow a power law with a chosen mean; see gate.py.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from model.config.model_config import WeightDtype
+from model.config.build import build_config
+from model.config.families.tensor_names import TensorNames
+from model.config.model_config import ModelConfig, WeightDtype
 from model.errors import HotcoldError, UsageError
 from model.files.safetensors_writer import SafetensorsWriter
 from model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
-from model.synthetic.names import (
-    OPT_POSITION_OFFSET,
-    OuterNames,
-    layer_names,
-    outer_names,
-    tensor_specs,
-)
 from model.synthetic.random_source import NormalSource
 from model.synthetic.shape import SyntheticShape, config_json, generation_config_json
+from model.synthetic.tensor_specs import tensor_specs, written_names
 
 MIN_DENSITY, MAX_DENSITY = 0.002, 0.95
 _POSITIONS_RMS = 0.3
@@ -71,7 +67,9 @@ def make_model(
         raise UsageError(
             f"--density must be between {MIN_DENSITY} and {MAX_DENSITY}, not {density}"
         )
-    specs = tensor_specs(shape)
+    written_config = config_json(shape, dtype)
+    config = build_config(written_config)
+    specs = tensor_specs(config)
     num_parameters = sum(spec.num_items for spec in specs)
     total_bytes = num_parameters * getattr(torch, dtype).itemsize
     _prepare_directory(out, total_bytes, force)
@@ -83,50 +81,50 @@ def make_model(
         on_bytes(written, total_bytes)
 
     with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
-        layers = _write_tensors(shape, density, NormalSource(seed), writer)
+        layers = _write_tensors(config, density, NormalSource(seed), writer)
     _write_json(out / "generation_config.json", generation_config_json(shape))
-    _write_json(out / "config.json", config_json(shape, dtype))
+    _write_json(out / "config.json", written_config)
     return SyntheticReport(total_bytes, num_parameters, tuple(layers))
 
 
 def _write_tensors(
-    shape: SyntheticShape, density: float, source: NormalSource, writer: SafetensorsWriter
+    config: ModelConfig, density: float, source: NormalSource, writer: SafetensorsWriter
 ) -> list[FiringStats]:
-    names = outer_names(shape)
-    hidden_states = _embed(shape, names, source, writer)
-    maker = LayerMaker(shape, density, source, writer.write)
+    names = written_names(config)
+    hidden_states = _embed(config, names, source, writer)
+    maker = LayerMaker(config, density, source, writer.write)
     layers = [
-        maker.make(layer_names(shape, layer_id), hidden_states) for layer_id in range(shape.layers)
+        maker.make(names.of_layer(layer), hidden_states) for layer in range(config.num_layers)
     ]
-    _write_head(shape, names, hidden_states, source, writer)
+    _write_head(config, names, hidden_states, source, writer)
     return layers
 
 
 def _embed(
-    shape: SyntheticShape, names: OuterNames, source: NormalSource, writer: SafetensorsWriter
+    config: ModelConfig, names: TensorNames, source: NormalSource, writer: SafetensorsWriter
 ) -> torch.Tensor:
     """Write the embeddings and return those of random tokens, (NUM_TOKENS, D).
 
     RMSNorm has no bias, so there the embeddings carry the direction that gates use: half of their
     energy. A head tied to them would then favour some tokens always; Llama's is not tied.
     """
-    embedding = source.normal((shape.vocab, shape.hidden))
-    if shape.family == "llama":
-        embedding += source.normal((shape.hidden,))
+    embedding = source.normal((config.vocab_size, config.hidden_size))
+    if not config.norm_bias:
+        embedding += source.normal((config.hidden_size,))
         embedding *= 0.5**0.5
-    writer.write(f"{names.embedding}.weight", embedding)
-    hidden_states = embedding[source.token_ids((NUM_TOKENS,), shape.vocab)]
+    writer.write(f"{names.tokens}.weight", embedding)
+    hidden_states = embedding[source.token_ids((NUM_TOKENS,), config.vocab_size)]
     if names.positions:
-        rows = shape.context + OPT_POSITION_OFFSET
-        positions = source.normal((rows, shape.hidden), _POSITIONS_RMS)
+        rows = config.max_positions + config.position_offset
+        positions = source.normal((rows, config.hidden_size), _POSITIONS_RMS)
         writer.write(f"{names.positions}.weight", positions)
         hidden_states += positions[source.token_ids((NUM_TOKENS,), rows)]
     return hidden_states
 
 
 def _write_head(
-    shape: SyntheticShape,
-    names: OuterNames,
+    config: ModelConfig,
+    names: TensorNames,
     hidden_states: torch.Tensor,
     source: NormalSource,
     writer: SafetensorsWriter,
@@ -137,17 +135,18 @@ def _write_head(
     that mean away, and its weight turns the sign of random components, so that a token's own
     embedding is not what its logits favour.
     """
-    scale = _LOGITS_RMS * shape.hidden**-0.5
-    if names.head is None:
-        weight = scale * source.signs(shape.hidden)
-        outputs = functional.layer_norm(hidden_states, (shape.hidden,), weight)
+    hidden = config.hidden_size
+    scale = _LOGITS_RMS * hidden**-0.5
+    if not names.head:
+        weight = scale * source.signs(hidden)
+        outputs = functional.layer_norm(hidden_states, (hidden,), weight)
         writer.write(f"{names.final_norm}.weight", weight)
         writer.write(f"{names.final_norm}.bias", -outputs.mean(dim=0))
         return
-    writer.write(f"{names.final_norm}.weight", torch.ones(shape.hidden))
-    outputs = functional.rms_norm(hidden_states, (shape.hidden,))
+    writer.write(f"{names.final_norm}.weight", torch.ones(hidden))
+    outputs = functional.rms_norm(hidden_states, (hidden,))
     direction = functional.normalize(outputs.mean(dim=0), dim=0)
-    head = source.normal((shape.vocab, shape.hidden), scale)
+    head = source.normal((config.vocab_size, hidden), scale)
     writer.write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from model.config.model_config import ActivationFn, Family, WeightDtype
+from model.config.families import FAMILIES
+from model.config.model_config import ActivationFn, WeightDtype
 from model.errors import UsageError
 
 DTYPES: dict[str, WeightDtype] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -22,7 +23,7 @@ class SyntheticShape:
     Errors:  UsageError for sizes that the family cannot have
     """
 
-    family: Family
+    family: str  # a key of SYNTHETIC_FAMILIES
     hidden: int
     ffn: int
     heads: int
@@ -42,14 +43,15 @@ class SyntheticShape:
                 )
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
-        if self.family != "llama" and self.heads * self.head_dim != self.hidden:
+        family = SYNTHETIC_FAMILIES[self.family]
+        if not family.free_head_dim and self.heads * self.head_dim != self.hidden:
             raise UsageError(
                 f"{self.family} needs heads * head-dim = hidden, not "
                 f"{self.heads} * {self.head_dim} = {self.hidden}"
             )
-        if self.family == "opt" and self.heads != self.kv_heads:
-            raise UsageError("opt has no grouped KV heads: leave --kv-heads out")
-        if self.family != "opt" and self.head_dim % 2:
+        if not family.shares_kv_heads and self.heads != self.kv_heads:
+            raise UsageError(f"{self.family} has no grouped KV heads: leave --kv-heads out")
+        if family.rotates and self.head_dim % 2:
             raise UsageError(f"{self.family} rotates pairs: --head-dim {self.head_dim} is odd")
 
     @property
@@ -58,14 +60,16 @@ class SyntheticShape:
         return self.family == "falcon" and self.kv_heads > 1
 
 
-SHAPES: dict[str, SyntheticShape] = {
-    "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
-    "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
-    "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
-    "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
-    "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
-    "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
-}
+@dataclass(frozen=True)
+class SyntheticFamily:
+    """How config.json spells a family's shapes, and which shapes it can have."""
+
+    config_json: Callable[[SyntheticShape], dict[str, Any]]  # keys that not all families share
+    has_gate: bool = True
+    rotates: bool = True
+    free_head_dim: bool = True
+    shares_kv_heads: bool = True
+    multi_query: bool = False  # has one KV head where no number is given
 
 
 def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
@@ -79,14 +83,14 @@ def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
         raise UsageError(f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
     base = SHAPES[name]
     given = {key: value for key, value in changes.items() if value is not None}
-    family = given.get("family", base.family)
+    family = SYNTHETIC_FAMILIES[given.get("family", base.family)]
     heads = given.get("heads", base.heads)
     hidden = given.get("hidden", base.hidden)
     if given.keys() & {"hidden", "heads"} and heads > 0:
         given.setdefault("head_dim", hidden // heads)
     if given.keys() & {"family", "heads"}:
-        given.setdefault("kv_heads", 1 if family == "falcon" else heads)
-    if "hidden" in given and family != "llama":
+        given.setdefault("kv_heads", 1 if family.multi_query else heads)
+    if "hidden" in given and not family.has_gate:
         given.setdefault("ffn", 4 * hidden)
     return replace(base, **given)
 
@@ -107,8 +111,9 @@ def config_json(shape: SyntheticShape, dtype: WeightDtype) -> dict[str, Any]:
         "eos_token_id": None,
         "use_cache": True,
     }
-    build = {"llama": _llama, "opt": _opt, "falcon": _falcon}[shape.family]
-    return {**build(shape), **common}
+    architecture = FAMILIES[shape.family].architectures[0]
+    own = {"architectures": [architecture], "model_type": shape.family}
+    return own | SYNTHETIC_FAMILIES[shape.family].config_json(shape) | common
 
 
 def generation_config_json(shape: SyntheticShape) -> dict[str, Any]:
@@ -118,8 +123,6 @@ def generation_config_json(shape: SyntheticShape) -> dict[str, Any]:
 
 def _llama(shape: SyntheticShape) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "intermediate_size": shape.ffn,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -134,8 +137,6 @@ def _llama(shape: SyntheticShape) -> dict[str, Any]:
 
 def _opt(shape: SyntheticShape) -> dict[str, Any]:
     return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
         "ffn_dim": shape.ffn,
         "word_embed_proj_dim": shape.hidden,
         "activation_function": shape.activation,
@@ -149,8 +150,6 @@ def _opt(shape: SyntheticShape) -> dict[str, Any]:
 
 def _falcon(shape: SyntheticShape) -> dict[str, Any]:
     return {
-        "architectures": ["FalconForCausalLM"],
-        "model_type": "falcon",
         "ffn_hidden_size": shape.ffn,
         "num_kv_heads": shape.kv_heads,
         "activation": shape.activation,
@@ -163,3 +162,20 @@ def _falcon(shape: SyntheticShape) -> dict[str, Any]:
         "parallel_attn": True,
         "tie_word_embeddings": True,
     }
+
+
+SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
+    "llama": SyntheticFamily(_llama),
+    "opt": SyntheticFamily(
+        _opt, has_gate=False, rotates=False, free_head_dim=False, shares_kv_heads=False
+    ),
+    "falcon": SyntheticFamily(_falcon, has_gate=False, free_head_dim=False, multi_query=True),
+}
+SHAPES: dict[str, SyntheticShape] = {
+    "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
+    "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
+    "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
+    "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
+    "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
+    "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
+}

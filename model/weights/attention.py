@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from model.config.families import tensor_names
+from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
-from model.files.tensor_names import TensorNames, tensor_names
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 
 
@@ -53,12 +54,9 @@ def load_attention(
 
 def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeights:
     """`load_attention` by a reader of the caller's."""
-    names = tensor_names(config)
-    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
-    weights = _empty_attention(reader, config, names)
+    weights = _empty_attention(reader, config, config.num_layers)
     for layer in range(config.num_layers):
-        _load_norms(reader, config, names, weights, layer)
-        _load_projections(reader, config, names, weights, layer)
+        _load_layer(reader, config, weights, layer)
     return weights
 
 
@@ -68,16 +66,13 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
     For weights that go elsewhere, so that a process never holds all of them.
     Errors:  as of `load_attention`
     """
-    names = tensor_names(config)
-    reader.refuse(names.layer.format(config.num_layers) + names.out + ".weight")
-    one = _empty_attention(reader, replace(config, num_layers=1), names)
+    one = _empty_attention(reader, config, 1)
     # Every layer's place is the same place.
     every = AttentionWeights(
         **{name: _repeated(array, config.num_layers) for name, array in vars(one).items()}
     )
     for layer in range(config.num_layers):
-        _load_norms(reader, config, names, every, layer)
-        _load_projections(reader, config, names, every, layer)
+        _load_layer(reader, config, every, layer)
         yield one
 
 
@@ -86,11 +81,11 @@ def _repeated(array: np.ndarray, times: int) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(array, shape, (0, *array.strides[1:]))
 
 
-def _empty_attention(
-    reader: TensorReader, config: ModelConfig, names: TensorNames
-) -> AttentionWeights:
-    layers, hidden = config.num_layers, config.hidden_size
-    first = names.layer.format(0)
+def _empty_attention(reader: TensorReader, config: ModelConfig, layers: int) -> AttentionWeights:
+    """Return arrays for so many layers; refuse a checkpoint of more layers than the config's."""
+    names, hidden = tensor_names(config), config.hidden_size
+    reader.refuse(f"{names.of_layer(config.num_layers).out}.weight")
+    first = names.of_layer(0)
 
     def vectors(size: int, present: bool) -> np.ndarray:
         return np.empty((layers, size if present else 0), np.float32)
@@ -98,63 +93,64 @@ def _empty_attention(
     return AttentionWeights(
         norm_weight=vectors(hidden, True),
         norm_bias=vectors(hidden, config.norm_bias),
-        qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first}{names.qkv[0]}.weight"),
+        qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first.qkv[0]}.weight"),
         qkv_bias=vectors(config.qkv_rows, config.attention_bias),
-        out=reader.matrix((layers, hidden, config.attention_size), f"{first}{names.out}.weight"),
+        out=reader.matrix((layers, hidden, config.attention_size), f"{first.out}.weight"),
         out_bias=vectors(hidden, config.attention_bias),
         ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
         ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),
     )
 
 
+def _load_layer(
+    reader: TensorReader, config: ModelConfig, weights: AttentionWeights, layer: int
+) -> None:
+    names = tensor_names(config).of_layer(layer)
+    _load_norms(reader, config, names, weights, layer)
+    _load_projections(reader, config, names, weights, layer)
+
+
 def _load_norms(
     reader: TensorReader,
     config: ModelConfig,
-    names: TensorNames,
+    names: LayerNames,
     weights: AttentionWeights,
     layer: int,
 ) -> None:
-    prefix, size = names.layer.format(layer), config.hidden_size
+    size = config.hidden_size
     pairs = [(names.norm, weights.norm_weight, weights.norm_bias)]
     if config.has_ffn_norm:
         pairs.append((names.ffn_norm, weights.ffn_norm_weight, weights.ffn_norm_bias))
     for name, weight, bias in pairs:
-        weight[layer] = reader.norm_weight(prefix + name, size, config.norm_affine)
+        weight[layer] = reader.norm_weight(name, size, config.norm_affine)
         if config.norm_bias:
-            bias[layer] = reader.vector(f"{prefix}{name}.bias", (size,))
+            bias[layer] = reader.vector(f"{name}.bias", (size,))
 
 
 def _load_projections(
     reader: TensorReader,
     config: ModelConfig,
-    names: TensorNames,
+    names: LayerNames,
     weights: AttentionWeights,
     layer: int,
 ) -> None:
-    prefix, hidden = names.layer.format(layer), config.hidden_size
+    hidden = config.hidden_size
     order = _fused_row_ids(config) if config.fused_qkv else None
     first = 0
-    for name, num_rows in zip(names.qkv, _qkv_sizes(config), strict=True):
+    for name, num_rows in zip(names.qkv, config.qkv_sizes, strict=True):
         part = slice(first, first + num_rows)
         first += num_rows
-        reader.rows(f"{prefix}{name}.weight", num_rows, weights.qkv[layer, part], order)
+        reader.rows(f"{name}.weight", num_rows, weights.qkv[layer, part], order)
         if config.attention_bias:
-            bias = reader.vector(f"{prefix}{name}.bias", (num_rows,))
+            bias = reader.vector(f"{name}.bias", (num_rows,))
             weights.qkv_bias[layer, part] = bias if order is None else bias[order]
         else:
-            reader.refuse(f"{prefix}{name}.bias")
-    reader.rows(f"{prefix}{names.out}.weight", hidden, weights.out[layer])
+            reader.refuse(f"{name}.bias")
+    reader.rows(f"{names.out}.weight", hidden, weights.out[layer])
     if config.attention_bias:
-        weights.out_bias[layer] = reader.vector(f"{prefix}{names.out}.bias", (hidden,))
+        weights.out_bias[layer] = reader.vector(f"{names.out}.bias", (hidden,))
     else:
-        reader.refuse(f"{prefix}{names.out}.bias")
-
-
-def _qkv_sizes(config: ModelConfig) -> tuple[int, ...]:
-    if config.fused_qkv:
-        return (config.qkv_rows,)
-    kv_rows = config.num_kv_heads * config.head_dim
-    return config.attention_size, kv_rows, kv_rows
+        reader.refuse(f"{names.out}.bias")
 
 
 def _fused_row_ids(config: ModelConfig) -> np.ndarray:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from model.files.checkpoint import Checkpoint
-from model.files.tensor_names import tensor_names
 from model.weights.attention import AttentionWeights, read_attention
 from model.weights.embedding import HeadWeights, read_embedding, read_head
 from model.weights.ffn import FfnWeights, read_ffn
@@ -44,7 +44,7 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") 
     """
     names = tensor_names(config)
     with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
-        loaded = reader.loaded_dtype(f"{names.layer.format(0)}{names.qkv[0]}.weight")
+        loaded = reader.loaded_dtype(f"{names.of_layer(0).qkv[0]}.weight")
     if checkpoint.quantized_dtype is None:
         require_whole_groups(loaded, config.hidden_size, config.attention_size, config.embed_size)
     return replace(config, dtype=dtype_name(loaded))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
-from model.files.tensor_names import tensor_names
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from numba_kernels.load.convert import to_float32
 

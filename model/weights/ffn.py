@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
-from model.files.tensor_names import tensor_names
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 
 
@@ -63,14 +63,13 @@ def load_gate(
     Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
     """
-    names = tensor_names(config)
-    prefix = f"{names.layer.format(layer)}{names.gate}"
+    name = tensor_names(config).of_layer(layer).gate
     with TensorReader(checkpoint, None) as reader:
-        gate = reader.matrix((config.ffn_size, config.hidden_size), f"{prefix}.weight")
-        reader.rows(f"{prefix}.weight", config.ffn_size, gate)
+        gate = reader.matrix((config.ffn_size, config.hidden_size), f"{name}.weight")
+        reader.rows(f"{name}.weight", config.ffn_size, gate)
         if not config.ffn_bias:
             return gate, np.empty(0, np.float32)
-        return gate, reader.vector(f"{prefix}.bias", (config.ffn_size,))
+        return gate, reader.vector(f"{name}.bias", (config.ffn_size,))
 
 
 def read_ffn(
@@ -118,12 +117,12 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
 def _empty_ffn(
     reader: TensorReader, config: ModelConfig, ids: list[np.ndarray], include_down_bias: bool
 ) -> FfnWeights:
-    names = tensor_names(config)
+    names = tensor_names(config).of_layer(0)
     offsets = np.concatenate([[0], np.cumsum([layer_ids.size for layer_ids in ids])])
     total, hidden = int(offsets[-1]), config.hidden_size
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
-        first = names.layer.format(0) + (name or names.gate) + ".weight"
+        first = f"{name or names.gate}.weight"
         return reader.matrix((num_rows, hidden), first, offsets if num_rows else None)
 
     num_biases = total if config.ffn_bias else 0
@@ -141,22 +140,19 @@ def _empty_ffn(
 
 
 def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int) -> None:
-    names = tensor_names(config)
-    prefix = names.layer.format(layer)
+    names = tensor_names(config).of_layer(layer)
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
     ids = weights.neuron_ids[part]
     size = config.ffn_size
-    reader.rows(f"{prefix}{names.gate}.weight", size, weights.gate[part], ids)
-    reader.columns(f"{prefix}{names.down}.weight", size, weights.down[part], ids)
+    reader.rows(f"{names.gate}.weight", size, weights.gate[part], ids)
+    reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
     if config.has_gate:
-        reader.rows(f"{prefix}{names.up}.weight", size, weights.up[part], ids)
+        reader.rows(f"{names.up}.weight", size, weights.up[part], ids)
     if not config.ffn_bias:
-        reader.refuse(f"{prefix}{names.gate}.bias")
+        reader.refuse(f"{names.gate}.bias")
         return
-    weights.gate_bias[part] = reader.vector(f"{prefix}{names.gate}.bias", (size,))[ids]
+    weights.gate_bias[part] = reader.vector(f"{names.gate}.bias", (size,))[ids]
     if config.has_gate:
-        weights.up_bias[part] = reader.vector(f"{prefix}{names.up}.bias", (size,))[ids]
+        weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]
     if weights.down_bias.size:
-        weights.down_bias[layer] = reader.vector(
-            f"{prefix}{names.down}.bias", (config.hidden_size,)
-        )
+        weights.down_bias[layer] = reader.vector(f"{names.down}.bias", (config.hidden_size,))

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from model.config.build import read_config
+from model.config.families import tensor_names
 from model.config.json_reader import read_json_object
 from model.config.model_config import ModelConfig, WeightDtype
 from model.config.quantization import KEY, quantization_config
@@ -24,7 +25,6 @@ from model.config.weight_formats import requested_dtype
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
-from model.files.tensor_names import tensor_names
 from model.weights.check import check_tensors, stored_config
 from model.weights.embedding import head_name
 from model.weights.tensor_reader import TensorReader
@@ -106,11 +106,10 @@ def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> li
     assert target is not None
     downs, matrices = set(), set()
     for layer in range(config.num_layers):
-        prefix = names.layer.format(layer)
-        downs.add(checkpoint.full_name(f"{prefix}{names.down}.weight"))
-        for name in (*names.qkv, names.out, names.gate, names.up):
-            if name:
-                matrices.add(checkpoint.full_name(f"{prefix}{name}.weight"))
+        own = names.of_layer(layer)
+        downs.add(checkpoint.full_name(f"{own.down}.weight"))
+        for name in filter(None, (*own.qkv, own.out, own.gate, own.up)):
+            matrices.add(checkpoint.full_name(f"{name}.weight"))
     head = head_name(checkpoint, config)
     if head != f"{names.tokens}.weight":
         matrices.add(checkpoint.full_name(head))

@@ -18,11 +18,11 @@ from actors.protocol.messages import SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, read_model, system_need
 from actors.setup.shards import service_specs
 from model.config.build import read_config
+from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import row_bytes
 from model.errors import CheckpointError, HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
-from model.files.tensor_names import tensor_names
 from model.reference import reference_logits
 from model.weights.attention import load_attention
 from model.weights.check import stored_config
@@ -63,18 +63,18 @@ def test_matrices_are_quantized_row_by_row(
     plain = load_attention(checkpoint, config)
     names = tensor_names(config)
     for layer in range(config.num_layers):
-        prefix = names.layer.format(layer)
+        own = names.of_layer(layer)
         part = slice(int(ffn.offsets[layer]), int(ffn.offsets[layer + 1]))
         for found, expected in [
             (attention.qkv[layer], to_float32(plain.qkv[layer])),
-            (attention.out[layer], floats(checkpoint, f"{prefix}{names.out}.weight")),
-            (ffn.gate[part], floats(checkpoint, f"{prefix}{names.gate}.weight")),
-            (ffn.down[part], floats(checkpoint, f"{prefix}{names.down}.weight").T),
+            (attention.out[layer], floats(checkpoint, f"{own.out}.weight")),
+            (ffn.gate[part], floats(checkpoint, f"{own.gate}.weight")),
+            (ffn.down[part], floats(checkpoint, f"{own.down}.weight").T),
         ]:
             assert found.dtype == dtype
             np.testing.assert_array_equal(rows_of(found), laid_out(expected, name))
         if config.has_gate:
-            up = floats(checkpoint, f"{prefix}{names.up}.weight")
+            up = floats(checkpoint, f"{own.up}.weight")
             np.testing.assert_array_equal(rows_of(ffn.up[part]), laid_out(up, name))
     is_tied = not checkpoint.has("lm_head.weight")
     tokens = floats(checkpoint, f"{names.tokens if is_tied else 'lm_head'}.weight")

@@ -1,0 +1,86 @@
+"""Falcon: attention and FFN side by side, q, k and v in one tensor, few KV heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model.config.families.family import (
+    MAX_WIDTH,
+    Family,
+    activation_fn,
+    grouped_kv_heads,
+    head_sizes,
+    max_positions,
+)
+from model.config.families.tensor_names import LayerNames, TensorNames
+from model.config.json_reader import ConfigReader
+from model.config.model_config import ModelConfig
+from model.config.rope import read_rope
+
+
+def _read_fields(reader: ConfigReader) -> dict[str, Any]:
+    sizes = head_sizes(reader)
+    reader.refuse("alibi", lambda value: value is False, "alibi positions are not supported")
+    grouped = reader.boolean("new_decoder_architecture", False)
+    parallel = grouped or reader.boolean("parallel_attn", True)
+    num_norms = reader.integer("num_ln_in_parallel_attn", 2 if grouped else 1, high=2)
+    bias = reader.boolean("bias", False)
+    key = "activation" if reader.has("activation") else "hidden_act"
+    return {
+        **sizes,
+        "num_kv_heads": _kv_heads(reader, sizes["num_heads"], grouped),
+        "ffn_size": reader.integer("ffn_hidden_size", 4 * sizes["hidden_size"], high=4 * MAX_WIDTH),
+        "has_gate": False,
+        "activation_fn": activation_fn(reader, key, "gelu"),
+        "norm_kind": "layernorm",
+        "norm_eps": reader.number("layer_norm_epsilon", 1e-5, low=0.0, high=1.0),
+        "has_ffn_norm": not parallel or (grouped and num_norms == 2),
+        "parallel_ffn": parallel,
+        "attention_bias": bias,
+        "ffn_bias": bias,
+        "fused_qkv": True,
+        "rope": read_rope(reader, max_positions(reader)),
+    }
+
+
+def _kv_heads(reader: ConfigReader, heads: int, grouped: bool) -> int:
+    if grouped:
+        return grouped_kv_heads(reader, "num_kv_heads", heads)
+    kv_heads = reader.integer("num_kv_heads", heads, high=heads)
+    if reader.boolean("multi_query", True):
+        return 1  # such configs carry num_kv_heads too, and transformers does not read it
+    if kv_heads != heads:
+        raise reader.fail("num_kv_heads", f"is {kv_heads} but multi_query is false; give {heads}")
+    return heads
+
+
+def _tensor_names(config: ModelConfig) -> TensorNames:
+    norm, ffn_norm = "input_layernorm", "post_attention_layernorm"
+    if config.parallel_ffn:
+        norm, ffn_norm = ("ln_attn", "ln_mlp") if config.has_ffn_norm else (norm, "")
+    return TensorNames(
+        tokens="word_embeddings",
+        layers="h.{}.",
+        layer=LayerNames(
+            norm=norm,
+            qkv=("self_attention.query_key_value",),
+            out="self_attention.dense",
+            ffn_norm=ffn_norm,
+            gate="mlp.dense_h_to_4h",
+            up="",
+            down="mlp.dense_4h_to_h",
+        ),
+        final_norm="ln_f",
+    )
+
+
+FALCON = Family(
+    name="falcon",
+    architectures=("FalconForCausalLM", "FalconModel"),
+    prefixes=("transformer.",),
+    bos_id=11,
+    eos_id=11,
+    tied_embeddings=True,
+    read_fields=_read_fields,
+    tensor_names=_tensor_names,
+)

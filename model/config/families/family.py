@@ -1,0 +1,77 @@
+"""What a family of models is to the rest of the project, and what several families read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from model.config.families.tensor_names import TensorNames
+from model.config.json_reader import ConfigReader
+from model.config.model_config import ActivationFn, ModelConfig
+from model.errors import shown
+
+ACTIVATION_FNS: dict[str, ActivationFn] = {
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+}
+MAX_WIDTH = 1 << 20
+MAX_POSITIONS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: how its config.json and its checkpoints are read. Defaults are transformers'."""
+
+    name: str  # model_type in config.json
+    architectures: tuple[str, ...]  # any of them in config.json; errors name the first
+    prefixes: tuple[str, ...]  # of tensors' names, but the head's; new checkpoints have the first
+    bos_id: int
+    eos_id: int
+    tied_embeddings: bool
+    read_fields: Callable[[ConfigReader], dict[str, Any]]  # those that not all families share
+    tensor_names: Callable[[ModelConfig], TensorNames]
+
+
+def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
+    """Return the FFN's function, which `key` names. Errors: ConfigError for an unknown one."""
+    name = reader.text(key, default)
+    if name not in ACTIVATION_FNS:
+        supported = ", ".join(sorted(set(ACTIVATION_FNS.values())))
+        raise reader.fail(key, f"is {shown(name)}, which is not supported; supported: {supported}")
+    for other in ("hidden_act", "activation_function", "activation"):
+        if reader.has(other) and reader.values[other] != reader.values.get(key, name):
+            raise reader.fail(
+                other, f"is {shown(reader.values[other])} but {key} is {shown(name)}; keep one"
+            )
+    return ACTIVATION_FNS[name]
+
+
+def max_positions(reader: ConfigReader) -> int:
+    """Return the longest context."""
+    return reader.integer("max_position_embeddings", 2048, high=MAX_POSITIONS)
+
+
+def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, int]:
+    """Return hidden_size, num_heads and head_dim, which is hidden / heads unless it is free."""
+    hidden = reader.integer("hidden_size", high=MAX_WIDTH)
+    heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
+    if hidden % heads and not (reader.has("head_dim") and free_head_dim):
+        raise reader.fail(
+            "hidden_size", f"is {hidden}, not a multiple of num_attention_heads {heads}"
+        )
+    head_dim = reader.integer("head_dim", hidden // heads, high=MAX_WIDTH)
+    if head_dim != hidden // heads and not free_head_dim:
+        raise reader.fail("head_dim", f"is {head_dim}; this family needs {hidden // heads}")
+    return {"hidden_size": hidden, "num_heads": heads, "head_dim": head_dim}
+
+
+def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
+    """Return the number of KV heads, each of which as many query heads share."""
+    kv_heads = reader.integer(key, heads, high=heads)
+    if heads % kv_heads:
+        raise reader.fail(key, f"is {kv_heads}, which does not divide num_attention_heads {heads}")
+    return kv_heads

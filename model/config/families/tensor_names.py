@@ -1,0 +1,52 @@
+"""What a model's tensors are called; each family fills these in, and all else looks here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Modules of one layer, without ".weight" and ".bias"; "" where there is none."""
+
+    norm: str
+    qkv: tuple[str, ...]  # q, k, v; or one fused module
+    out: str
+    ffn_norm: str
+    gate: str
+    up: str
+    down: str
+
+    def below(self, prefix: str) -> LayerNames:
+        """Return the names with `prefix` before each."""
+
+        def full(name: str) -> str:
+            return prefix + name if name else ""
+
+        return LayerNames(
+            norm=full(self.norm),
+            qkv=tuple(full(name) for name in self.qkv),
+            out=full(self.out),
+            ffn_norm=full(self.ffn_norm),
+            gate=full(self.gate),
+            up=full(self.up),
+            down=full(self.down),
+        )
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Modules of the whole model, without a checkpoint's prefix; "" where there is none."""
+
+    tokens: str
+    layers: str  # before the names of layer {}
+    layer: LayerNames
+    final_norm: str
+    positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    head: str = "lm_head"
+
+    def of_layer(self, layer_id: int) -> LayerNames:
+        """Return the names of layer `layer_id`."""
+        return self.layer.below(self.layers.format(layer_id))
