@@ -1,7 +1,11 @@
-"""Runs the command line as its users do: in a process of its own, with a Ray folder of its own."""
+"""Runs the command line as its users do: in a process of its own, with a Ray folder of its own.
+
+Or, where it is to refuse something, in this process, where it can start nothing.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -9,11 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
+
+from jobs.cli import main
+from tests.nothing_starts import nothing_starts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _NO_PROCESS_LEFT_S = 15.0
@@ -83,6 +91,26 @@ def run(
             started_ray=any(folder.iterdir()),
             left=processes_left(folder),
         )
+
+
+def run_here(
+    *arguments: str | Path, stdin: str | bytes = "", stdin_errors: str = "strict"
+) -> Outcome:
+    """Run a command in this process; `stdin_errors` is Python's treatment of what is no UTF-8.
+
+    Errors:  AssertionError where it starts Ray or a process
+    """
+    given = io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin)
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        nothing_starts(),
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        patch.setattr("sys.stdin", io.TextIOWrapper(given, "utf-8", stdin_errors))
+        status = main([*map(str, arguments)])
+    return Outcome(status, out.getvalue(), err.getvalue(), started_ray=False, left=[])
 
 
 def processes_left(folder: Path, patience_s: float = _NO_PROCESS_LEFT_S) -> list[str]:

@@ -1,4 +1,8 @@
-"""Whatever a user gets wrong ends in one line that says what and what to do, and in a status."""
+"""Whatever a user gets wrong ends in one line that says what and what to do, and in a status.
+
+Most commands run in this process, where nothing may be started; one of each kind runs as a user
+runs it, and so do those whose mistake is found only by a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,7 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.commands import Outcome, run
+from tests.e2e.commands import Outcome, run, run_here
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE, make_tiny
 
@@ -52,6 +55,8 @@ class Case:
     command: str = "generate"
     stdin: str | bytes | None = ""
     changes: Mapping[str, str] = field(default_factory=dict)
+    stdin_errors: str = "strict"  # what Python does with bytes that are no UTF-8
+    own_process: bool = False
     starts_ray: bool = False
 
 
@@ -207,7 +212,8 @@ def option(name: str, value: str, *says: str, status: int = FAILURE) -> Case:
 
 CASES = [
     # weights
-    Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS)),
+    Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS),
+         own_process=True),
     Case("truncated-data", ("model.safetensors", "truncated", "download"), truncate(150_000)),
     Case("truncated-header", ("header is incomplete", "download"), truncate(100)),
     Case("empty-file", ("header is incomplete", "download"), truncate(0)),
@@ -248,12 +254,13 @@ CASES = [
     Case("model-missing", ("neither a directory",), model="{model}/no/such"),
     Case("model-empty", ("neither a directory",), model=""),
     Case("model-offline", ("org/no-such-model", "Hugging Face", "give a directory"),
-         model="org/no-such-model", changes={"HF_HUB_OFFLINE": "1"}),
+         model="org/no-such-model", changes={"HF_HUB_OFFLINE": "1"}, own_process=True),
     Case("model-no-network", ("org/no-such-model", "Hugging Face", "give a directory"),
-         model="org/no-such-model", changes={"HF_ENDPOINT": "http://127.0.0.1:9"}),
+         model="org/no-such-model", changes={"HF_ENDPOINT": "http://127.0.0.1:9"},
+         own_process=True),
     # options
     Case("unknown-option", ("--max-token", "--max-tokens"), arguments=(*IDS, "--max-token", "3"),
-         status=USAGE),
+         status=USAGE, own_process=True),
     Case("unknown-command", ("generat", "generate"), command="generat", status=USAGE),
     option("--threads", "0", "--threads", "from 1 to"),
     option("--threads", "2.5", "--threads", status=USAGE),
@@ -290,11 +297,12 @@ CASES = [
     Case("ids-and-chat", ("--chat", "--prompt"), arguments=(*IDS, "--chat")),
     Case("empty-prompt", ("empty",), add_tokenizer, arguments=("--prompt", "")),
     Case("stdin-empty", ("empty",), add_tokenizer, arguments=()),
-    Case("stdin-closed", ("no prompt", "--prompt"), add_tokenizer, arguments=(), stdin=None),
+    Case("stdin-closed", ("no prompt", "--prompt"), add_tokenizer, arguments=(), stdin=None,
+         own_process=True),
     Case("stdin-not-utf8", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
-         changes={"PYTHONIOENCODING": "utf-8:strict"}),
+         changes={"PYTHONIOENCODING": "utf-8:strict"}, own_process=True),
     Case("stdin-bytes-kept", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
-         changes={"PYTHONIOENCODING": "utf-8:surrogateescape"}),
+         stdin_errors="surrogateescape"),
     Case("prompt-huge", ("5000000 characters", "shorten"), add_tokenizer, arguments=(),
          stdin="w1 w" * 1_250_000),
     Case("prompt-too-long", (f"{MAX_POSITIONS} tokens", "--context"),
@@ -319,18 +327,18 @@ CASES = [
          arguments=CHAT),
     # Ray
     Case("ray-folder-a-file", ("Ray could not be started", "directory"),
-         changes={"RAY_TMPDIR": "{model}/config.json"}),
+         changes={"RAY_TMPDIR": "{model}/config.json"}, own_process=True),
     Case("ray-folder-too-long", ("Ray could not be started", "path"),
-         changes={"RAY_TMPDIR": "{model}/" + "x" * 100}),
+         changes={"RAY_TMPDIR": "{model}/" + "x" * 100}, own_process=True),
     Case("shape-contradicts-config", (UP_SHOWN, "shape", "config.json"), change_header(reshape)),
     Case("tensor-missing", ("layers.3.", "missing", "download"),
          change_config(num_hidden_layers=4)),
     # found only while services load
     Case("nan-weight", (UP_SHOWN, "NaN", "download"), set_weight(UP, float("nan")),
-         starts_ray=True),
+         own_process=True, starts_ray=True),
     Case("infinite-weight", (QUERY_SHOWN, "infinite", "download"),
          set_weight(QUERY, float("-inf")), arguments=(*IDS, "--exchange", "calls"),
-         starts_ray=True),
+         own_process=True, starts_ray=True),
 ]  # fmt: skip
 
 
@@ -339,34 +347,17 @@ def execute(case: Case, good: Path, folder: Path) -> Outcome:
     shutil.copytree(good, model)
     case.damage(model)
     arguments = IDS if case.arguments is None else case.arguments
-    return run(
-        case.command, case.model.format(model=model), *arguments,
-        stdin=case.stdin,
-        changes={"HF_HOME": str(folder)}
-        | {name: value.format(model=model) for name, value in case.changes.items()},
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, good: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """The outcome of every selected case, by name; two commands run at a time."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    cases = [call.params["case"] for call in calls if call and "case" in call.params]
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            case.name: pool.submit(execute, case, good, tmp_path_factory.mktemp("bad"))
-            for case in cases
-        }
-        pool.shutdown(cancel_futures=True)
+    line = case.command, case.model.format(model=model), *arguments
+    if not case.own_process:
+        assert case.stdin is not None and not case.changes
+        return run_here(*line, stdin=case.stdin, stdin_errors=case.stdin_errors)
+    changes = {name: value.format(model=model) for name, value in case.changes.items()}
+    return run(*line, stdin=case.stdin, changes={"HF_HOME": str(folder)} | changes)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_bad_input_is_one_line_and_a_status(
-    case: Case, outcomes: dict[str, Future[Outcome]]
-) -> None:
-    outcome = outcomes[case.name].result()
+def test_bad_input_is_one_line_and_a_status(case: Case, good: Path, tmp_path: Path) -> None:
+    outcome = execute(case, good, tmp_path)
     assert len(outcome.error_lines) == 1, outcome.err
     line = outcome.error_lines[0]
     assert line.startswith("hotcold: error: ")
@@ -385,7 +376,7 @@ def test_a_file_that_may_not_be_read(good: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(good, model)
     (model / WEIGHTS).chmod(0)
-    outcome = run("generate", model, *IDS)
+    outcome = run_here("generate", model, *IDS)
     assert outcome.error_lines == [
         f"hotcold: error: {model / WEIGHTS}: cannot be read (Permission denied)"
     ]
@@ -396,12 +387,12 @@ def test_what_a_pickle_holds_is_not_run(good: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(good, model)
     pickle_weights(model)
-    assert run("generate", model, *IDS).status == FAILURE
+    assert run_here("generate", model, *IDS).status == FAILURE
     assert not (model / "executed").exists()
 
 
 def test_debug_adds_the_traceback(good: Path) -> None:
-    outcome = run("generate", good, "--prompt-ids", "-1", "--debug")
+    outcome = run_here("generate", good, "--prompt-ids", "-1", "--debug")
     assert outcome.error_lines[0].startswith("Traceback")
     assert outcome.error_lines[-1].startswith("hotcold: error: token id -1")
     assert outcome.status == FAILURE

@@ -1,0 +1,40 @@
+"""What is refused is refused before anything is started: here that is an error."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import pytest
+import ray
+
+
+@contextmanager
+def nothing_starts() -> Iterator[None]:
+    """Until it is left, starting Ray, an actor of it or a process raises, and so does leaving."""
+    started: list[str] = []
+
+    def refuse(name: str) -> object:
+        def start(*_: object, **__: object) -> NoReturn:
+            started.append(name)
+            raise AssertionError(f"{name} was called where nothing is to be started")
+
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (ray, "init"),
+            (ray.actor.ActorClass, "_remote"),
+            (subprocess.Popen, "__init__"),
+            (multiprocessing.process.BaseProcess, "start"),
+            (os, "fork"),
+            (os, "posix_spawn"),
+            (os, "system"),
+        ):
+            patch.setattr(owner, name, refuse(f"{owner.__name__}.{name}"))
+        yield
+    assert started == []
