@@ -16,23 +16,17 @@ from actors.driver.driver import Driver
 from actors.driver.profiling import counts_by_neuron
 from actors.driver.request_events import RequestEvent
 from actors.driver.scoring import WindowScores
-from actors.exchange.call_exchange import CallExchange
-from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from actors.exchange.places import OwnPlace
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.replacement import ServiceReplacer
-from actors.exchange.watch import ActorWatch
+from actors.exchange.service_calls import await_each
 from actors.processes.cluster import await_actors
 from actors.processes.scaling import (
-    Connection,
     connect_more,
-    end,
     hold_cpus,
     move_gpu,
     scaled_system,
 )
-from actors.protocol.failures import RequestError, cause_of, service_error
+from actors.protocol.failures import RequestError, cause_of
 from actors.protocol.messages import (
     DriverLoad,
     Fitted,
@@ -43,7 +37,8 @@ from actors.protocol.messages import (
     TokenEvent,
 )
 from actors.protocol.step_sizes import ProductChoice
-from actors.setup.hosts import Hosts, SpawnRelay, service_nodes
+from actors.setup.connection import Connection
+from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
 from actors.setup.shards import arena_layout, service_specs
 from actors.telemetry.snapshot import WATCH_S, Telemetry
@@ -78,23 +73,19 @@ class DriverActor:
             Checkpoint(Path(system.model_path)), config, system.weight_dtype
         )
         self._total_bytes = weight_bytes(self._config)
-        self._specs = service_specs(system, self._config)
+        specs = service_specs(system, self._config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node
         self._node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
         nodes = service_nodes(system, self._node_id)
-        self._handles = [spawn(spec, node) for spec, node in zip(self._specs, nodes, strict=True)]
+        handles = [spawn(spec, node) for spec, node in zip(specs, nodes, strict=True)]
         self._spawn_relay = spawn_relay
-        self._hosts: Hosts | None = None  # where there are others than this one
-        self._watch = ActorWatch([spec.name for spec in self._specs], self._handles)
         self._policy = RecoveryPolicy()
-        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+        self._services = Connection(system, specs, handles, self._policy)
         self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
         self._notes: tuple[str, ...] = ()
         self._device_name = "cpu"  # of the GPU service
         self._driver: Driver | None = None
-        self._arena_ref: Any = None
-        self._arena: Any = None
         self._loading = threading.Lock()
         self._looking = threading.Lock()
         self._vitals: VitalSigns | None = None
@@ -111,22 +102,23 @@ class DriverActor:
 
     def _load(self) -> None:
         try:
-            num_cpus = [0, *(spec.num_threads for spec in self._specs[1:])]
+            num_cpus = [0, *(spec.num_threads for spec in self._services.specs[1:])]
             node_id = None if self._system.hosts else self._node_id
-            await_actors(self._handles, num_cpus, _START_S, node_id)
-            self._each("ping", timeout_s=5.0)
+            await_actors(self._services.handles, num_cpus, _START_S, node_id)
+            self._services.call_each("ping", timeout_s=5.0)
             self._stage = "loading weights"
             if self._system.device == "cuda":
                 self._fit_gpu()
-            self._await_each([self._handles[spec.index].load.remote(spec) for spec in self._specs])
+            self._load_services()
             self._stage = "compiling kernels"
             if self._system.products is None:
                 self._system = replace(self._system, products=self._agree())
-            shards = [spec.neuron_ids or [] for spec in self._specs[1:]]
-            self._driver = Driver(self._system, self._connect(), shards)
-            self._watch.starting = False
-            if self._hosts is not None:
-                self._hosts.ready()
+            self._services.open(arena_layout(self._system, self._config), self._spawn_relay)
+            self._services.attach(self._services.services)
+            replacer = self._services.replacer
+            self._exchange = RecoveringExchange(self._services.exchange, replacer, self._policy)
+            self._driver = Driver(self._system, self._exchange, self._services.shards)
+            self._services.ready()
             self._exchange.start()
             self._stage = "ready"
         except BaseException as error:
@@ -139,78 +131,32 @@ class DriverActor:
 
         Each found out by trying; a fresh process might find otherwise, and round otherwise.
         """
-        choices: list[ProductChoice] = self._each("choose_products")
+        choices: list[ProductChoice] = self._services.call_each("choose_products")
         return ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
 
     def _fit_gpu(self) -> None:
         """Let the GPU service take what fits; the CPU services then load the rest."""
-        try:
-            fitted: Fitted = ray.get(self._handles[0].fit.remote(self._system))
-        except ray.exceptions.RayError as error:
-            raise service_error("gpu service", error) from error
+        fitted: Fitted
+        (fitted,) = self._services.call_each("fit", self._system, services=[0])
         self._system, self._device_name = fitted.system, fitted.device_name
         self._notes = (fitted.note,) if fitted.note else ()
         if self._system.device == "cpu":  # then it takes more of the host's memory
             require_memory(system_need(self._system, self._config))
-        self._specs = service_specs(self._system, self._config)
-        self._replacer = ServiceReplacer(self._specs, self._handles, self._watch, self._policy)
+        specs = service_specs(self._system, self._config)
+        self._services = Connection(self._system, specs, self._services.handles, self._policy)
 
-    def _each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call all; the first to fail is named, or one that answers `timeout_s` after the last.
-
-        What they return, in order.
-        """
-        calls = [getattr(handle, method).remote(*args) for handle in self._handles]
-        return self._await_each(calls, timeout_s)
-
-    def _await_each(self, asked: list[Any], timeout_s: float | None = None) -> list[Any]:
-        names = {call: spec.name for call, spec in zip(asked, self._specs, strict=True)}
-        calls, answers = asked, {}
-        while calls:
-            done, calls = ray.wait(calls, timeout=timeout_s)
-            for call in done or calls:
-                try:
-                    answers[call] = ray.get(call, timeout=0)
-                except ray.exceptions.RayError as error:
-                    raise service_error(f"{names[call]} service", error) from error
-        return [answers[call] for call in asked]
-
-    def _connect(self) -> RecoveringExchange:
-        layout = arena_layout(self._system, self._config)
-        refs: list[Any] = []
-        if self._system.exchange == "calls":
-            self._each("attach", layout, refs)
-            wires = layout.wires(layout.new_arena())
-            names = [spec.name for spec in self._specs]
-            exchange: Exchange = CallExchange(wires, self._watch, names, self._handles)
-        elif self._system.hosts:
-            self._arena_ref = ray.put(layout.new_arena())
-            refs = [self._arena_ref]
-            names = [spec.name for spec in self._specs]
-            self._hosts = Hosts(self._system, names, self._handles, self._spawn_relay)
-            exchange = self._hosts.connect(layout, self._arena_ref, self._watch)
-        else:
-            self._arena_ref = ray.put(layout.new_arena())
-            self._arena = ray.get(self._arena_ref)
-            refs = [self._arena_ref]
-            self._each("attach", layout, refs)
-            exchange = ArenaExchange(layout.wires(self._arena), self._watch)
-        own = OwnPlace(refs, exchange.wires if refs else None)
-        relays = {} if self._hosts is None else self._hosts.relay_of
-        places = [relays.get(service, own) for service in range(len(self._specs))]
-        self._replacer.connected(layout, places)
-        exchange.wires.requests[:, OPERATION] = PING
-        exchange.ask(range(len(self._specs)))  # returns once the compiled loops run
-        self._exchange = RecoveringExchange(exchange, self._replacer, self._policy)
-        return self._exchange
+    def _load_services(self) -> None:
+        services = self._services
+        loads = zip(services.handles, services.specs, strict=True)
+        await_each(services.names, [handle.load.remote(spec) for handle, spec in loads])
 
     def progress(self) -> LoadProgress:
         """How far loading is; may be called while `load` runs."""
-        counts, stage = [], self._replacer.stage or self._stage
+        counts, stage = [], self._services.replacer.stage or self._stage
         if stage not in ("starting services", "loading weights"):
             return LoadProgress(self._total_bytes, self._total_bytes, stage, self._notes)
         if stage == "loading weights":
-            calls = [handle.loaded_bytes.remote() for handle in self._handles]
+            calls = [handle.loaded_bytes.remote() for handle in self._services.handles]
             with suppress(ray.exceptions.RayError):
                 counts = ray.get(calls, timeout=5)
         return LoadProgress(sum(counts), self._total_bytes, stage)
@@ -242,7 +188,7 @@ class DriverActor:
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
         """Count who fires in a window; see `Driver.profile_window`."""
         if self._num_replaced_before is None:
-            self._num_replaced_before = self._replacer.num_replaced
+            self._num_replaced_before = self._services.replacer.num_replaced
         inputs = self._ready().profile_window(ids, recorded)
         self._require_counts()
         return inputs
@@ -252,16 +198,16 @@ class DriverActor:
 
         def gather() -> np.ndarray:
             self._require_counts()
-            specs = [spec for spec in self._specs if spec.neuron_ids is not None]
-            handles = [self._handles[spec.index] for spec in specs]
-            counts = ray.get([handle.fired_counts.remote() for handle in handles])
+            specs = [spec for spec in self._services.specs if spec.neuron_ids is not None]
+            services = [spec.index for spec in specs]
+            counts = self._services.call_each("fired_counts", services=services)
             return counts_by_neuron(self._config, specs, counts)
 
         return self._ready().between_requests(gather)
 
     def _require_counts(self) -> None:
         """A service that was replaced has forgotten who fired. Errors: RequestError."""
-        if self._num_replaced_before not in (None, self._replacer.num_replaced):
+        if self._num_replaced_before not in (None, self._services.replacer.num_replaced):
             raise RequestError(
                 "a service was restarted while neurons were counted, and its counts are lost; "
                 "profile again"
@@ -277,10 +223,9 @@ class DriverActor:
 
     def processes(self) -> dict[str, int]:
         """Process ids by service name, the driver's too."""
-        names = [spec.name for spec in self._specs]
         self._ready()
-        pids = self._replacer.process_ids()
-        return {"driver": os.getpid(), **dict(zip(names, pids, strict=True))}
+        pids = self._services.replacer.process_ids()
+        return {"driver": os.getpid(), **dict(zip(self._services.names, pids, strict=True))}
 
     def scale(self, num_cpu_actors: int) -> SystemConfig:
         """Serve with another number of CPU services; returns when they do. Requests go on.
@@ -292,34 +237,37 @@ class DriverActor:
             system = scaled_system(self._system, num_cpu_actors)
             if num_cpu_actors == self._system.num_cpu_actors:
                 return self._system
+            old = self._services
             new = connect_more(
-                system, self._config, self._handles[0], self._spawn, self._node_id, self._policy
+                system,
+                self._config,
+                old.handles[0],
+                self._spawn,
+                self._spawn_relay,
+                self._node_id,
+                self._policy,
             )
-            old_handles = self._handles[1:]
             try:
                 driver.change_services(system, new.shards, lambda: self._change(new))
             except BaseException:
-                if self._handles is not new.handles:
-                    end(new.handles[1:])
+                if self._services is old:
+                    new.kill(new.cpu_services)
                 raise
-            end(old_handles)
+            old.kill(old.cpu_services)
             if self._held_cpus is None:
                 self._held_cpus = hold_cpus(system.num_threads, self._node_id)
             return system
 
     def _change(self, new: Connection) -> None:
         """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
-        new.replacer.take_over(0, self._replacer)
+        new.replacer.take_over(0, self._services.replacer)
         failure = ""
         try:
             move_gpu(self._exchange.inner, new)
         except HotcoldError as error:  # then a fresh GPU service comes to the new arena
             failure = cause_of(error)
         self._exchange.change(new.exchange, new.replacer)
-        self._system, self._specs, self._handles = new.system, new.specs, new.handles
-        self._watch, self._replacer = new.watch, new.replacer
-        self._arena_ref = new.arena_refs[0] if new.arena_refs else None
-        self._arena = None  # its views keep an arena mapped
+        self._system, self._services = new.system, new
         with self._looking:
             self._vitals = None
         if self._num_replaced_before is not None:
@@ -334,9 +282,8 @@ class DriverActor:
         driver, memory = self._ready(), psutil.virtual_memory()
         with self._looking:
             if self._vitals is None:
-                names = [spec.name for spec in self._specs]
-                on_counts = driver.neuron_watch.write
-                self._vitals = VitalSigns(names, lambda: self._handles, on_counts)
+                names, on_counts = self._services.names, driver.neuron_watch.write
+                self._vitals = VitalSigns(names, lambda: self._services.handles, on_counts)
             actors = self._vitals.look()
         return replace(
             driver.telemetry(watch_s),
@@ -347,7 +294,7 @@ class DriverActor:
 
     def measure_exchange(self, num_rounds: int) -> np.ndarray:
         """Nanoseconds of each of `num_rounds` empty questions to all CPU services."""
-        cpus = range(1, len(self._specs))
+        cpus = self._services.cpu_services
 
         def measure() -> np.ndarray:
             self._exchange.wires.requests[1:, OPERATION] = PING
@@ -357,33 +304,30 @@ class DriverActor:
 
     def device_report(self, measure: bool) -> dict[str, float]:
         """What the GPU service's GPU does; see `CudaService.device_report`."""
-        found: dict[str, float] = ray.get(self._handles[0].device_report.remote(measure))
+        found: dict[str, float]
+        (found,) = self._services.call_each("device_report", measure, services=[0])
         return found
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""
-        used = ray.get([handle.cpu_seconds.remote() for handle in self._handles], timeout=5)
-        return dict(zip([spec.name for spec in self._specs], used, strict=True))
+        used = self._services.call_each("cpu_seconds", timeout_s=5.0)
+        return dict(zip(self._services.names, used, strict=True))
 
     def stop(self) -> None:
         """End all threads, then the services' processes."""
-        self._replacer.close()
+        self._services.replacer.close()
         try:
             if self._driver is not None:
                 self._driver.close()
                 self._exchange.wires.requests[:, OPERATION] = STOP
                 with suppress(HotcoldError):
-                    self._exchange.inner.ask(range(len(self._specs)))
-                    self._each("join", 2.0, timeout_s=5.0)
+                    self._exchange.inner.ask(self._services.services)
+                    self._services.call_each("join", 2.0, timeout_s=5.0)
         finally:
             self._kill()
 
     def _kill(self) -> None:
-        for handle in self._handles:
-            ray.kill(handle, no_restart=True)
-        if self._hosts is not None:
-            self._hosts.kill()
-        self._arena_ref = None
+        self._services.kill()
         if self._held_cpus is not None:
             remove_placement_group(self._held_cpus)
 

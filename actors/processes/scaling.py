@@ -5,53 +5,29 @@ Until then the old services serve, and where new ones cannot be had they go on. 
 number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from actors.exchange.call_exchange import CallExchange
-from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from actors.exchange.places import OwnPlace
+from actors.exchange.doorbell_exchange import Exchange
 from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.replacement import ServiceReplacer
-from actors.exchange.watch import ActorWatch
 from actors.processes.cluster import await_actors
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import service_error
 from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.setup.connection import Connection
+from actors.setup.hosts import SpawnRelay
 from actors.setup.shards import arena_layout, service_specs
 from model.config.model_config import ModelConfig
 from model.errors import MemoryBudgetError, UsageError
 from model.weights.memory import available_bytes
-from numba_kernels.serve.mailbox import OPERATION, PING, STOP
+from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import memory_need
 
 _START_S = 60.0
 _JOIN_S = 10.0
 _GIB = 1 << 30
-
-
-@dataclass
-class Connection:
-    """Services, and what they are asked through."""
-
-    system: SystemConfig
-    specs: list[ServiceSpec]
-    handles: list[Any]
-    layout: ArenaLayout
-    arena_refs: list[Any]
-    exchange: Exchange
-    watch: ActorWatch
-    replacer: ServiceReplacer
-
-    @property
-    def shards(self) -> Sequence[Sequence[np.ndarray]]:
-        """The neurons of each CPU service, layer by layer."""
-        return [spec.neuron_ids or [] for spec in self.specs[1:]]
 
 
 def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
@@ -73,6 +49,7 @@ def connect_more(
     config: ModelConfig,
     gpu: Any,
     spawn: Callable[[ServiceSpec, str | None], Any],
+    spawn_relay: SpawnRelay,
     node_id: str | None,
     policy: RecoveryPolicy,
 ) -> Connection:
@@ -85,30 +62,18 @@ def connect_more(
     _require_room(system, config, layout)
     specs = [replace(spec, reserves_cpus=False) for spec in service_specs(system, config)]
     handles = [gpu, *(spawn(spec, node_id) for spec in specs[1:])]
+    new = Connection(system, specs, handles, policy)
+    cpus = new.cpu_services
     try:
-        await_actors(handles[1:], [0] * (len(handles) - 1), _START_S, node_id)
-        call_each(specs[1:], handles[1:], "load")
-        arena_refs, wires = [], layout.wires(layout.new_arena())
-        if system.exchange == "arena":
-            arena_refs = [ray.put(layout.new_arena())]
-            wires = layout.wires(ray.get(arena_refs[0]))
-        call_each(specs[1:], handles[1:], "attach", layout, arena_refs)
-        watch = ActorWatch([spec.name for spec in specs], handles)
-        replacer = ServiceReplacer(specs, handles, watch, policy)
-        exchange: Exchange
-        if arena_refs:
-            exchange = ArenaExchange(wires, watch)
-        else:
-            exchange = CallExchange(wires, watch, [spec.name for spec in specs], handles)
-        place = OwnPlace(arena_refs, wires if arena_refs else None)
-        replacer.connected(layout, [place] * len(specs))
-        wires.requests[:, OPERATION] = PING
-        exchange.ask(range(1, len(specs)))  # returns once the compiled loops run
-        watch.starting = False
+        await_actors(new.handles[1:], [0] * len(cpus), _START_S, node_id)
+        new.call_each("load", services=cpus)
+        new.open(layout, spawn_relay)
+        new.attach(cpus)
+        new.ready()
     except BaseException:
-        end(handles[1:])
+        new.kill(cpus)
         raise
-    return Connection(system, specs, handles, layout, arena_refs, exchange, watch, replacer)
+    return new
 
 
 def move_gpu(old: Exchange, new: Connection) -> None:
@@ -116,31 +81,11 @@ def move_gpu(old: Exchange, new: Connection) -> None:
 
     Errors:  HotcoldError where it fails or dies; nothing else has changed then
     """
-    if new.arena_refs:  # over actor calls it has an arena of its own
+    if new.shares_arena:  # over actor calls it has an arena of its own
         old.wires.requests[0, OPERATION] = STOP
         old.ask([0])
-        call_each(new.specs[:1], new.handles[:1], "join", _JOIN_S)
-        call_each(new.specs[:1], new.handles[:1], "attach", new.layout, new.arena_refs)
-        new.exchange.wires.requests[0, OPERATION] = PING
-        new.exchange.ask([0])
-
-
-def call_each(
-    specs: Sequence[ServiceSpec], handles: Sequence[Any], method: str, *arguments: Any
-) -> None:
-    """Call a method of all, side by side. Errors: HotcoldError of the first that fails."""
-    calls = [getattr(handle, method).remote(*arguments) for handle in handles]
-    for spec, call in zip(specs, calls, strict=True):
-        try:
-            ray.get(call)
-        except ray.exceptions.RayError as error:
-            raise service_error(f"{spec.name} service", error) from error
-
-
-def end(handles: Sequence[Any]) -> None:
-    """End services' processes."""
-    for handle in handles:
-        ray.kill(handle, no_restart=True)
+        new.call_each("join", _JOIN_S, services=[0])
+        new.attach([0])
 
 
 def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:

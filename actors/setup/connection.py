@@ -1,0 +1,119 @@
+"""A system's services and what the driver asks them through: arenas, doorbells, calls, relays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.exchange.call_exchange import CallExchange
+from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from actors.exchange.hosts_exchange import HostsExchange, Relay
+from actors.exchange.places import OwnPlace, Place
+from actors.exchange.recovery import RecoveryPolicy
+from actors.exchange.replacement import ServiceReplacer
+from actors.exchange.service_calls import await_each, call_each
+from actors.exchange.watch import ActorWatch
+from actors.protocol.arena import ArenaLayout
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.setup.hosts import SpawnRelay, start_relays
+from numba_kernels.serve.mailbox import OPERATION, PING
+
+
+class Connection:
+    """The actors of all services; `open` and `attach` connect them once they have loaded."""
+
+    exchange: Exchange
+
+    def __init__(
+        self,
+        system: SystemConfig,
+        specs: Sequence[ServiceSpec],
+        handles: Sequence[Any],
+        policy: RecoveryPolicy,
+    ) -> None:
+        """`specs[s]` and `handles[s]` are of service s, the GPU service first."""
+        self.system, self.specs, self.handles = system, list(specs), list(handles)
+        self.names = [spec.name for spec in specs]
+        self.watch = ActorWatch(self.names, self.handles)
+        self.replacer = ServiceReplacer(self.specs, self.handles, self.watch, policy)
+        self.shares_arena = system.exchange == "arena"
+        self._relays: list[Relay] = []
+
+    @property
+    def shards(self) -> Sequence[Sequence[np.ndarray]]:
+        """The neurons of each CPU service, layer by layer."""
+        return [spec.neuron_ids or [] for spec in self.specs[1:]]
+
+    @property
+    def cpu_services(self) -> range:
+        """All but the GPU service."""
+        return range(1, len(self.specs))
+
+    @property
+    def services(self) -> range:
+        """All of them."""
+        return range(len(self.specs))
+
+    def call_each(
+        self,
+        method: str,
+        *arguments: Any,
+        services: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of `services`, else of all. Errors: as of `await_each`."""
+        asked = self.services if services is None else services
+        names, handles = [self.names[s] for s in asked], [self.handles[s] for s in asked]
+        return call_each(names, handles, method, *arguments, timeout_s=timeout_s)
+
+    def open(self, layout: ArenaLayout, spawn_relay: SpawnRelay) -> None:
+        """Make the arenas, one on every host, and start the other hosts' relays.
+
+        Exchanging by calls, every process has an arena of its own.
+        Errors:  HotcoldError of a service or a relay that fails
+        """
+        self._layout, arena, arena_refs = layout, layout.new_arena(), []
+        if self.shares_arena:
+            arena_refs = [ray.put(arena)]
+            arena = ray.get(arena_refs[0])  # its views keep the pages mapped
+        wires = layout.wires(arena)
+        if not self.shares_arena:
+            self.exchange = CallExchange(wires, self.watch, self.names, self.handles)
+        else:
+            self.exchange = ArenaExchange(wires, self.watch)
+            self._relays = start_relays(self.system, self.names, self.handles, spawn_relay)
+            if self._relays:
+                self.exchange = HostsExchange(self.exchange, self._relays)
+        for relay in self._relays:
+            relay.open_arena(layout)
+        relay_of = {service: relay for relay in self._relays for service in relay.services}
+        own = OwnPlace(arena_refs, wires if arena_refs else None)
+        self._places: list[Place] = [relay_of.get(service, own) for service in self.services]
+        self.replacer.connected(layout, self._places)
+
+    def attach(self, services: Sequence[int]) -> None:
+        """Attach `services` to the arena of their host; returns once their compiled loops run.
+
+        Errors:  HotcoldError of a service that fails
+        """
+        calls = [
+            self.handles[s].attach.remote(self._layout, self._places[s].arena_refs)
+            for s in services
+        ]
+        await_each([self.names[s] for s in services], calls)
+        self.exchange.wires.requests[services, OPERATION] = PING
+        self.exchange.ask(services)
+
+    def ready(self) -> None:
+        """All kernels are compiled: from now on silence is a fault."""
+        self.watch.starting = False
+        for relay in self._relays:
+            relay.ready()
+
+    def kill(self, services: Sequence[int] | None = None) -> None:
+        """End the processes of `services`, else of all, and the relays'."""
+        for service in self.services if services is None else services:
+            ray.kill(self.handles[service], no_restart=True)
+        for relay in self._relays:
+            relay.kill()
