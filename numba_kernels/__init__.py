@@ -13,6 +13,8 @@ Compiled kernels are kept on disk as `kernel_cache` says.
 
 import numba
 
+from numba_kernels.kernel_cache import share_compilers
+
 numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
     [
         "numba_kernels.kernel_cache.SourceHashLocator",
@@ -23,3 +25,4 @@ numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
         "ZipCacheLocator",
     ]
 )
+share_compilers()

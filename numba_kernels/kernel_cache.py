@@ -4,16 +4,25 @@ Numba keys its cache by the path of a function's source and by that file's conte
 here call kernels of other files, whose change would go unnoticed; and every upload of a job unpacks
 the same sources under another path, which would compile everything again. So compiled kernels of
 this package lie in one folder named after a hash of all its sources, wherever they stand.
+
+The services of a system start at the same time and need the same kernels. One process compiles a
+function, and the others wait for what it writes: it takes half of the time, and Numba's index of a
+function's kernels, which it reads, changes and writes again, is changed by one process at a time.
 """
 
+import fcntl
 import functools
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import UserProvidedCacheLocator
+import numba.core.dispatcher
+from numba.core.caching import FunctionCache, UserProvidedCacheLocator
+from numba.core.compiler_lock import global_compiler_lock
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -48,3 +57,44 @@ class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
         except OSError:
             return None
         return locator
+
+
+class OneCompilerCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of a function, which at most one process at a time adds to."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """See numba.core.caching; what is not there is nobody else's to compile from now on."""
+        found = super().load_overload(sig, target_context)
+        if found is None and isinstance(self._impl.locator, SourceHashLocator) and _locks:
+            _locks[-1].enter_context(_locked(Path(self._cache_path) / self._impl.filename_base))
+            found = super().load_overload(sig, target_context)
+        return found
+
+
+_locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
+
+
+@contextmanager
+def _locked(function: Path) -> Iterator[None]:
+    """Hold a function's lock; without one where the file system has none."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            file = opened.enter_context(function.with_name(f"{function.name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def share_compilers() -> None:
+    """Let every function that Numba compiles from now on hold its lock until it is written."""
+    compile_function = numba.core.dispatcher.Dispatcher.compile
+
+    def compile_alone(self: Any, sig: Any) -> Any:
+        with global_compiler_lock, ExitStack() as locks:
+            _locks.append(locks)
+            try:
+                return compile_function(self, sig)
+            finally:
+                _locks.pop()
+
+    numba.core.dispatcher.Dispatcher.compile = compile_alone
+    numba.core.dispatcher.FunctionCache = OneCompilerCache

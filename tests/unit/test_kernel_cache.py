@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -83,3 +87,60 @@ def test_files_of_the_cache_are_told_apart() -> None:
     """Numba names them by the stem of the source, the function and its line."""
     stems = Counter(path.stem for path in SOURCES if path.name != "__init__.py")
     assert max(stems.values()) == 1
+
+
+# Waits for the other one, compiles for two formats and prints who found what on disk.
+COMPILING = """
+import json, sys
+import numpy as np
+from numba_kernels.load import convert
+print("ready", flush=True)
+sys.stdin.readline()
+for dtype in (np.uint16, np.int16):
+    convert.widen_kernel(np.zeros((2, 2), dtype), np.zeros((2, 2), np.float32), 0, 2)
+stats = convert.widen_kernel.stats
+print(json.dumps([sum(stats.cache_hits.values()), sum(stats.cache_misses.values())]))
+"""
+
+
+def test_a_kernel_is_compiled_by_one_process_of_many(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILING], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    found = [json.loads(process.communicate()[0]) for process in processes]
+    assert [sum(each) for each in zip(*found, strict=True)] == [4, 2]
+
+
+def test_a_function_that_cannot_be_compiled_locks_nobody_out(tmp_path: Path) -> None:
+    code = """
+from numba.core.errors import TypingError
+from numba_kernels.load import convert
+try:
+    convert.widen_kernel("no array", 1, 2, 3)
+except TypingError:
+    print("refused", flush=True)
+    input()
+"""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    ) as held:  # fmt: skip
+        assert held.stdout is not None and held.stdout.readline() == "refused\n"
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILING], env=environment, input="\n", capture_output=True,
+            text=True, timeout=150, check=True,
+        )  # fmt: skip
+        assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
+        held.communicate("\n")

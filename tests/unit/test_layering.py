@@ -57,6 +57,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "client": {"system", "exchange", "protocol"},
     },
     "numba_kernels": {
+        "": {"kernel_cache"},
         "formats": set(),
         "kernel_cache": set(),
         "checks": {"formats"},
