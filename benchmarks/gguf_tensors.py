@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from model.errors import UsageError
-from numba_kernels.formats import CHUNK_GROUPS, GROUP, Q4, Q8, SCALE_BYTES
+from numba_kernels.formats import CHUNK_GROUPS, Q4, Q8, QUANT_GROUP, SCALE_BYTES
 
 # hotcold's names of formats, with ggml's types of a tensor and of a file.
 DTYPES = {
@@ -48,10 +48,10 @@ class GgufTensor:
 
 def matrix(name: str, rows: np.ndarray, dtype: str) -> GgufTensor:
     """A matrix in a format of DTYPES. Errors: UsageError for rows of no whole groups of 32."""
-    if dtype in _ROW_DTYPES and rows.shape[1] % GROUP:
+    if dtype in _ROW_DTYPES and rows.shape[1] % QUANT_GROUP:
         raise UsageError(
-            f"{name} has rows of {rows.shape[1]} weights, no multiple of {GROUP}; compare this "
-            "model in f16"
+            f"{name} has rows of {rows.shape[1]} weights, no multiple of {QUANT_GROUP}; compare "
+            "this model in f16"
         )
     return GgufTensor(name, rows, dtype)
 
@@ -120,7 +120,7 @@ def ggml_blocks(rows: np.ndarray) -> np.ndarray:
     Source:  numba_kernels/formats.py; ggml-common.h, block_q8_0 and block_q4_0
     """
     dtype, items = rows.dtype, rows.view(np.uint8)
-    value_bytes = GROUP if dtype == Q8 else GROUP // 2
+    value_bytes = QUANT_GROUP if dtype == Q8 else QUANT_GROUP // 2
     num_groups = items.shape[1] // (value_bytes + SCALE_BYTES)
     values, scales = np.split(items, [num_groups * value_bytes], axis=1)
     full = num_groups // CHUNK_GROUPS * CHUNK_GROUPS
@@ -150,5 +150,7 @@ def _groups(chunks: np.ndarray, chunk_groups: int, value_bytes: int) -> np.ndarr
 def _ggml_nibbles(groups: np.ndarray) -> np.ndarray:
     """Of each four bytes the low nibbles are four values, the high ones the next four."""
     fours = groups.reshape(*groups.shape[:2], -1, 1, _LANE_BYTES)
-    values = np.concatenate([fours & 15, fours >> 4], axis=3).reshape(*groups.shape[:2], GROUP)
-    return values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4
+    values = np.concatenate([fours & 15, fours >> 4], axis=3).reshape(
+        *groups.shape[:2], QUANT_GROUP
+    )
+    return values[..., : QUANT_GROUP // 2] | values[..., QUANT_GROUP // 2 :] << 4

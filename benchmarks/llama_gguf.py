@@ -32,7 +32,7 @@ from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import head_name
-from numba_kernels.formats import GROUP
+from numba_kernels.formats import QUANT_GROUP
 
 _LAYER = LayerNames(
     norm="attn_norm",
@@ -96,7 +96,7 @@ def equal_ffn_size(config: ModelConfig) -> int:
     """Neurons of a gated FFN with the bytes of this model's, a multiple of 32 like any row."""
     if config.has_gate:
         return config.ffn_size
-    return max(GROUP, round(config.ffn_size * 2 / 3 / GROUP) * GROUP)
+    return max(QUANT_GROUP, round(config.ffn_size * 2 / 3 / QUANT_GROUP) * QUANT_GROUP)
 
 
 def _keys(config: ModelConfig, epsilon: str) -> dict[str, int | float]:

@@ -161,12 +161,14 @@ class CudaKernels:
         scratch: Any,
         out: Any,
         num_fired: Any,
-        tokens: Any = None,
+        token_masks: Any = None,
     ) -> None:
-        """See `DeviceKernels`; bit t of tokens (N,) uint32, where given: wanted for token t."""
+        """See `DeviceKernels`; token_masks (N,) uint32: bit t where wanted for token t."""
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
-            self._gates(gate, gate_bias, up, up_bias, x, code, keep_all, tokens, layout, scratch)
+            self._gates(
+                gate, gate_bias, up, up_bias, x, code, keep_all, token_masks, layout, scratch
+            )
             self._down(down, layout, scratch)
         _, _, counts, partials, _ = self._parts_of(scratch, layout)
         cells = layout.num_tokens * layout.width
@@ -187,7 +189,7 @@ class CudaKernels:
         x: Any,
         code: int,
         keep_all: bool,
-        tokens: Any,
+        token_masks: Any,
         layout: FfnLayout,
         scratch: Any,
     ) -> None:
@@ -197,7 +199,7 @@ class CudaKernels:
         tiles = product_tiles(layout.num_tokens, is_vector)
         h, is_fired, *_ = self._parts_of(scratch, layout)
         arguments = (
-            *at, self._at(gate_bias), self._at(up_bias), self._at(tokens),
+            *at, self._at(gate_bias), self._at(up_bias), self._at(token_masks),
             np.int64(gate.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
             *vectors, np.int32(layout.num_tokens), np.int32(code), np.int32(keep_all),
             np.int32(tiles.num_tiles), h, is_fired,

@@ -9,7 +9,7 @@ from typing import Any
 FORMATS = ("f32", "f16", "bf16", "q8", "q4")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 # Row bytes of a group of 32 weights: its values and a float16 scale.
-GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18}
+QUANT_GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,6 @@ def row_bytes(weight_format: str, width: int) -> int:
         return ITEM_BYTES[weight_format] * width
     if weight_format not in GROUP_BYTES:
         raise ValueError(f"no weights have format {weight_format!r}; there are {FORMATS}")
-    if width % GROUP:
-        raise ValueError(f"rows of {width} weights have no whole groups of {GROUP}")
-    return width // GROUP * GROUP_BYTES[weight_format]
+    if width % QUANT_GROUP:
+        raise ValueError(f"rows of {width} weights have no whole groups of {QUANT_GROUP}")
+    return width // QUANT_GROUP * GROUP_BYTES[weight_format]

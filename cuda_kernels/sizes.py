@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuda_kernels.matrix import GROUP, ITEM_BYTES
+from cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP
 
 THREADS = 128  # of a block
 WARP = 32
 SPLIT_POSITIONS = 128
 RUN_PARTS = 4
-_ALIGNED_WIDTH = 8 * GROUP  # so that quantized rows and their scales start at multiples of 16 bytes
+_ALIGNED_WIDTH = (
+    8 * QUANT_GROUP
+)  # so that quantized rows and their scales start at multiples of 16 bytes
 _ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}

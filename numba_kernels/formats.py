@@ -17,9 +17,9 @@ So a chunk's integer products add up lane by lane, and its scales are one vector
 
 import numpy as np
 
-GROUP = 32  # weights that share a scale
+QUANT_GROUP = 32  # weights that share a scale
 CHUNK_GROUPS = 16
-CHUNK = GROUP * CHUNK_GROUPS
+CHUNK = QUANT_GROUP * CHUNK_GROUPS
 SCALE_BYTES = 2
 
 Q8 = np.dtype([("q8", np.uint8)])
@@ -42,10 +42,10 @@ def row_items(dtype: np.dtype, width: int) -> int:
         return width
     if dtype not in QUANTIZED:
         raise ValueError(f"no weights have dtype {dtype}")
-    if width % GROUP:
-        raise ValueError(f"rows of {width} weights have no whole groups of {GROUP}")
+    if width % QUANT_GROUP:
+        raise ValueError(f"rows of {width} weights have no whole groups of {QUANT_GROUP}")
     value_bytes = width if dtype == Q8 else width // 2
-    return value_bytes + width // GROUP * SCALE_BYTES
+    return value_bytes + width // QUANT_GROUP * SCALE_BYTES
 
 
 def row_width(dtype: np.dtype, num_items: int) -> int:
@@ -55,7 +55,7 @@ def row_width(dtype: np.dtype, num_items: int) -> int:
     """
     if dtype in FLOATS:
         return num_items
-    bytes_a_group = row_items(dtype, GROUP)
+    bytes_a_group = row_items(dtype, QUANT_GROUP)
     if num_items % bytes_a_group:
         raise ValueError(f"{num_items} bytes are no row of groups of {bytes_a_group}")
-    return num_items // bytes_a_group * GROUP
+    return num_items // bytes_a_group * QUANT_GROUP

@@ -70,11 +70,11 @@ class NeuronPredictor:
             self._team.close()
 
     def choose(
-        self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_tokens: np.ndarray
+        self, layer: int, x: np.ndarray, active_ids: np.ndarray, active_masks: np.ndarray
     ) -> np.ndarray | None:
         """Write each service's candidates; returns their numbers, or None for all neurons.
 
-        Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_tokens (S, N) uint32
+        Shapes:  x (T, d) float32, T <= 32; active_ids (S, N) int32, active_masks (S, N) uint32
                  as in numba_kernels.serve.mailbox; result (S,) int64
         """
         predictor, bounds = self._layers[layer], self._bounds[layer]
@@ -85,7 +85,7 @@ class NeuronPredictor:
             scores = np.empty((x.shape[0], predictor.num_neurons), np.float32)
             predictor.score(x, scores)
         counts = [
-            select_kernel(scores, bounds[s], bounds[s + 1], active_ids[s], active_tokens[s])
+            select_kernel(scores, bounds[s], bounds[s + 1], active_ids[s], active_masks[s])
             for s in range(bounds.shape[0] - 1)
         ]
         return np.array(counts, np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 
 from model.weights.memory import aligned_empty
 from numba_kernels.ir.bit_ir import INPUT_PLANES
-from numba_kernels.serve.doorbell import WORDS_A_CELL, ring
+from numba_kernels.serve.doorbell import INTS_A_CELL, ring
 from numba_kernels.serve.mailbox import DONE, Wires, cell
 from numba_kernels.serve.predict_team import (
     FFN_INPUT,
@@ -27,7 +27,7 @@ from numba_kernels.serve.predict_team import (
     lead_predict,
     open_task,
 )
-from numba_kernels.serve.work_stealing import new_deals
+from numba_kernels.serve.work_stealing import new_block_counters
 from predictors.sign import SignLayer
 
 _NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
@@ -58,10 +58,10 @@ class SignTeam:
         words = -(-self._predictors.centers.shape[1] // 64)
         self._work = TeamWork(
             task=np.zeros(NUM_TASK_WORDS, np.int64),
-            doors=np.zeros(NUM_DOORS * WORDS_A_CELL, np.int32),
+            doors=np.zeros(NUM_DOORS * INTS_A_CELL, np.int32),
             scores=np.empty((max_tokens, most), np.float32),
             planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
-            deals=new_deals(max_tokens, num_threads),
+            counters=new_block_counters(max_tokens, num_threads),
         )
         seen = self._answered()
         shared = (wires, self._predictors, self._work)
@@ -121,14 +121,14 @@ class SignTeam:
         """End the helpers, once nothing is asked of the service any more."""
         self._work.task[STOP] = 1
         answered = self._answered()
-        ring(self._wires.words, cell(self._service, DONE), np.int32(_NO_REQUEST))
+        ring(self._wires.cells, cell(self._service, DONE), np.int32(_NO_REQUEST))
         for helper in self._helpers:
             helper.join()
-        self._wires.words[cell(self._service, DONE) * WORDS_A_CELL] = answered
+        self._wires.cells[cell(self._service, DONE) * INTS_A_CELL] = answered
 
     def _answered(self) -> int:
         """The number of the request that the service answered last."""
-        return int(self._wires.words[cell(self._service, DONE) * WORDS_A_CELL])
+        return int(self._wires.cells[cell(self._service, DONE) * INTS_A_CELL])
 
 
 def stacked(layers: Sequence[SignLayer | None]) -> SignPredictors:

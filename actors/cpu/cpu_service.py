@@ -18,7 +18,7 @@ from model.weights.ffn import load_ffn
 from model.weights.tensor_reader import Touch
 from numba_kernels.checks import activation_code
 from numba_kernels.decode.batch_ffn import empty_lists
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import empty_vectors
 from numba_kernels.serve.mailbox import (
     COUNT_FFN,
@@ -32,8 +32,14 @@ from numba_kernels.serve.mailbox import (
     SHIP,
     SKIP_SILENT,
 )
-from numba_kernels.serve.serve_ffn import NUM_DEALS, FfnArrays, FfnScratch, ffn_request, serve_ffn
-from numba_kernels.serve.work_stealing import new_deals
+from numba_kernels.serve.serve_ffn import (
+    NUM_COUNTERS,
+    FfnArrays,
+    FfnScratch,
+    ffn_request,
+    serve_ffn,
+)
+from numba_kernels.serve.work_stealing import new_block_counters
 
 
 class CpuService(Service):
@@ -72,13 +78,13 @@ class CpuService(Service):
         self._scratch = FfnScratch(
             sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
             fired_ids=np.zeros((self.num_threads, most), np.int32),
-            fired_tokens=np.zeros((self.num_threads, most), np.uint32),
+            fired_masks=np.zeros((self.num_threads, most), np.uint32),
             gates=np.zeros((self.num_threads, tokens * most), np.float32),
             values=np.zeros(tokens * most, np.float32),
             counts=np.zeros(self.num_threads, np.int64),
             lists=empty_lists(self.num_threads, tokens),
             inputs=empty_vectors(self.num_threads, tokens, layout.width),
-            deals=new_deals(NUM_DEALS, self.num_threads),
+            counters=new_block_counters(NUM_COUNTERS, self.num_threads),
             buckets=self.buckets,
             bucket_sizes=sizes.astype(np.uint32),
         )
@@ -108,9 +114,9 @@ class CpuService(Service):
         self._arena = service._arena
 
     @property
-    def deals(self) -> np.ndarray:
+    def counters(self) -> np.ndarray:
         """Counters of `numba_kernels.serve.work_stealing` that are to be zeroed after a request."""
-        return self._scratch.deals
+        return self._scratch.counters
 
     def answer_share(self, thread: int) -> None:
         """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
@@ -166,7 +172,7 @@ class CpuService(Service):
         sources = arrays.gate, arrays.up, arrays.down, arrays.gate_bias, arrays.up_bias
 
         def copy(thread: int) -> None:
-            part = slice(*share(last - first, thread, self.num_threads, 1))
+            part = slice(*split_range(last - first, thread, self.num_threads, 1))
             for index, source in enumerate(sources):
                 rows = bundle.rows(place, index, last - first)
                 if rows is not None:

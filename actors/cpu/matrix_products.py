@@ -24,9 +24,9 @@ import torch
 from actors.cpu.pair_products import PairProducts, WordProducts
 from actors.cpu.product_choice import choose_products
 from actors.protocol.step_sizes import ProductChoice
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import GROUP, is_quantized, row_items, row_width
+from numba_kernels.formats import QUANT_GROUP, is_quantized, row_items, row_width
 from numba_kernels.load.convert import widen_kernel
 from numba_kernels.prompt.products import products_kernel, quantize_kernel
 from placement.threads.pinning import pin_thread
@@ -74,8 +74,8 @@ class MatrixProducts:
         self._words = WordProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
         if dtype != np.float32:  # so that no prompt waits until these are compiled
-            row = np.zeros((1, row_items(dtype, GROUP)), dtype)
-            self.linear(torch.zeros(1, GROUP), row, np.empty(0, np.float32))
+            row = np.zeros((1, row_items(dtype, QUANT_GROUP)), dtype)
+            self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
             self.combine(torch.zeros(1, 1), row)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class MatrixProducts:
         target = out.numpy()
 
         def multiply(thread: int) -> None:
-            part = share(weights.shape[0], thread, self.num_threads, 8)
+            part = split_range(weights.shape[0], thread, self.num_threads, 8)
             products_kernel(weights, vectors, target, *part)
 
         self.each_thread(multiply)
@@ -153,7 +153,7 @@ class MatrixProducts:
         vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
 
         def quantize(thread: int) -> None:
-            quantize_kernel(x, vectors, *share(num_tokens, thread, self.num_threads, 1))
+            quantize_kernel(x, vectors, *split_range(num_tokens, thread, self.num_threads, 1))
 
         self.each_thread(quantize)
         return vectors
@@ -169,7 +169,7 @@ class MatrixProducts:
 
         def run(thread: int) -> None:
             torch.set_num_threads(1)
-            begin, end = share(weights.shape[0], thread, self.num_threads, 1)
+            begin, end = split_range(weights.shape[0], thread, self.num_threads, 1)
             for first in range(begin, end, size):
                 multiply(thread, first, min(first + size, end))
 

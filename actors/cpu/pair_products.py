@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from model.weights.memory import aligned_empty
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.int16_ir import GROUP_PAIRS
 from numba_kernels.ir.llvm_vectors import LANES
 from numba_kernels.prompt import bfloat16_products, int16_products
@@ -75,11 +75,11 @@ class PairProducts:
         sums = self._sums.shaped(self._num_threads, bfloat16_products.MOST_SUMS, groups, LANES)
 
         def pack(thread: int) -> None:
-            part = share(groups, thread, self._num_threads, 1)
+            part = split_range(groups, thread, self._num_threads, 1)
             pack_tokens_kernel(x, tokens, self._buffers[thread], *part)
 
         def multiply(thread: int) -> None:
-            part = share(out.shape[1], thread, self._num_threads, LANES)
+            part = split_range(out.shape[1], thread, self._num_threads, LANES)
             kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
 
         self._each_thread(pack)
@@ -106,11 +106,11 @@ class WordProducts:
         sums = self._sums.shaped(self._num_threads, int16_products.MOST_SUMS, groups, LANES)
 
         def pack(thread: int) -> None:
-            part = share(groups, thread, self._num_threads, 1)
+            part = split_range(groups, thread, self._num_threads, 1)
             pack_words_kernel(x, tokens, scales, self._buffers[thread], *part)
 
         def multiply(thread: int) -> None:
-            part = share(weights.shape[0], thread, self._num_threads, LANES)
+            part = split_range(weights.shape[0], thread, self._num_threads, LANES)
             buffer = self._buffers[thread]
             linear_words_kernel(weights, tokens, scales, buffer, sums[thread], out, *part)
 

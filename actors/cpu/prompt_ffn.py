@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from actors.cpu.matrix_products import MatrixProducts
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.operands import PART_COLUMNS
 from numba_kernels.prompt.prompt_ffn import (
     empty_fired,
@@ -84,13 +84,13 @@ def _add_fired(
     out[:] = 0
 
     def scale(thread: int) -> None:
-        blocks = share(num_blocks(h.shape[1]), thread, products.num_threads, 1)
+        blocks = split_range(num_blocks(h.shape[1]), thread, products.num_threads, 1)
         list_fired(h, *blocks, fired)
         if up.shape[0]:
             prompt_up_kernel(up, up_bias, vectors, *blocks, fired)
 
     def add(thread: int) -> None:
-        parts = share(num_parts(out.shape[1]), thread, products.num_threads, 1)
+        parts = split_range(num_parts(out.shape[1]), thread, products.num_threads, 1)
         prompt_down_kernel(down, fired, *parts, sums, out)
 
     products.each_thread(scale)

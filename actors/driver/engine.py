@@ -192,7 +192,7 @@ class Engine:
         wires, started = self.exchange.wires, time.monotonic_ns()
         x: np.ndarray = getattr(wires, self._predictor_input())
         chosen = self.predictor.choose(
-            layer, x[:num_tokens], wires.active_ids[1:], wires.active_tokens[1:]
+            layer, x[:num_tokens], wires.active_ids[1:], wires.active_masks[1:]
         )
         self.times.add_predictor(time.monotonic_ns() - started)
         return chosen

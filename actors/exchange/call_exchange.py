@@ -35,7 +35,7 @@ _INPUTS = {
     FFN: ("ffn_input",),
     COUNT_FFN: ("ffn_input",),
 }
-_OF_SERVICE = ("active_ids", "active_tokens")  # a row for each service
+_OF_SERVICE = ("active_ids", "active_masks")  # a row for each service
 _PAGES = "page_tables"  # a row for each slot
 
 

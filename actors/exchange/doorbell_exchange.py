@@ -79,13 +79,13 @@ class ArenaExchange:
         self._number = number % _LAST_NUMBER + 1
         asked = np.asarray(services, np.int64)
         wires.replies[asked, STATUS] = OK
-        answered, lost = ask_all(wires.words, asked, number, LOOK_NS), None
+        answered, lost = ask_all(wires.cells, asked, number, LOOK_NS), None
         while answered < asked.size:
             try:
                 self._watch.check(asked[answered:].tolist(), (time.monotonic_ns() - started) * 1e-9)
             except ServiceLost as error:
                 lost, asked = error, asked[asked != error.service]
-            answered = await_all(wires.words, asked, answered, number, LOOK_NS)
+            answered = await_all(wires.cells, asked, answered, number, LOOK_NS)
         if lost is not None:
             raise lost
         raise_failures(wires, self._watch, services)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from actors.exchange.service_process import ServiceProcess
-from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import DONE, REQUEST, Wires, cell
 
 
@@ -46,5 +46,5 @@ class OwnPlace:
 
 def withdraw_request(wires: Wires, service: int) -> None:
     """Leave nothing to be answered by a service that will be attached to these wires."""
-    words = wires.words
-    words[cell(service, REQUEST) * WORDS_A_CELL] = words[cell(service, DONE) * WORDS_A_CELL]
+    cells = wires.cells
+    cells[cell(service, REQUEST) * INTS_A_CELL] = cells[cell(service, DONE) * INTS_A_CELL]

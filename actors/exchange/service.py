@@ -11,7 +11,7 @@ from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.protocol.arena import ArenaLayout
 from model.errors import ServiceError
-from numba_kernels.serve.doorbell import WORDS_A_CELL, clock_ns, sleep_change
+from numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
 from numba_kernels.serve.mailbox import (
     ARRIVED,
     BARRIER_COUNT,
@@ -19,7 +19,7 @@ from numba_kernels.serve.mailbox import (
     DONE,
     FAILED,
     IDLE_NS,
-    NO_DEALS,
+    NO_COUNTERS,
     NUM_ANSWERED,
     OPERATION,
     REQUEST,
@@ -80,10 +80,10 @@ class Service(ABC):
         self._calls = None
         self.wires: Wires = layout.wires(arena) if wires is None else wires
         self.prepare(layout)
-        words = self.wires.words
+        cells = self.wires.cells
         for kind in (ARRIVED, BARRIER_COUNT):
-            words[cell(self.index, kind) * WORDS_A_CELL] = 0
-        seen = int(words[cell(self.index, DONE) * WORDS_A_CELL])
+            cells[cell(self.index, kind) * INTS_A_CELL] = 0
+        seen = int(cells[cell(self.index, DONE) * INTS_A_CELL])
         self._threads = [
             threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)
             for i in range(self.num_threads)
@@ -96,12 +96,12 @@ class Service(ABC):
     def _keep(self, keeper: CoreKeeper) -> None:
         """Let the keeper look after the threads for as long as they serve this arena."""
         ended = self._ended = threading.Event()
-        words, reply = self.wires.words, self.wires.replies[self.index]
+        cells, reply = self.wires.cells, self.wires.replies[self.index]
         bell = cell(self.index, REQUEST)
 
         def await_work() -> bool:
             if not ended.is_set():
-                sleep_change(words, bell, words[bell * WORDS_A_CELL], IDLE_NS)
+                sleep_change(cells, bell, cells[bell * INTS_A_CELL], IDLE_NS)
             return not ended.is_set()
 
         def delays() -> Delays:
@@ -152,8 +152,10 @@ class Service(ABC):
                 except Exception:
                     self._fail()
                 self._stay(thread)
-            words, replies = self.wires.words, self.wires.replies
-            finish_request(words, replies, NO_DEALS, self.index, number, self.num_threads, started)
+            cells, replies = self.wires.cells, self.wires.replies
+            finish_request(
+                cells, replies, NO_COUNTERS, self.index, number, self.num_threads, started
+            )
             if stop:
                 return
             seen = number

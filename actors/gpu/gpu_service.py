@@ -36,7 +36,7 @@ from numba_kernels.serve.mailbox import (
     finish_request,
 )
 from numba_kernels.serve.serve_attention import (
-    NUM_DEALS,
+    NUM_COUNTERS,
     PARALLEL,
     POST_NORM,
     SEQUENTIAL,
@@ -45,7 +45,7 @@ from numba_kernels.serve.serve_attention import (
     AttentionShape,
     serve_attention,
 )
-from numba_kernels.serve.work_stealing import new_deals
+from numba_kernels.serve.work_stealing import new_block_counters
 
 
 class GpuService(Service):
@@ -97,7 +97,7 @@ class GpuService(Service):
                 tokens,
                 max(width, attention_size, self.arrays.project_out.shape[0]),
             ),
-            deals=new_deals(NUM_DEALS, self.num_threads),
+            counters=new_block_counters(NUM_COUNTERS, self.num_threads),
         )
 
     def release(self) -> None:
@@ -115,10 +115,10 @@ class GpuService(Service):
             started = clock_ns()
             assert self._hot is not None
             self._hot.answer_share(thread)
-            words, replies = self.wires.words, self.wires.replies
-            deals = self._hot.deals
+            cells, replies = self.wires.cells, self.wires.replies
+            counters = self._hot.counters
             number = np.int32(seen)
-            finish_request(words, replies, deals, self.index, number, self.num_threads, started)
+            finish_request(cells, replies, counters, self.index, number, self.num_threads, started)
 
     def _asks_for_hot(self) -> bool:
         request = self.wires.requests[self.index]

@@ -9,7 +9,7 @@ import torch
 from actors.cpu.matrix_products import MatrixProducts
 from numba_kernels.decode.attention import read_kernel
 from numba_kernels.decode.norm import RMS_NORM
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.serve.serve_attention import (
     PARALLEL,
@@ -67,7 +67,7 @@ def _attend(
         rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
 
     def read(thread: int) -> None:
-        heads = share(shape.num_kv_heads, thread, num_threads, 1)
+        heads = split_range(shape.num_kv_heads, thread, num_threads, 1)
         for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
             read_kernel(cache[layer], pages, *heads, out)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from actors.protocol.step_sizes import ProductChoice
-from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
     NUM_BUCKETS,
@@ -49,7 +49,7 @@ class ArenaLayout:
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
         return [
-            ("words", np.int32, (s * CELLS_A_SERVICE * WORDS_A_CELL,)),
+            ("cells", np.int32, (s * CELLS_A_SERVICE * INTS_A_CELL,)),
             ("requests", np.int64, (s, NUM_REQUEST_WORDS)),
             ("replies", np.int64, (s, NUM_REPLY_WORDS)),
             ("positions", np.int32, (t,)),
@@ -59,7 +59,7 @@ class ArenaLayout:
             ("mixed", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),
             ("active_ids", np.int32, (s, self.max_neurons)),
-            ("active_tokens", np.uint32, (s, self.max_neurons)),
+            ("active_masks", np.uint32, (s, self.max_neurons)),
             ("partials", np.float32, (s, t, d)),
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),

@@ -33,8 +33,8 @@ def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray
     Service s has threads[s] threads, and so large a share. Neighbours in the checkpoint
     are dealt to different threads in turn, so that no thread gets a run of neurons that fire alike.
     A service's order is its threads' deals one after the other. Its threads cut that order in
-    multiples of four (`numba_kernels.decode.rows.share`), so a cut may stand a few neurons beside
-    the end of a deal.
+    multiples of four (`numba_kernels.decode.rows.split_range`), so a cut may stand a few neurons
+    beside the end of a deal.
     Dtypes:  int32
     """
     ids = np.arange(num_neurons, dtype=np.int32)

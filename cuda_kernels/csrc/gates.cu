@@ -18,7 +18,7 @@ struct GateRows {
     const u8* up;  // null in a two-matrix FFN
     const float* gate_bias;
     const float* up_bias;
-    const u32* tokens;  // bit t: whether a neuron is wanted for token t; null: all are
+    const u32* token_masks;  // bit t: whether a neuron is wanted for token t; null: all are
     i64 row_bytes;
     int num_neurons;
 };
@@ -53,7 +53,7 @@ DEVICE void gates(
     bool is_valid = tile.is_valid(in.num_tokens);
     float value = products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
     bool is_wanted = is_valid;
-    if (is_valid && from.tokens) is_wanted = load(from.tokens + row) >> tile.token() & 1;
+    if (is_valid && from.token_masks) is_wanted = load(from.token_masks + row) >> tile.token() & 1;
     if (is_valid && from.gate_bias) value += load(from.gate_bias + row);
     value = is_wanted ? activate(code, value) : 0.0f;
     bool fires = is_wanted && (value != 0.0f || keep_all);
@@ -79,10 +79,10 @@ DEVICE void gates(
     ENTRY(THREADS)                                                                                 \
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
         const u8* gate, const u8* up, const float* gate_bias, const float* up_bias,                \
-        const u32* tokens, i64 row_bytes, int num_neurons, int width, const float* x,              \
+        const u32* token_masks, i64 row_bytes, int num_neurons, int width, const float* x,              \
         const u8* values, const float* scales, int num_tokens, int code, int keep_all, int tiles,  \
         float* h, int* is_fired) {                                                                 \
-        GateRows from{gate, up, gate_bias, up_bias, tokens, row_bytes, num_neurons};               \
+        GateRows from{gate, up, gate_bias, up_bias, token_masks, row_bytes, num_neurons};               \
         Input in{x, values, scales, num_tokens, width};                                            \
         gates<FORMAT, VECTOR, TOKENS>(from, in, code, keep_all, tiles, h, is_fired);               \
     }

@@ -16,8 +16,8 @@ from numba import njit
 from jobs.support.console import json_option, print_json, stderr_console
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.batch_ffn import empty_lists, thread_lists
-from numba_kernels.decode.ffn import NO_TOKENS, gate_kernel, up_down_kernel
-from numba_kernels.decode.rows import rows_kernel, share
+from numba_kernels.decode.ffn import NO_MASKS, gate_kernel, up_down_kernel
+from numba_kernels.decode.rows import rows_kernel, split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
 from numba_kernels.formats import Q4, Q8, row_items
 from numba_kernels.ir.vector_ir import prefetch_row
@@ -75,7 +75,7 @@ def _sparse_part(gate, up, down, x, room, thread, ids, first, last, fired, wante
         begin, end = layer * rows, (layer + 1) * rows
         ready = prepared(gate, x, room, thread)
         count = gate_kernel(
-            gate[begin:end], _NO_BIAS, ids[layer], NO_TOKENS, ready, 0, True, first, last, fired,
+            gate[begin:end], _NO_BIAS, ids[layer], NO_MASKS, ready, 0, True, first, last, fired,
             wanted, gates, 1, lists,
         )  # fmt: skip
         up_down_kernel(
@@ -177,7 +177,7 @@ class _Bench:
         self.room: QuantizedVectors = empty_vectors(num_threads, tokens, hidden)
         self.sums = np.zeros((num_threads, 1, hidden), np.float32)
         self.fired_ids = np.zeros((num_threads, ffn), np.int32)
-        self.fired_tokens = np.zeros((num_threads, ffn), np.uint32)
+        self.fired_masks = np.zeros((num_threads, ffn), np.uint32)
         self.gates = np.zeros((num_threads, ffn), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
@@ -203,14 +203,16 @@ class _Bench:
     def read_in_order(self) -> tuple[float, int]:
         """Sum one matrix as 64-bit words; returns seconds and bytes."""
         words = self.all_words
-        parts = [slice(*share(len(words), i, self.num_threads, 4)) for i in range(self.num_threads)]
+        parts = [
+            slice(*split_range(len(words), i, self.num_threads, 4)) for i in range(self.num_threads)
+        ]
         seconds = self._parallel(lambda i: _read_row(words[parts[i]]))
         return seconds, self.gate.nbytes
 
     def dense(self) -> tuple[float, int]:
         """All rows of one matrix times the vectors."""
         rows = self.gate.shape[0]
-        parts = [share(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
+        parts = [split_range(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
         seconds = self._parallel(
             lambda i: _dense_part(self.gate, self.x, self.room, i, self.out, *parts[i])
         )
@@ -227,14 +229,14 @@ class _Bench:
         def run(thread: int) -> None:
             _sparse_part(
                 self.gate, self.up, self.down, self.x[:1], self.room, thread, self.ids,
-                *self._part(thread), self.fired_ids[thread], self.fired_tokens[thread],
+                *self._part(thread), self.fired_ids[thread], self.fired_masks[thread],
                 self.gates[thread], self.sums[thread],
             )  # fmt: skip
 
         return self._parallel(run), self._listed_bytes()
 
     def _part(self, thread: int) -> tuple[int, int]:
-        first, last = share(self.count, thread, self.num_threads, 4)
+        first, last = split_range(self.count, thread, self.num_threads, 4)
         return int(first), int(last)
 
     def _listed_bytes(self) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from model.config.model_config import ModelConfig, WeightDtype
 from model.errors import UsageError, shown
-from numba_kernels.formats import GROUP, Q4, Q8, is_quantized, row_items
+from numba_kernels.formats import Q4, Q8, QUANT_GROUP, is_quantized, row_items
 
 QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4")
 _DTYPES: dict[WeightDtype, np.dtype] = {
@@ -52,9 +52,9 @@ def row_bytes(config: ModelConfig, width: int) -> int:
 def require_whole_groups(dtype: np.dtype, *widths: int) -> None:
     """Raise UsageError where rows of one of these widths cannot be quantized to `dtype`."""
     for width in widths:
-        if is_quantized(dtype) and width % GROUP:
+        if is_quantized(dtype) and width % QUANT_GROUP:
             raise UsageError(
-                f"--dtype {dtype_name(dtype)} takes weights in groups of {GROUP}, and this model "
-                f"has rows of {width}, which are no whole groups; use it in the dtype that it is "
-                "stored in"
+                f"--dtype {dtype_name(dtype)} takes weights in groups of {QUANT_GROUP}, and this "
+                f"model has rows of {width}, which are no whole groups; use it in the dtype that "
+                "it is stored in"
             )

@@ -79,11 +79,11 @@ def _list_wanted(wanted, first, last, lists):
 
 
 @njit(nogil=True, cache=True)
-def _listed_products(gate, ids, tokens, x, first, last, gates, lists):
+def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
     """gates[i - first, t] = gate[ids[i]] . x[t] for the tokens that want ids[i]."""
     distance = rows_ahead(gate)
     lists.counts[:] = 0
-    _list_wanted(tokens, first, last, lists)
+    _list_wanted(token_masks, first, last, lists)
     for t in range(gates.shape[1]):
         count, places = lists.counts[t], lists.places[t]
         for k in range(count):
@@ -94,21 +94,21 @@ def _listed_products(gate, ids, tokens, x, first, last, gates, lists):
 
 
 @njit(nogil=True, cache=True)
-def gate_products_kernel(gate, ids, tokens, x, first, last, end, products, lists):
+def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, lists):
     """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
 
     Candidates are as for `numba_kernels.decode.ffn.gate_kernel`; where they are listed, only
     products of tokens that want them. Rows of candidates before `end` may be prefetched.
     """
     if ids.shape[0]:
-        _listed_products(gate, ids, tokens, x, first, last, products, lists)
+        _listed_products(gate, ids, token_masks, x, first, last, products, lists)
     else:
         block_products(gate, x, products.T, first, last, 0, end)
 
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, tokens, code, keep_all, first, last, products, fired_ids, fired_tokens, gates,
+    bias, ids, token_masks, code, keep_all, first, last, products, fired_ids, fired_masks, gates,
     num_fired,
 ):  # fmt: skip
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
@@ -118,7 +118,7 @@ def keep_some_kernel(
     """
     for candidate in range(first, last):
         n = ids[candidate] if ids.shape[0] else candidate
-        wanted = tokens[candidate] if tokens.shape[0] else _ALL_TOKENS
+        wanted = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
         shift = bias[n] if bias.shape[0] else np.float32(0)
         fires = np.uint32(0)
         for t in range(gates.shape[1]):
@@ -131,24 +131,36 @@ def keep_some_kernel(
             gates[num_fired, t] = value
         if fires or keep_all:
             fired_ids[num_fired] = n
-            fired_tokens[num_fired] = fires
+            fired_masks[num_fired] = fires
             num_fired += 1
     return num_fired
 
 
 @njit(nogil=True, cache=True)
 def gates_of_some(
-    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates, lists
+    gate,
+    bias,
+    ids,
+    token_masks,
+    x,
+    code,
+    keep_all,
+    first,
+    last,
+    fired_ids,
+    fired_masks,
+    gates,
+    lists,
 ):
     """`ffn.gate_kernel` for several tokens; gates (N, T) has a row a neuron."""
     num_fired = 0
     size = block_size(gate, gates.shape[1])
     for begin in range(first, last, size):
         end, products = min(begin + size, last), gates[num_fired:]
-        gate_products_kernel(gate, ids, tokens, x, begin, end, last, products, lists)
+        gate_products_kernel(gate, ids, token_masks, x, begin, end, last, products, lists)
         num_fired = keep_some_kernel(
-            bias, ids, tokens, code, keep_all, begin, end, products, fired_ids, fired_tokens, gates,
-            num_fired,
+            bias, ids, token_masks, code, keep_all, begin, end, products, fired_ids, fired_masks,
+            gates, num_fired,
         )  # fmt: skip
     return num_fired
 
@@ -221,14 +233,14 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
 
 
 @njit(nogil=True, cache=True)
-def up_down_of_some(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out, lists):
+def up_down_of_some(up, bias, down, fired_ids, fired_masks, num_fired, gates, x, out, lists):
     """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
     size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
         last = min(first + size, num_fired)
         lists.carried[:] = lists.counts
-        _list_wanted(fired_tokens, first, last, lists)
+        _list_wanted(fired_masks, first, last, lists)
         if up.shape[0]:
             _scale_block(up, bias, fired_ids, first, last, x, gates, lists)
         for t in range(out.shape[0]):

@@ -25,7 +25,7 @@ from numba_kernels.formats import row_width
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
 
 NO_IDS = np.empty(0, np.int32)
-NO_TOKENS = np.empty(0, np.uint32)
+NO_MASKS = np.empty(0, np.uint32)
 
 
 @njit(nogil=True, cache=True)
@@ -49,20 +49,20 @@ def gate_values_kernel(gate, bias, ids, x, code, first, last, end, values):
 
 
 @njit(nogil=True, cache=True)
-def keep_fired_kernel(ids, tokens, keep_all, first, last, values, fired_ids, fired_tokens, h):
+def keep_fired_kernel(ids, token_masks, keep_all, first, last, values, fired_ids, fired_masks, h):
     """Gather those of `gate_values_kernel`'s candidates that fired; returns their number.
 
-    Silent are those whose value is zero, unless `keep_all`, and have it set to zero where `tokens`
-    says so. `h` may be `values`. Checks nothing.
+    Silent are those whose value is zero, unless `keep_all`, and have it set to zero where
+    `token_masks` says so. `h` may be `values`. Checks nothing.
     """
     num_fired, listed = 0, ids.shape[0] > 0
     for candidate in range(first, last):
         value = values[candidate - first]
-        if tokens.shape[0] and not tokens[candidate] & np.uint32(1):
+        if token_masks.shape[0] and not token_masks[candidate] & np.uint32(1):
             value = np.float32(0)
         if value != 0 or keep_all:
             fired_ids[num_fired] = ids[candidate] if listed else candidate
-            fired_tokens[num_fired] = np.uint32(1)
+            fired_masks[num_fired] = np.uint32(1)
             h[num_fired] = value
             num_fired += 1
     return num_fired
@@ -70,25 +70,25 @@ def keep_fired_kernel(ids, tokens, keep_all, first, last, values, fired_ids, fir
 
 @njit(nogil=True, cache=True)
 def gate_kernel(
-    gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens, gates,
+    gate, bias, ids, token_masks, x, code, keep_all, first, last, fired_ids, fired_masks, gates,
     num_tokens, lists,
 ):  # fmt: skip
     """Gate products of candidates first..last-1, and which of them fired; checks nothing.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; bit t of
-    tokens[i] says whether ids[i] is wanted for token t (all are where `tokens` is empty). `x` is
+    token_masks[i] says whether ids[i] is wanted for token t (all are where it is empty). `x` is
     what `prepared` gave for `num_tokens` tokens, `lists` work space for as many.
-    fired_ids (>= last - first,) int32, fired_tokens (same) uint32 and gates (T times as many,)
+    fired_ids (>= last - first,) int32, fired_masks (same) uint32 and gates (T times as many,)
     float32 receive, for each neuron that fired, its row, a bit for each token that it fired for,
     and T times fn(gate . x + bias), zero for others. Returns their number.
     """
     if num_tokens == 1:
         gate_values_kernel(gate, bias, ids, x, code, first, last, last, gates)
         return keep_fired_kernel(
-            ids, tokens, keep_all, first, last, gates, fired_ids, fired_tokens, gates
+            ids, token_masks, keep_all, first, last, gates, fired_ids, fired_masks, gates
         )
     return gates_of_some(
-        gate, bias, ids, tokens, x, code, keep_all, first, last, fired_ids, fired_tokens,
+        gate, bias, ids, token_masks, x, code, keep_all, first, last, fired_ids, fired_masks,
         by_neuron(gates, num_tokens), lists,
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def _add_one(down, ids, num_fired, h, out):
 
 
 @njit(nogil=True, cache=True)
-def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x, out, lists):
+def up_down_kernel(up, bias, down, fired_ids, fired_masks, num_fired, gates, x, out, lists):
     """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
 
     Where `up` has no rows, that factor is one. `gates` is as `gate_kernel` left it, and is
@@ -149,28 +149,28 @@ def up_down_kernel(up, bias, down, fired_ids, fired_tokens, num_fired, gates, x,
         _add_one(down, fired_ids, num_fired, gates, out[0])
         return
     up_down_of_some(
-        up, bias, down, fired_ids, fired_tokens, num_fired, by_neuron(gates, out.shape[0]), x, out,
+        up, bias, down, fired_ids, fired_masks, num_fired, by_neuron(gates, out.shape[0]), x, out,
         lists,
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
 def _sparse_ffn(
-    gate, biases, up, down, ids, tokens, x, code, keep_all, room, room_for_lists, length, out
+    gate, biases, up, down, ids, token_masks, x, code, keep_all, room, room_for_lists, length, out
 ):
     """`sparse_ffn` with checked arguments; out (T, d) is zero. Returns the fired ids."""
     num_tokens = x.shape[0]
     fired_ids = np.empty(length, np.int32)
-    fired_tokens = np.empty(length, np.uint32)
+    fired_masks = np.empty(length, np.uint32)
     gates = np.empty(num_tokens * length, np.float32)
     ready, lists = prepared(gate, x, room, 0), thread_lists(room_for_lists, 0, num_tokens)
     num_fired = gate_kernel(
-        gate, biases[0], ids, tokens, ready, code, keep_all, 0, length, fired_ids, fired_tokens,
+        gate, biases[0], ids, token_masks, ready, code, keep_all, 0, length, fired_ids, fired_masks,
         gates, num_tokens, lists,
     )  # fmt: skip
     sums = np.zeros_like(out)
     up_down_kernel(
-        up, biases[1], down, fired_ids, fired_tokens, num_fired, gates, ready, sums, lists
+        up, biases[1], down, fired_ids, fired_masks, num_fired, gates, ready, sums, lists
     )
     for t in range(num_tokens):
         add_in_order(down, sums[t], out[t], 0, out.shape[1])
@@ -183,7 +183,7 @@ def sparse_ffn(
     down: np.ndarray,
     x: np.ndarray,
     ids: np.ndarray | None = None,
-    tokens: np.ndarray | None = None,
+    token_masks: np.ndarray | None = None,
     *,
     gate_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
@@ -192,13 +192,13 @@ def sparse_ffn(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
 
-    With `tokens`, neuron ids[i] is silent for each token t whose bit is not set in tokens[i].
+    With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
 
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
     Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
              ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, all three
-             alike; ids int32, unique; tokens (A,) uint32; biases, x, out float32
+             alike; ids int32, unique; token_masks (A,) uint32; biases, x, out float32
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
@@ -221,10 +221,10 @@ def sparse_ffn(
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
     if x.shape[0] == 0 or (ids is not None and not ids.size):
         return out, NO_IDS
-    wanted = NO_TOKENS if tokens is None else np.ascontiguousarray(tokens)
-    require(wanted.dtype == np.uint32, f"tokens must be uint32, not {wanted.dtype}")
-    if tokens is not None:
-        require(ids is not None and wanted.shape == candidates.shape, "tokens go with ids")
+    wanted = NO_MASKS if token_masks is None else np.ascontiguousarray(token_masks)
+    require(wanted.dtype == np.uint32, f"token_masks must be uint32, not {wanted.dtype}")
+    if token_masks is not None:
+        require(ids is not None and wanted.shape == candidates.shape, "token_masks go with ids")
     length = num_neurons if ids is None else candidates.size
     fired_ids = _sparse_ffn(
         gate, biases, up, down, candidates, wanted, x, code, not skip_silent,

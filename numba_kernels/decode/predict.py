@@ -113,12 +113,13 @@ def lowrank_scores_kernel(up, hidden, thresholds, out, first, last):
 
 
 @njit(nogil=True, cache=True)
-def select_kernel(scores, begin, end, ids, tokens):
+def select_kernel(scores, begin, end, ids, token_masks):
     """List n - begin for n in begin..end-1 where scores[t, n] > 0 for some t; checks nothing.
 
     A NaN score counts as above zero: the neuron is computed, and what made it NaN comes to light.
-    Bit t of tokens[i] says that ids[i] is wanted for token t. Returns how many there are.
-    Shapes:  scores (T, N) float32, T <= 32; ids (>= end - begin,) int32, tokens likewise uint32
+    Bit t of token_masks[i] says that ids[i] is wanted for token t. Returns how many there are.
+    Shapes:  scores (T, N) float32, T <= 32; ids (>= end - begin,) int32,
+             token_masks likewise uint32
     """
     count = 0
     if scores.shape[0] == 1:
@@ -133,7 +134,7 @@ def select_kernel(scores, begin, end, ids, tokens):
                 wanted |= np.uint32(1) << np.uint32(t)
         if wanted:
             ids[count] = n - begin
-            tokens[count] = wanted
+            token_masks[count] = wanted
             count += 1
     return count
 

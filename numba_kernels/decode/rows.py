@@ -6,7 +6,7 @@ from numba.extending import overload
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
 from numba_kernels.decode.vectors import empty_vectors, prepared
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP, is_quantized, row_width
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, is_quantized, row_width
 from numba_kernels.ir.quantized_ir import bits_of
 from numba_kernels.ir.vector_ir import (
     dot_ahead,
@@ -127,7 +127,7 @@ def rows_kernel(weights, bias, x, out, first, last):
 
 
 @njit(nogil=True, cache=True)
-def share(length, part, num_parts, unit):
+def split_range(length, part, num_parts, unit):
     """First and last of part `part` when `length` is cut into parts of whole `unit`s; no checks."""
     units = (length + unit - 1) // unit
     first = units * part // num_parts * unit
@@ -158,10 +158,10 @@ def _add_in_order(weights, source, target, first, last):  # type: ignore[no-unty
 
     def from_lanes(weights, source, target, first, last):  # type: ignore[no-untyped-def]
         for begin in range(first, last, CHUNK):
-            groups = min(CHUNK_GROUPS, (last - begin) // GROUP)
+            groups = min(CHUNK_GROUPS, (last - begin) // QUANT_GROUP)
             for g in range(groups):
-                for i in range(GROUP):
-                    target[begin + g * GROUP + i] += source[begin + i * groups + g]
+                for i in range(QUANT_GROUP):
+                    target[begin + g * QUANT_GROUP + i] += source[begin + i * groups + g]
 
     return from_lanes
 

@@ -7,7 +7,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import overload
 
-from numba_kernels.formats import GROUP
+from numba_kernels.formats import QUANT_GROUP
 from numba_kernels.ir.quantized_ir import bits_of
 from numba_kernels.ir.vector_ir import quantize_vector
 
@@ -29,10 +29,10 @@ class QuantizedVectors(NamedTuple):
 
 def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
     """Room for `num_tokens` vectors of up to `width` numbers in each thread."""
-    groups = -(-width // GROUP)
+    groups = -(-width // QUANT_GROUP)
     shape = (num_threads, num_tokens, groups)
     return QuantizedVectors(
-        values=np.zeros((num_threads, num_tokens, groups * GROUP), np.int8),
+        values=np.zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
         scales=np.zeros(shape, np.float32),
         sums=np.zeros(shape, np.int32),
     )

@@ -1,7 +1,7 @@
 """Vector IR for products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
 
-GROUP columns of a row share a scale, as in the quantized formats; their products add up exactly in
-int32, for no number is larger than MOST_WEIGHT or MOST_INPUT.
+COLUMN_GROUP columns of a row share a scale, as in the quantized formats; their products add up
+exactly in int32, for no number is larger than MOST_WEIGHT or MOST_INPUT.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from numba_kernels.ir.pair_ir import (
     multiply_pairs,
 )
 
-GROUP = 64
-GROUP_PAIRS = GROUP // 2
+COLUMN_GROUP = 64
+GROUP_PAIRS = COLUMN_GROUP // 2
 # 64 * 4095 * 8191 < 2 ** 31
 MOST_WEIGHT = 4095
 MOST_INPUT = 8191
@@ -142,7 +142,7 @@ def add_group_tile(
 
 @intrinsic
 def round_group(typingctx, matrix, row, column, most, out, out_row, position):
-    """out[out_row, position : + GROUP] = matrix[row, column : + GROUP] / scale, rounded.
+    """out[out_row, position + i] = matrix[row, column + i] / scale, rounded; i < COLUMN_GROUP.
 
     Returns the scale: the largest magnitude becomes `most`, or 0 where it is below 1e-34. Where
     something is not finite, the scale is not either.
@@ -159,7 +159,7 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
         target, _ = element(context, builder, out, args[4], [args[5], args[6]])
         floats = [
             widen(builder, dtype, item_pointer(builder, source, I64(i), dtype.bitwidth // 8), LANES)
-            for i in range(0, GROUP, LANES)
+            for i in range(0, COLUMN_GROUP, LANES)
         ]
         # As integers the bits of magnitudes are in order, and those of infinity and NaN on top.
         magnitude = ir.Constant(WORDS, [I32(0x7FFFFFFF)] * LANES)
@@ -175,7 +175,7 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
         )
         top = builder.bitcast(builder.call(reduce, [largest]), F32)
         factor = splat(builder, builder.fdiv(args[3], top))
-        for part, begin in zip(floats, range(0, GROUP, LANES), strict=True):
+        for part, begin in zip(floats, range(0, COLUMN_GROUP, LANES), strict=True):
             rounded = builder.fadd(builder.fmul(part, factor), _ROUNDS)
             words = builder.trunc(builder.bitcast(rounded, WORDS), HALF_WORDS)
             at = item_pointer(builder, target, I64(begin), 2)

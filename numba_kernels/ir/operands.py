@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from numba_kernels.formats import CHUNK, GROUP, SCALE_BYTES
+from numba_kernels.formats import CHUNK, QUANT_GROUP, SCALE_BYTES
 from numba_kernels.ir.llvm_vectors import (
     F32,
     I64,
@@ -52,8 +52,8 @@ class Weights:
         struct = context.make_array(array_type)(context, builder, value=array)
         num_items = builder.extract_value(struct.shape, 1)
         if self.bits:
-            self.groups = builder.udiv(num_items, I64(GROUP * self.bits // 8 + SCALE_BYTES))
-            self.width = builder.mul(self.groups, I64(GROUP))
+            self.groups = builder.udiv(num_items, I64(QUANT_GROUP * self.bits // 8 + SCALE_BYTES))
+            self.width = builder.mul(self.groups, I64(QUANT_GROUP))
         else:
             self.width = num_items
         self.row_bytes = builder.mul(num_items, I64(max(1, array_type.dtype.bitwidth // 8)))
@@ -67,7 +67,7 @@ class Weights:
         if not self.bits:
             return self.pointer(index)
         values = self.pointer(index)
-        num_bytes = self.builder.mul(self.groups, I64(GROUP * self.bits // 8))
+        num_bytes = self.builder.mul(self.groups, I64(QUANT_GROUP * self.bits // 8))
         return Row(values, item_pointer(self.builder, values, num_bytes, 1))
 
     def products(self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP
 from numba_kernels.ir.llvm_vectors import (
     F32,
     I8,
@@ -39,7 +39,9 @@ def emit_quantize(builder: Any, x: Any, into: Vector, groups: Any) -> None:
         lane = builder.sub(index, builder.mul(chunk, I64(CHUNK_GROUPS)))
         lanes = builder.select(builder.icmp_signed("==", chunk, last_chunk), rest, I64(LANES))
         halves = [
-            widen_floats(builder, item_pointer(builder, x, index, 4 * GROUP), half * 4 * LANES)
+            widen_floats(
+                builder, item_pointer(builder, x, index, 4 * QUANT_GROUP), half * 4 * LANES
+            )
             for half in range(2)
         ]
         scale, inverse = _scale(builder, halves)
@@ -91,7 +93,7 @@ def emit_widened(
     def body(chunk: Chunk) -> None:
         scales = chunk.row_scales(row)
         target = chunk.at(out, CHUNK * item_bytes)
-        for number in range(GROUP * bits // 8 // 4):
+        for number in range(QUANT_GROUP * bits // 8 // 4):
             for part, packed in enumerate(packed_steps(chunk, bits, row, number)):
                 place = 4 * number if bits == 8 else 8 * number + 4 * part
                 for quarter in range(LANES // _QUARTER):
@@ -126,7 +128,7 @@ def _store_quarter(
         lane = _QUARTER * quarter + i
         indices = ir.Constant(ir.VectorType(I32, 4), [I32(4 * i + k) for k in range(4)])
         four = builder.shuffle_vector(values, values, indices)
-        cell = item_pointer(builder, target, I64(lane * GROUP + place), item_bytes)
+        cell = item_pointer(builder, target, I64(lane * QUANT_GROUP + place), item_bytes)
         typed = builder.bitcast(cell, kind.as_pointer())
         if chunk.mask is None:
             builder.store(four, typed, align=item_bytes)

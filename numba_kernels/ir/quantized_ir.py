@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, GROUP, SCALE_BYTES
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, SCALE_BYTES
 from numba_kernels.ir.llvm_vectors import (
     BYTES,
     F32,
@@ -199,7 +199,7 @@ def emit_products(
         # Two chains of additions where registers allow: whole numbers add up the same either way.
         chains = 2 if len(pairs) <= _MOST_CHAINS else 1
         sums = [[starts[vector], ir.Constant(INTS, None)][:chains] for _, vector in pairs]
-        for number in range(GROUP * bits // 8 // 4):
+        for number in range(QUANT_GROUP * bits // 8 // 4):
             weights = [packed_steps(chunk, bits, row, number) for row in rows]
             per_load = len(weights[0])
             for part in range(per_load):
@@ -366,7 +366,7 @@ class ScaledSum:
             for row, factor in zip(self.rows, self.factors, strict=True)
         ]
         target = chunk.at(self.out, 4 * CHUNK)
-        for number in range(GROUP * bits // 8 // 4):
+        for number in range(QUANT_GROUP * bits // 8 // 4):
             at = [chunk.step(chunk.at(row.values, _CHUNK_BYTES[bits]), number) for row in self.rows]
             steps = [chunk.load(pointer, I32) for pointer in at]
             for place, weights in _step_weights(builder, bits, number):
@@ -414,5 +414,5 @@ def _nibble_weights(builder: Any, number: int, step: Any) -> Any:
 
 def row_of(builder: Any, bits: int, pointer: Any, groups: Any) -> Row:
     """The parts of a row that starts at `pointer` (i8*)."""
-    scales = item_pointer(builder, pointer, groups, GROUP * bits // 8)
+    scales = item_pointer(builder, pointer, groups, QUANT_GROUP * bits // 8)
     return Row(builder.bitcast(pointer, BYTES), scales)

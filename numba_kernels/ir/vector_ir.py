@@ -14,7 +14,7 @@ from typing import Any
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.formats import GROUP
+from numba_kernels.formats import QUANT_GROUP
 from numba_kernels.ir.llvm_vectors import (
     I64,
     LANES,
@@ -385,7 +385,7 @@ def quantize_vector(typingctx, x, token, into):
         source = row_pointer(context, builder, x, args[0], args[1])
         target = Vectors(context, builder, into, args[2]).vector(args[1])
         assert isinstance(target, Vector)
-        emit_quantize(builder, source, target, builder.udiv(width, I64(GROUP)))
+        emit_quantize(builder, source, target, builder.udiv(width, I64(QUANT_GROUP)))
         return context.get_dummy_value()
 
     return signature, codegen

@@ -17,9 +17,9 @@ import numpy as np
 
 from numba_kernels.formats import (
     FLOATS,
-    GROUP,
     Q4,
     Q8,
+    QUANT_GROUP,
     QUANTIZED,
     SCALE_BYTES,
     row_items,
@@ -97,7 +97,7 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     if dst.shape != (row_ids.size, src.shape[1]):
         raise ValueError(f"copy of {row_ids.size} rows from {src.shape} to {dst.shape}")
     ids = _checked_ids(row_ids, src.shape[0])
-    scale_bytes = row_width(src.dtype, src.shape[1]) // GROUP * SCALE_BYTES
+    scale_bytes = row_width(src.dtype, src.shape[1]) // QUANT_GROUP * SCALE_BYTES
     source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
     value_bytes = np.int64(src.shape[1] - scale_bytes)
     nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(scale_bytes))

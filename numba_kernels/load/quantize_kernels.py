@@ -3,7 +3,7 @@
 import numpy as np
 from numba import float32, int32, njit, uint8, uint32
 
-from numba_kernels.formats import CHUNK_GROUPS, GROUP
+from numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
 from numba_kernels.ir.scalar_bits import (
     float32_bits,
     float32_from_bits,
@@ -18,7 +18,7 @@ _SIGN = np.uint32(1 << 31)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
 _MAX_SCALE = np.float32(65520.0)  # from here on float16 is infinite
-_CHUNK_GROUPS, _GROUP = np.int64(CHUNK_GROUPS), np.int64(GROUP)
+_CHUNK_GROUPS, _GROUP = np.int64(CHUNK_GROUPS), np.int64(QUANT_GROUP)
 
 
 @njit(nogil=True, cache=True)

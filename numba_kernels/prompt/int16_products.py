@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.ir.int16_ir import (
-    GROUP,
+    COLUMN_GROUP,
     GROUP_PAIRS,
     MOST_INPUT,
     MOST_WEIGHT,
@@ -32,7 +32,7 @@ MOST_SUMS = _ROWS  # rows of sums that the kernel wants
 
 def num_column_groups(width: int) -> int:
     """Groups of columns in a row, the last one filled up with zeros."""
-    return -(-width // GROUP)
+    return -(-width // COLUMN_GROUP)
 
 
 @njit(nogil=True, cache=True)
@@ -43,7 +43,7 @@ def pack_words_kernel(x, tokens, scales, buffer, first, last):
     groups of columns, zeros where x ends; buffer (BUFFER_PAIRS,) int32; x float32
     """
     row = buffer[: _GROUPS * GROUP_PAIRS]
-    bits, wide = row.view(np.int16).reshape(1, -1), np.empty((1, GROUP), np.float32)
+    bits, wide = row.view(np.int16).reshape(1, -1), np.empty((1, COLUMN_GROUP), np.float32)
     row_scales = np.empty((1, _GROUPS), np.float32)
     for group in range(first, last):
         tokens[group] = 0
@@ -70,14 +70,14 @@ def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first,
     num_parts = token_scales.shape[1]
     block = buffer.reshape(_ROWS, _STRIDE)
     bits = block.view(np.int16)
-    scales, wide = np.empty((_ROWS, _GROUPS), np.float32), np.empty((1, GROUP), np.float32)
+    scales, wide = np.empty((_ROWS, _GROUPS), np.float32), np.empty((1, COLUMN_GROUP), np.float32)
     for row in range(first, last, _ROWS):
         num_rows = min(_ROWS, last - row)
         sums[:num_rows] = 0
         for begin in range(0, num_parts, _GROUPS):
             end = min(begin + _GROUPS, num_parts)
             _round_block(weights, row, num_rows, begin, end, MOST_WEIGHT, bits, scales, wide)
-            next_row, column = row, GROUP * end
+            next_row, column = row, COLUMN_GROUP * end
             if end == num_parts:
                 next_row, column = row + _ROWS, 0
             for group in range(0, tokens.shape[0], MOST_GROUPS):
@@ -86,7 +86,7 @@ def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first,
                     _add_panel(
                         tokens, token_scales, group, block, scales, num_rows, part, part - begin,
                         min(_PART, end - part), sums, weights, ahead,
-                        column + (part - begin) * GROUP,
+                        column + (part - begin) * COLUMN_GROUP,
                     )  # fmt: skip
         for t in range(out.shape[0]):
             group, lane = t // LANES, t % LANES
@@ -101,20 +101,20 @@ def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first,
 @njit(nogil=True, cache=True)
 def _round_block(matrix, row, num_rows, begin, end, most, bits, scales, wide):
     """bits, scales = groups begin..end-1 of rows, each at most `most`; the last may end in one."""
-    limit, whole = np.float32(most), matrix.shape[1] // GROUP
+    limit, whole = np.float32(most), matrix.shape[1] // COLUMN_GROUP
     for r in range(num_rows):
         for part in range(begin, min(end, whole)):
             scales[r, part - begin] = round_group(
-                matrix, row + r, part * GROUP, limit, bits, r, (part - begin) * GROUP
+                matrix, row + r, part * COLUMN_GROUP, limit, bits, r, (part - begin) * COLUMN_GROUP
             )
     if end > whole:
-        column, at = whole * GROUP, whole - begin
+        column, at = whole * COLUMN_GROUP, whole - begin
         for r in range(num_rows):
-            for i in range(GROUP):
+            for i in range(COLUMN_GROUP):
                 wide[0, i] = 0
             for i in range(matrix.shape[1] - column):
                 wide[0, i] = float32_of(matrix[row + r, column + i])
-            scales[r, at] = round_group(wide, 0, 0, limit, bits, r, at * GROUP)
+            scales[r, at] = round_group(wide, 0, 0, limit, bits, r, at * COLUMN_GROUP)
 
 
 @njit(nogil=True, cache=True)

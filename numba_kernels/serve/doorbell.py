@@ -18,9 +18,9 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-WORDS_A_CELL = 16
+INTS_A_CELL = 16
 WAITED_US = 1  # word of a barrier's count cell
-RUNG_US, CROWDED_US = 2, 3  # words of a doorbell's: when it was last rung, and heard too late
+RUNG_US, CROWDED_US = 2, 3  # of a cell: when it was last rung, and heard too late
 CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
@@ -42,36 +42,36 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 
 @intrinsic
-def load_word(typingctx, words, index):
-    """words[index], seen with all that was written before it was stored (acquire)."""
+def atomic_load(typingctx, cells, index):
+    """cells[index], seen with all that was written before it was stored (acquire)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, words, *args)
+        pointer = _word(context, builder, cells, *args)
         return builder.load_atomic(pointer, "acquire", 4, typ=_i32)
 
-    return types.int32(words, types.int64), codegen
+    return types.int32(cells, types.int64), codegen
 
 
 @intrinsic
-def store_word(typingctx, words, index, value):
-    """words[index] = value, after all that was written before (release)."""
+def atomic_store(typingctx, cells, index, value):
+    """cells[index] = value, after all that was written before (release)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[2], _word(context, builder, words, *args[:2]), "seq_cst", 4)
+        builder.store_atomic(args[2], _word(context, builder, cells, *args[:2]), "seq_cst", 4)
         return context.get_dummy_value()
 
-    return types.void(words, types.int64, types.int32), codegen
+    return types.void(cells, types.int64, types.int32), codegen
 
 
 @intrinsic
-def add_word(typingctx, words, index, value):
-    """words[index] += value atomically; returns the value before."""
+def atomic_add(typingctx, cells, index, value):
+    """cells[index] += value atomically; returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, words, *args[:2])
+        pointer = _word(context, builder, cells, *args[:2])
         return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
 
-    return types.int32(words, types.int64, types.int32), codegen
+    return types.int32(cells, types.int64, types.int32), codegen
 
 
 def _timespec(builder: Any, nanoseconds: Any) -> Any:
@@ -91,27 +91,27 @@ def _system_call(builder: Any, values: list[Any]) -> Any:
 
 
 @intrinsic
-def _futex_wait(typingctx, words, index, seen, nanoseconds):
+def _futex_wait(typingctx, cells, index, seen, nanoseconds):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.ptrtoint(_word(context, builder, words, *args[:2]), _i64)
+        pointer = builder.ptrtoint(_word(context, builder, cells, *args[:2]), _i64)
         timeout = builder.ptrtoint(_timespec(builder, args[3]), _i64)
         seen_value = builder.sext(args[2], _i64)
         return _system_call(
             builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAIT), seen_value, timeout]
         )
 
-    return types.int64(words, types.int64, types.int32, types.int64), codegen
+    return types.int64(cells, types.int64, types.int32, types.int64), codegen
 
 
 @intrinsic
-def _futex_wake(typingctx, words, index):
+def _futex_wake(typingctx, cells, index):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.ptrtoint(_word(context, builder, words, *args), _i64)
+        pointer = builder.ptrtoint(_word(context, builder, cells, *args), _i64)
         return _system_call(
             builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAKE), _i64(2**31 - 1)]
         )
 
-    return types.int64(words, types.int64), codegen
+    return types.int64(cells, types.int64), codegen
 
 
 @intrinsic
@@ -157,12 +157,12 @@ def now_ns(typingctx):
 
 
 @njit(nogil=True, cache=True)
-def ring(words, cell, value):
+def ring(cells, cell, value):
     """Store `value` in the cell's doorbell and wake everyone who waits on it."""
-    index = cell * WORDS_A_CELL
-    words[index + RUNG_US] = _clock_us(now_ns())
-    store_word(words, index, value)
-    _futex_wake(words, index)
+    index = cell * INTS_A_CELL
+    cells[index + RUNG_US] = _clock_us(now_ns())
+    atomic_store(cells, index, value)
+    _futex_wake(cells, index)
 
 
 @njit(nogil=True, cache=True)
@@ -171,79 +171,79 @@ def _clock_us(time_ns):
 
 
 @njit(nogil=True, cache=True)
-def _is_within(words, index, microseconds, now_us):
+def _is_within(cells, index, microseconds, now_us):
     """Whether the time in that word is at most so long ago."""
-    return (now_us - words[index]) & CLOCK_US <= microseconds
+    return (now_us - cells[index]) & CLOCK_US <= microseconds
 
 
 @njit(nogil=True, cache=True)
-def wait_change(words, cell, seen, spins, timeout_ns):
+def wait_change(cells, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
     spins: looks that keep the core. With fewer cores than waiters they starve the worker: 100 is
     right for waits across processes. The looks that follow yield the core to whoever can use it,
     but keep it from going idle, from which it would take long to wake (docs/lab_log.md).
     """
-    index = cell * WORDS_A_CELL
+    index = cell * INTS_A_CELL
     started = looked = now_ns()
     deadline = started + timeout_ns
     for _ in range(spins):
-        value = load_word(words, index)
+        value = atomic_load(cells, index)
         if value != seen:
             return value
         _pause()
-    is_crowded = _is_within(words, index + CROWDED_US, _CROWDED_US, _clock_us(started))
+    is_crowded = _is_within(cells, index + CROWDED_US, _CROWDED_US, _clock_us(started))
     for _ in range(0 if is_crowded else _YIELDS):
-        value = load_word(words, index)
+        value = atomic_load(cells, index)
         now = now_ns()
         if value != seen:
             us = _clock_us(now)
             was_away = now - looked > 1000 * _LATE_US
-            if was_away and not _is_within(words, index + RUNG_US, _LATE_US, us):
-                words[index + CROWDED_US] = us
+            if was_away and not _is_within(cells, index + RUNG_US, _LATE_US, us):
+                cells[index + CROWDED_US] = us
             return value
         looked = now
         _give_way()
     while True:
-        value = load_word(words, index)
+        value = atomic_load(cells, index)
         if value != seen:
             return value
         left = deadline - now_ns()
         if left <= 0:
             return value
-        _futex_wait(words, index, seen, left)
+        _futex_wait(cells, index, seen, left)
 
 
 @njit(nogil=True, cache=True)
-def sleep_change(words, cell, seen, timeout_ns):
+def sleep_change(cells, cell, seen, timeout_ns):
     """`wait_change` without looks: for those who leave their core to others."""
-    index = cell * WORDS_A_CELL
+    index = cell * INTS_A_CELL
     deadline = now_ns() + timeout_ns
     while True:
-        value = load_word(words, index)
+        value = atomic_load(cells, index)
         left = deadline - now_ns()
         if value != seen or left <= 0:
             return value
-        _futex_wait(words, index, seen, left)
+        _futex_wait(cells, index, seen, left)
 
 
 @njit(nogil=True, cache=True)
-def barrier(words, count_cell, generation_cell, num_threads):
+def barrier(cells, count_cell, generation_cell, num_threads):
     """Return when all `num_threads` threads have come here; the cells are then ready for reuse.
 
     Word WAITED_US of the count cell grows by what they waited.
     """
     if num_threads == 1:
         return
-    generation = load_word(words, generation_cell * WORDS_A_CELL)
-    if add_word(words, count_cell * WORDS_A_CELL, 1) == num_threads - 1:
-        store_word(words, count_cell * WORDS_A_CELL, 0)
-        ring(words, generation_cell, generation + 1)
+    generation = atomic_load(cells, generation_cell * INTS_A_CELL)
+    if atomic_add(cells, count_cell * INTS_A_CELL, 1) == num_threads - 1:
+        atomic_store(cells, count_cell * INTS_A_CELL, 0)
+        ring(cells, generation_cell, generation + 1)
         return
     started = now_ns()
-    while wait_change(words, generation_cell, generation, 2000, 100_000_000) == generation:
+    while wait_change(cells, generation_cell, generation, 2000, 100_000_000) == generation:
         pass
-    add_word(words, count_cell * WORDS_A_CELL + WAITED_US, np.int32((now_ns() - started) // 1000))
+    atomic_add(cells, count_cell * INTS_A_CELL + WAITED_US, np.int32((now_ns() - started) // 1000))
 
 
 @njit(cache=True)

@@ -13,13 +13,13 @@ from numba import njit
 
 from numba_kernels.serve.doorbell import (
     CLOCK_US,
+    INTS_A_CELL,
     RUNG_US,
     WAITED_US,
-    WORDS_A_CELL,
-    add_word,
+    atomic_add,
+    atomic_store,
     now_ns,
     ring,
-    store_word,
     wait_change,
 )
 
@@ -48,7 +48,7 @@ NUM_BUCKETS = 64
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
-NO_DEALS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
+NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
 IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
@@ -57,17 +57,17 @@ IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an h
 class Wires(NamedTuple):
     """The shared arrays of one system; S services, at most T tokens a step, width d.
 
-    words (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
+    cells (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
     positions, slots (T,) int32: where each token of the step stands, and in which sequence
     page_tables (slots, pages a sequence) int32: page p holds a sequence's positions from p * 64 on
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
-    active_ids (S, N) int32: rows of each service's shard; active_tokens (S, N) uint32: bit t is
+    active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is wanted for token t (read for more than one token only)
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     """
 
-    words: np.ndarray
+    cells: np.ndarray
     requests: np.ndarray
     replies: np.ndarray
     positions: np.ndarray
@@ -77,7 +77,7 @@ class Wires(NamedTuple):
     mixed: np.ndarray
     ffn_input: np.ndarray
     active_ids: np.ndarray
-    active_tokens: np.ndarray
+    active_masks: np.ndarray
     partials: np.ndarray
     logits: np.ndarray
     neuron_counts: np.ndarray
@@ -91,19 +91,19 @@ def cell(service, kind):
 
 
 @njit(nogil=True, cache=True)
-def post(words, service, number):
+def post(cells, service, number):
     """Ring a service for request `number`."""
-    ring(words, cell(service, REQUEST), np.int32(number))
+    ring(cells, cell(service, REQUEST), np.int32(number))
 
 
 @njit(nogil=True, cache=True)
-def await_done(words, service, number, timeout_ns):
+def await_done(cells, service, number, timeout_ns):
     """True when the service has answered request `number`, False at the timeout."""
     seen = np.int32(number - 1)
     deadline = now_ns() + timeout_ns
     while True:
         left = deadline - now_ns()
-        value = wait_change(words, cell(service, DONE), seen, SPINS, max(left, 0))
+        value = wait_change(cells, cell(service, DONE), seen, SPINS, max(left, 0))
         if value == number:
             return True
         if left <= 0:
@@ -112,52 +112,52 @@ def await_done(words, service, number, timeout_ns):
 
 
 @njit(nogil=True, cache=True)
-def next_request(words, service, seen):
+def next_request(cells, service, seen):
     """Wait for a service's request after number `seen`; returns its number."""
     while True:
-        number = wait_change(words, cell(service, REQUEST), seen, SPINS, IDLE_NS)
+        number = wait_change(cells, cell(service, REQUEST), seen, SPINS, IDLE_NS)
         if number != seen:
             return number
 
 
 @njit(nogil=True, cache=True)
-def finish_request(words, replies, deals, service, number, num_threads, started_ns):
+def finish_request(cells, replies, counters, service, number, num_threads, started_ns):
     """A service's thread has done its part; the last one rings the driver.
 
     It also adds up how long requests took since they were rung, and how much of that the threads
-    lost to one that was late: its own late start, and what the others waited at barriers. `deals`,
-    counters of `numba_kernels.serve.work_stealing` or an empty array, are zeroed for the next
+    lost to one that was late: its own late start, and what the others waited at barriers.
+    `counters` of `numba_kernels.serve.work_stealing`, or an empty array, are zeroed for the next
     request.
     """
-    if add_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(1)) == num_threads - 1:
-        store_word(words, cell(service, ARRIVED) * WORDS_A_CELL, np.int32(0))
+    if atomic_add(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(1)) == num_threads - 1:
+        atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(0))
         ended_ns = now_ns()
-        asked_us = words[cell(service, REQUEST) * WORDS_A_CELL + RUNG_US]
-        waited = cell(service, BARRIER_COUNT) * WORDS_A_CELL + WAITED_US
+        asked_us = cells[cell(service, REQUEST) * INTS_A_CELL + RUNG_US]
+        waited = cell(service, BARRIER_COUNT) * INTS_A_CELL + WAITED_US
         late_us = (started_ns // 1000 - asked_us) & CLOCK_US
-        waited_us = words[waited] // max(1, num_threads - 1)
-        words[waited] = 0
-        deals[:] = 0
+        waited_us = cells[waited] // max(1, num_threads - 1)
+        cells[waited] = 0
+        counters[:] = 0
         reply = replies[service]
         reply[DELAYED_US] += min(late_us, _MOST_DELAYED_US) + min(waited_us, _MOST_DELAYED_US)
         reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & CLOCK_US
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
-        ring(words, cell(service, DONE), number)
+        ring(cells, cell(service, DONE), number)
 
 
 @njit(nogil=True, cache=True)
-def ask_all(words, services, number, timeout_ns):
+def ask_all(cells, services, number, timeout_ns):
     """Ring all `services` for request `number`, then `await_all` of them."""
     for service in services:
-        post(words, service, number)
-    return await_all(words, services, 0, number, timeout_ns)
+        post(cells, service, number)
+    return await_all(cells, services, 0, number, timeout_ns)
 
 
 @njit(nogil=True, cache=True)
-def await_all(words, services, first, number, timeout_ns):
+def await_all(cells, services, first, number, timeout_ns):
     """Wait for services[first:] in order; the index of one that timed out, or their number."""
     for i in range(first, services.shape[0]):
-        if not await_done(words, services[i], number, timeout_ns):
+        if not await_done(cells, services[i], number, timeout_ns):
             return i
     return services.shape[0]

@@ -11,17 +11,17 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.doorbell import (
-    WORDS_A_CELL,
-    add_word,
-    load_word,
+    INTS_A_CELL,
+    atomic_add,
+    atomic_load,
+    atomic_store,
     sleep_change,
-    store_word,
     wait_change,
 )
 from numba_kernels.serve.mailbox import DONE, IDLE_NS, SPINS, cell
-from numba_kernels.serve.work_stealing import block_rows, take
+from numba_kernels.serve.work_stealing import block_rows, next_block
 
 _LOOK_NS = 50_000  # helpers leave without ringing
 
@@ -53,20 +53,20 @@ class TeamWork(NamedTuple):
 
     task (8,) int64: what is to be done at which number of the doorbell; doors (2 * 16,) int32: cell
     OPEN has that number while helpers may begin, cell INSIDE how many are at it; scores (T, N)
-    float32; planes (threads, 3, words) uint64; deals (T, threads * 16): which blocks of rows have
-    been taken for each token
+    float32; planes (threads, 3, words) uint64; counters
+    (T, threads * 16): which blocks of rows have been taken for each token
     """
 
     task: np.ndarray
     doors: np.ndarray
     scores: np.ndarray
     planes: np.ndarray
-    deals: np.ndarray
+    counters: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def _score_dealt(thread, num_threads, layer, x, predictors, work):
-    """scores[t, n] of the layer's neurons that are dealt to this thread; checks nothing."""
+def _work_stealing_scores(thread, num_threads, layer, x, predictors, work):
+    """scores[t, n] of the neurons in the blocks that this thread takes; checks nothing."""
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
     bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
     rows = bits.reshape(last - first, bits.shape[0] // (last - first))
@@ -74,17 +74,17 @@ def _score_dealt(thread, num_threads, layer, x, predictors, work):
     thresholds, size = predictors.thresholds[first:last], block_rows(rows)
     planes = work.planes[thread]
     for t in range(x.shape[0]):
-        deal, scores = work.deals[t], work.scores[t]
+        counters, scores = work.counters[t], work.scores[t]
         unit = pack_planes_kernel(x[t], center, scale, planes)
         for turn in range(num_threads):
             part = (thread + turn) % num_threads
-            begin, end = share(last - first, part, num_threads, 4)
-            row = begin + take(deal, part) * size
+            begin, end = split_range(last - first, part, num_threads, 4)
+            row = begin + next_block(counters, part) * size
             while row < end:
                 sign_scores_kernel(
                     rows, planes, unit, x.shape[1], thresholds, scores, row, min(row + size, end)
                 )
-                row = begin + take(deal, part) * size
+                row = begin + next_block(counters, part) * size
 
 
 @njit(nogil=True, cache=True)
@@ -95,27 +95,27 @@ def _score_task(thread, num_threads, wires, predictors, work):
         x = wires.mixed
     elif work.task[INPUT] == HIDDEN:
         x = wires.hidden
-    _score_dealt(thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work)
+    _work_stealing_scores(thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work)
 
 
 @njit(nogil=True, cache=True)
 def help_predict(thread, num_threads, service, seen, wires, predictors, work):
-    """A helper's life: what it is dealt of each task once `service` rings; STOP ends it."""
+    """A helper's life: once `service` rings, blocks of each task; STOP ends it."""
     while True:
-        number = sleep_change(wires.words, cell(service, DONE), seen, IDLE_NS)
+        number = sleep_change(wires.cells, cell(service, DONE), seen, IDLE_NS)
         if work.task[STOP]:
             return
         # First it is inside, then it looks: so whoever closes the task sees it, or it sees that.
-        add_word(work.doors, INSIDE * WORDS_A_CELL, np.int32(1))
-        if number != seen and load_word(work.doors, OPEN * WORDS_A_CELL) == number:
+        atomic_add(work.doors, INSIDE * INTS_A_CELL, np.int32(1))
+        if number != seen and atomic_load(work.doors, OPEN * INTS_A_CELL) == number:
             _score_task(thread, num_threads, wires, predictors, work)
-        add_word(work.doors, INSIDE * WORDS_A_CELL, np.int32(-1))
+        atomic_add(work.doors, INSIDE * INTS_A_CELL, np.int32(-1))
         seen = number
 
 
 @njit(nogil=True, cache=True)
 def lead_predict(num_threads, wires, predictors, work):
-    """What the driver is dealt, as thread 0, of the task; returns when all of it is done.
+    """What the driver does of the task, as thread 0; returns when all of it is done.
 
     Helpers that have not begun by then are not waited for.
     """
@@ -126,16 +126,16 @@ def lead_predict(num_threads, wires, predictors, work):
 @njit(nogil=True, cache=True)
 def open_task(work):
     """Let helpers begin the task that has been written down; it was closed before."""
-    store_word(work.doors, OPEN * WORDS_A_CELL, np.int32(work.task[NUMBER]))
+    atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(work.task[NUMBER]))
 
 
 @njit(nogil=True, cache=True)
 def close_task(work):
     """Let nobody begin the task any more, and return when nobody is at it and all is as new."""
-    store_word(work.doors, OPEN * WORDS_A_CELL, np.int32(0))
+    atomic_store(work.doors, OPEN * INTS_A_CELL, np.int32(0))
     while True:
-        inside = load_word(work.doors, INSIDE * WORDS_A_CELL)
+        inside = atomic_load(work.doors, INSIDE * INTS_A_CELL)
         if inside == 0:
             break
         wait_change(work.doors, INSIDE, inside, SPINS, _LOOK_NS)
-    work.deals[:] = 0
+    work.counters[:] = 0

@@ -29,11 +29,11 @@ from numba_kernels.serve.mailbox import (
     finish_request,
     next_request,
 )
-from numba_kernels.serve.work_stealing import dealt_rows, take
+from numba_kernels.serve.work_stealing import next_block, work_stealing_rows
 
 SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
 _QKV, _HEADS, _OUT, _PROJECT, _HEAD = range(5)
-NUM_DEALS = 5
+NUM_COUNTERS = 5
 
 
 class AttentionArrays(NamedTuple):
@@ -74,7 +74,7 @@ class AttentionShape(NamedTuple):
 class AttentionScratch(NamedTuple):
     """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
     scores (threads, P), projected (T, E), the inputs of products quantized, for quantized weights,
-    and counters of what has been dealt (NUM_DEALS, threads * 16)."""
+    and counters of the blocks taken (NUM_COUNTERS, threads * 16)."""
 
     residual: np.ndarray
     normed: np.ndarray
@@ -83,12 +83,12 @@ class AttentionScratch(NamedTuple):
     scores: np.ndarray
     projected: np.ndarray
     inputs: QuantizedVectors
-    deals: np.ndarray
+    counters: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def _meet(words, service, num_threads):
-    barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
+def _meet(cells, service, num_threads):
+    barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
 @njit(nogil=True, cache=True)
@@ -141,8 +141,8 @@ def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
     scale = np.float32(1.0 / np.sqrt(dim))
-    deal = scratch.deals[_HEADS]
-    taken = take(deal, 0)
+    counters = scratch.counters[_HEADS]
+    taken = next_block(counters, 0)
     while taken < num_tokens * shape.num_heads:
         t, head = taken // shape.num_heads, taken % shape.num_heads
         length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
@@ -151,7 +151,7 @@ def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
             arrays.values[layer], head // heads_a_group, pages, length, scale,
             scratch.scores[thread], scratch.heads[t, head * dim : (head + 1) * dim],
         )  # fmt: skip
-        taken = take(deal, 0)
+        taken = next_block(counters, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -183,22 +183,22 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     _layer_norm_before(residual, layer, shape, arrays, normed)
     weights = arrays.qkv[layer]
     x = prepared(weights, normed, scratch.inputs, thread)
-    dealt_rows(
-        scratch.deals[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x, residual[:0],
-        qkv,
+    work_stealing_rows(
+        scratch.counters[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x,
+        residual[:0], qkv,
     )  # fmt: skip
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
-    dealt_rows(
-        scratch.deals[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads, residual,
-        mixed,
+    work_stealing_rows(
+        scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
+        residual, mixed,
     )  # fmt: skip
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, wires, shape, arrays, residual, normed)
 
@@ -220,14 +220,14 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
     vectors = normed
     if arrays.project_out.shape[0]:
         vectors = scratch.projected[:count]
-        dealt_rows(
-            scratch.deals[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
+        work_stealing_rows(
+            scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
             normed[:0], vectors,
         )  # fmt: skip
-        _meet(wires.words, service, num_threads)
+        _meet(wires.cells, service, num_threads)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
-    dealt_rows(
-        scratch.deals[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
+    work_stealing_rows(
+        scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
         wires.logits[:count],
     )  # fmt: skip
 
@@ -241,7 +241,7 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
     """
     most = scratch.normed.shape[1]
     while True:
-        number = next_request(wires.words, service, seen)
+        number = next_request(wires.cells, service, seen)
         started = now_ns()
         request = wires.requests[service]
         if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:
@@ -251,6 +251,12 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
         elif request[OPERATION] != PING:
             return number
         finish_request(
-            wires.words, wires.replies, scratch.deals, service, number, num_threads, started
+            wires.cells,
+            wires.replies,
+            scratch.counters,
+            service,
+            number,
+            num_threads,
+            started,
         )
         seen = number

@@ -14,13 +14,13 @@ from numba_kernels.decode.batch_ffn import (
 )
 from numba_kernels.decode.ffn import (
     NO_IDS,
-    NO_TOKENS,
+    NO_MASKS,
     by_neuron,
     gate_values_kernel,
     keep_fired_kernel,
     up_down_kernel,
 )
-from numba_kernels.decode.rows import add_in_order, share
+from numba_kernels.decode.rows import add_in_order, split_range
 from numba_kernels.decode.vectors import QuantizedVectors, prepared
 from numba_kernels.formats import CHUNK
 from numba_kernels.serve.doorbell import barrier, now_ns
@@ -44,10 +44,10 @@ from numba_kernels.serve.mailbox import (
     finish_request,
     next_request,
 )
-from numba_kernels.serve.work_stealing import block_rows, take
+from numba_kernels.serve.work_stealing import block_rows, next_block
 
 _GATES = 0
-NUM_DEALS = 1
+NUM_COUNTERS = 1
 
 
 class FfnArrays(NamedTuple):
@@ -67,9 +67,9 @@ class FfnArrays(NamedTuple):
 
 
 class FfnScratch(NamedTuple):
-    """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_tokens the same uint32,
+    """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_masks the same uint32,
     gates (threads, T * N), values (T * N,), counts (threads,) int64, the tokens' lists, the inputs
-    quantized, for quantized weights, and counters of what has been dealt (NUM_DEALS, threads * 16);
+    quantized, for quantized weights, and counters of the blocks taken (NUM_COUNTERS, threads * 16);
     T is the most tokens of one request, N of one layer.
 
     buckets (all N,) uint8: which bucket each row of `FfnArrays` is counted in; bucket_sizes
@@ -78,13 +78,13 @@ class FfnScratch(NamedTuple):
 
     sums: np.ndarray
     fired_ids: np.ndarray
-    fired_tokens: np.ndarray
+    fired_masks: np.ndarray
     gates: np.ndarray
     values: np.ndarray
     counts: np.ndarray
     lists: TokenLists
     inputs: QuantizedVectors
-    deals: np.ndarray
+    counters: np.ndarray
     buckets: np.ndarray
     bucket_sizes: np.ndarray
 
@@ -114,50 +114,61 @@ def _candidates(thread, num_threads, num_neurons, ids):
     Cut by row and not by the length of the list: a token's sums then are the same whatever other
     tokens want.
     """
-    first, last = share(num_neurons, thread, num_threads, 4)
+    first, last = split_range(num_neurons, thread, num_threads, 4)
     if not ids.shape[0]:
         return first, last
     return _first_from(ids, first), _first_from(ids, last)
 
 
 @njit(nogil=True, cache=True)
-def _dealt_gates(
-    thread, num_threads, num_neurons, gate, bias, ids, tokens, x, code, num_tokens, lists, scratch
+def _work_stealing_gates(
+    thread,
+    num_threads,
+    num_neurons,
+    gate,
+    bias,
+    ids,
+    token_masks,
+    x,
+    code,
+    num_tokens,
+    lists,
+    scratch,
 ):
-    """scratch.values of the candidates that are dealt to this thread.
+    """scratch.values of the candidates in the blocks that this thread takes.
 
     One token's fn(gate . x + bias); several tokens' gate . x, (N, T).
     """
-    deal, values = scratch.deals[_GATES], scratch.values
+    counters, values = scratch.counters[_GATES], scratch.values
     products = by_neuron(values, num_tokens)
     size = block_rows(gate) if num_tokens == 1 else block_size(gate, num_tokens)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         first, last = _candidates(part, num_threads, num_neurons, ids)
-        begin = first + take(deal, part) * size
+        begin = first + next_block(counters, part) * size
         while begin < last:
             end = min(begin + size, last)
             if num_tokens == 1:
                 gate_values_kernel(gate, bias, ids, x, code, begin, end, last, values[begin:end])
             else:
                 gate_products_kernel(
-                    gate, ids, tokens, x, begin, end, last, products[begin:end], lists
+                    gate, ids, token_masks, x, begin, end, last, products[begin:end], lists
                 )
-            begin = first + take(deal, part) * size
+            begin = first + next_block(counters, part) * size
 
 
 @njit(nogil=True, cache=True)
-def _meet(words, service, num_threads):
-    barrier(words, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
+def _meet(cells, service, num_threads):
+    barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
 @njit(nogil=True, cache=True)
 def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
 
-    Gates are dealt, and met at a barrier; then each thread takes what fired among its candidates
-    and sums into rows of its own; after a barrier each adds up one range of columns, always in
-    thread order, so that a result never depends on which thread was faster.
+    Threads steal blocks of gates from each other, and meet at a barrier; then each thread takes
+    what fired among its candidates and sums into rows of its own; after a barrier each adds up one
+    range of columns, always in thread order, so that a result never depends on which was faster.
     """
     request = wires.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
@@ -165,40 +176,40 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
     gate, down = arrays.gate[first:last], arrays.down[first:last]
     up = arrays.up[first:last] if arrays.up.shape[0] else arrays.up
     ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
-    tokens = NO_TOKENS
+    token_masks = NO_MASKS
     if num_ids > 0 and num_tokens > 1:
-        tokens = wires.active_tokens[service, :num_ids]
+        token_masks = wires.active_masks[service, :num_ids]
     begin, end = _candidates(thread, num_threads, last - first, ids)
     if num_ids == 0:
         end = begin
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
     gates = scratch.gates[thread]
-    fired_ids, fired_tokens = scratch.fired_ids[thread], scratch.fired_tokens[thread]
+    fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
     x = prepared(gate, wires.ffn_input[:num_tokens], scratch.inputs, thread)
     gate_bias, keep_all = _slice(arrays.gate_bias, first, last), request[SKIP_SILENT] == 0
     if num_ids != 0:
-        _dealt_gates(
-            thread, num_threads, last - first, gate, gate_bias, ids, tokens, x, code, num_tokens,
-            lists, scratch,
+        _work_stealing_gates(
+            thread, num_threads, last - first, gate, gate_bias, ids, token_masks, x, code,
+            num_tokens, lists, scratch,
         )  # fmt: skip
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     if num_tokens == 1:
         values = scratch.values[begin:end]
         num_fired = keep_fired_kernel(
-            ids, tokens, keep_all, begin, end, values, fired_ids, fired_tokens, gates
+            ids, token_masks, keep_all, begin, end, values, fired_ids, fired_masks, gates
         )
     else:
         products = by_neuron(scratch.values, num_tokens)[begin:]
         num_fired = keep_some_kernel(
-            gate_bias, ids, tokens, code, keep_all, begin, end, products, fired_ids, fired_tokens,
-            by_neuron(gates, num_tokens), 0,
+            gate_bias, ids, token_masks, code, keep_all, begin, end, products, fired_ids,
+            fired_masks, by_neuron(gates, num_tokens), 0,
         )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
-    up_down_kernel(up, up_bias, down, fired_ids, fired_tokens, num_fired, gates, x, sums, lists)
+    up_down_kernel(up, up_bias, down, fired_ids, fired_masks, num_fired, gates, x, sums, lists)
     scratch.counts[thread] = num_fired
-    _meet(wires.words, service, num_threads)
+    _meet(wires.cells, service, num_threads)
     partial = wires.partials[service, :num_tokens]
     _reduce(thread, num_threads, down, partial, scratch.sums, arrays.down_bias[layer])
     if thread == 0:
@@ -231,7 +242,7 @@ def _count(service, layer, num_ids, ids, buckets, wires, scratch):
 
 @njit(nogil=True, cache=True)
 def _reduce(thread, num_threads, down, partial, sums, down_bias):
-    begin, end = share(partial.shape[1], thread, num_threads, CHUNK)
+    begin, end = split_range(partial.shape[1], thread, num_threads, CHUNK)
     for t in range(partial.shape[0]):
         partial[t, begin:end] = 0
         if down_bias.shape[0]:
@@ -252,7 +263,7 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
     Python request; the caller lets one of them answer it.
     """
     while True:
-        number = next_request(wires.words, service, seen)
+        number = next_request(wires.cells, service, seen)
         started = now_ns()
         operation = wires.requests[service, OPERATION]
         if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
@@ -260,6 +271,12 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, code):
         elif operation != PING:
             return number
         finish_request(
-            wires.words, wires.replies, scratch.deals, service, number, num_threads, started
+            wires.cells,
+            wires.replies,
+            scratch.counters,
+            service,
+            number,
+            num_threads,
+            started,
         )
         seen = number

@@ -1,4 +1,4 @@
-"""Rows of a matrix dealt to a service's threads while they work.
+"""Rows of a matrix, shared among a service's threads by work stealing.
 
 Each thread has a part of the rows, in blocks, and reads through it in one stream. Who has finished
 takes blocks from the others' parts, so a thread that begins late, or has a slow core, or loses it
@@ -9,27 +9,27 @@ change the product.
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.rows import block_products, share
-from numba_kernels.serve.doorbell import WORDS_A_CELL, add_word
+from numba_kernels.decode.rows import block_products, split_range
+from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
 _UNIT = 48  # rows; whole tiles of every format
 
 
 @njit(nogil=True, cache=True)
-def new_deals(num_kinds, num_threads):
+def new_block_counters(num_kinds, num_threads):
     """Counters of so many kinds of work in one request: (kinds, threads * 16) int32, zero.
 
     A cell counts how many blocks of a thread's part have been taken. The last thread to end a
-    request zeroes all of them, see `mailbox.finish_request`: within a request a kind is dealt once.
+    request zeroes all of them, see `mailbox.finish_request`: a kind is done once in a request.
     """
-    return np.zeros((num_kinds, num_threads * WORDS_A_CELL), np.int32)
+    return np.zeros((num_kinds, num_threads * INTS_A_CELL), np.int32)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def take(deal, part):
-    """Number of the next block of a part. `deal` is one kind's row of `new_deals`."""
-    return np.int64(add_word(deal, part * WORDS_A_CELL, np.int32(1)))
+def next_block(counters, part):
+    """Number of the next block of a part. `counters` is one kind's row of `new_block_counters`."""
+    return np.int64(atomic_add(counters, part * INTS_A_CELL, np.int32(1)))
 
 
 @njit(nogil=True, cache=True)
@@ -40,8 +40,8 @@ def block_rows(weights):
 
 
 @njit(nogil=True, cache=True)
-def dealt_rows(deal, thread, num_threads, weights, bias, x, addend, out):
-    """out[t, n] = weights[n] . x[t] + bias[n] + addend[t, n], of rows dealt to this thread.
+def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out):
+    """out[t, n] = weights[n] . x[t] + bias[n] + addend[t, n], of the rows that this thread takes.
 
     `bias` and `addend` may be empty. `x` is what `prepared` gave for as many tokens as `out` (T, N)
     has. Checks nothing.
@@ -49,8 +49,8 @@ def dealt_rows(deal, thread, num_threads, weights, bias, x, addend, out):
     size = block_rows(weights)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
-        first, last = share(out.shape[1], part, num_threads, 4)
-        begin = first + take(deal, part) * size
+        first, last = split_range(out.shape[1], part, num_threads, 4)
+        begin = first + next_block(counters, part) * size
         while begin < last:
             end = min(begin + size, last)
             block_products(weights, x, out, begin, end, begin, last)
@@ -61,4 +61,4 @@ def dealt_rows(deal, thread, num_threads, weights, bias, x, addend, out):
                 if addend.shape[0]:
                     for n in range(begin, end):
                         out[t, n] += addend[t, n]
-            begin = first + take(deal, part) * size
+            begin = first + next_block(counters, part) * size

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from model.weights.memory import aligned_empty
-from numba_kernels.serve.doorbell import WORDS_A_CELL, now_ns
+from numba_kernels.serve.doorbell import INTS_A_CELL, now_ns
 from numba_kernels.serve.mailbox import (
     BUSY_NS,
     CELLS_A_SERVICE,
@@ -50,25 +50,25 @@ def measure_exchange_us(
     """
     cores_of_services = [cores_of_nodes[0][:1], *cores_of_nodes]
     count = len(cores_of_services)
-    words = aligned_empty((count * CELLS_A_SERVICE * WORDS_A_CELL,), np.int32)
+    cells = aligned_empty((count * CELLS_A_SERVICE * INTS_A_CELL,), np.int32)
     requests = np.zeros((count, NUM_REQUEST_WORDS), np.int64)
     replies = np.zeros((count, NUM_REPLY_WORDS), np.int64)
     requests[:, OPERATION] = PING
     first, others = np.zeros(1, np.int64), np.arange(1, count)
     threads = []
     for service, cores in enumerate(cores_of_services):
-        wires = (words, requests, replies, service, len(cores), work_ns)
+        wires = (cells, requests, replies, service, len(cores), work_ns)
         threads += [
             threading.Thread(target=_live, args=(core, *wires), daemon=True) for core in cores
         ]
     for thread in threads:
         thread.start()
     try:
-        costs_ns = _ask_in_turn(words, replies, first, others, rounds, _PATIENCE_NS)
+        costs_ns = _ask_in_turn(cells, replies, first, others, rounds, _PATIENCE_NS)
     finally:
         requests[:, OPERATION] = STOP
         for service in range(count):
-            post(words, service, rounds + 1)
+            post(cells, service, rounds + 1)
         for thread in threads:
             thread.join()
     if _NOT_ANSWERED in costs_ns:
@@ -91,27 +91,27 @@ def _live(core: int, *wires: Any) -> None:
 
 
 @njit(nogil=True)
-def _serve(words, requests, replies, service, num_threads, work_ns):  # type: ignore[no-untyped-def]
+def _serve(cells, requests, replies, service, num_threads, work_ns):  # type: ignore[no-untyped-def]
     """Be one thread of a service until it is told to stop."""
     seen = np.int32(0)
     while True:
-        seen = next_request(words, service, seen)
+        seen = next_request(cells, service, seen)
         if requests[service, OPERATION] == STOP:
             return
         started_ns = now_ns()
         while now_ns() < started_ns + work_ns:
             pass
-        finish_request(words, replies, words[:0], service, seen, num_threads, started_ns)
+        finish_request(cells, replies, cells[:0], service, seen, num_threads, started_ns)
 
 
 @njit(nogil=True)
-def _ask_in_turn(words, replies, first, others, rounds, patience_ns):  # type: ignore[no-untyped-def]
+def _ask_in_turn(cells, replies, first, others, rounds, patience_ns):  # type: ignore[no-untyped-def]
     """What each question cost beyond the longest work, (2 * rounds,) ns."""
     costs_ns = np.full(2 * rounds, _NOT_ANSWERED, np.int64)
     for i in range(2 * rounds):
         services = first if i % 2 == 0 else others
         started_ns = now_ns()
-        if ask_all(words, services, i // 2 + 1, patience_ns) < services.shape[0]:
+        if ask_all(cells, services, i // 2 + 1, patience_ns) < services.shape[0]:
             return costs_ns
         took_ns = now_ns() - started_ns
         longest_ns = 0

@@ -17,9 +17,9 @@ from numba import njit
 
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.batch_ffn import empty_lists, thread_lists
-from numba_kernels.decode.ffn import NO_TOKENS, gate_kernel, up_down_kernel
-from numba_kernels.decode.rows import rows_kernel, share
-from numba_kernels.serve.doorbell import WORDS_A_CELL, barrier, now_ns
+from numba_kernels.decode.ffn import NO_MASKS, gate_kernel, up_down_kernel
+from numba_kernels.decode.rows import rows_kernel, split_range
+from numba_kernels.serve.doorbell import INTS_A_CELL, barrier, now_ns
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
 _DENSITY = 0.1
@@ -78,7 +78,7 @@ class _Bench:
         self.num_neurons = max(16, num_bytes // (3 * _ROW_BYTES))
         self.num_ids = max(1, round(_DENSITY * self.num_neurons))
         self.rng = np.random.default_rng(0)
-        self.words = aligned_empty((2 * WORDS_A_CELL,), np.int32)
+        self.cells = aligned_empty((2 * INTS_A_CELL,), np.int32)
         self.x = np.full((1, _WIDTH), 0.01, np.float32)
         self.weights = aligned_empty((3 * self.num_neurons, _WIDTH), np.uint16)
         self._each(self._fill)
@@ -88,7 +88,7 @@ class _Bench:
 
     def _fill(self, thread: int) -> None:
         # The first to write a page decides on its node, and this thread is pinned.
-        first, last = share(self.weights.shape[0], thread, self.num_threads, 1)
+        first, last = split_range(self.weights.shape[0], thread, self.num_threads, 1)
         self.weights[first:last] = _HUNDREDTH
 
     def _rates(self, work: Callable[[int, np.ndarray], None], num_bytes: int) -> np.ndarray:
@@ -103,8 +103,8 @@ class _Bench:
         items = self.weights.reshape(-1).view(np.uint64)
 
         def work(thread: int, times: np.ndarray) -> None:
-            first, last = share(items.size, thread, self.num_threads, 512)
-            _read_passes(items[first:last], self.words, self.num_threads, times)
+            first, last = split_range(items.size, thread, self.num_threads, 512)
+            _read_passes(items[first:last], self.cells, self.num_threads, times)
 
         return self._rates(work, self.weights.nbytes)
 
@@ -113,9 +113,9 @@ class _Bench:
         out = np.zeros((1, self.weights.shape[0]), np.float32)
 
         def work(thread: int, times: np.ndarray) -> None:
-            first, last = share(self.weights.shape[0], thread, self.num_threads, 1)
+            first, last = split_range(self.weights.shape[0], thread, self.num_threads, 1)
             _rows_passes(
-                self.weights, self.x, out, first, last, self.words, self.num_threads, times
+                self.weights, self.x, out, first, last, self.cells, self.num_threads, times
             )
 
         return self._rates(work, self.weights.nbytes)
@@ -128,9 +128,9 @@ class _Bench:
         gate, up, down = self.weights.reshape(3, self.num_neurons, _WIDTH)
 
         def work(thread: int, times: np.ndarray) -> None:
-            first, last = share(self.num_ids, thread, self.num_threads, 4)
+            first, last = split_range(self.num_ids, thread, self.num_threads, 4)
             part = np.ascontiguousarray(ids[:, first:last])
-            _gather_passes(gate, up, down, part, self.x, self.words, self.num_threads, times)
+            _gather_passes(gate, up, down, part, self.x, self.cells, self.num_threads, times)
 
         return self._rates(work, 3 * self.num_ids * _ROW_BYTES)
 
@@ -144,10 +144,10 @@ def _sum(items):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _read_passes(items, words, num_threads, times):  # type: ignore[no-untyped-def]
+def _read_passes(items, cells, num_threads, times):  # type: ignore[no-untyped-def]
     total = np.uint64(0)
     for i in range(times.shape[0]):
-        barrier(words, 0, 1, num_threads)
+        barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         total += _sum(items)
         times[i, 1] = now_ns()
@@ -155,27 +155,27 @@ def _read_passes(items, words, num_threads, times):  # type: ignore[no-untyped-d
 
 
 @njit(nogil=True)
-def _rows_passes(weights, x, out, first, last, words, num_threads, times):  # type: ignore[no-untyped-def]
+def _rows_passes(weights, x, out, first, last, cells, num_threads, times):  # type: ignore[no-untyped-def]
     for i in range(times.shape[0]):
-        barrier(words, 0, 1, num_threads)
+        barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         rows_kernel(weights, _NO_BIAS, x, out, first, last)
         times[i, 1] = now_ns()
 
 
 @njit(nogil=True)
-def _gather_passes(gate, up, down, ids, x, words, num_threads, times):  # type: ignore[no-untyped-def]
+def _gather_passes(gate, up, down, ids, x, cells, num_threads, times):  # type: ignore[no-untyped-def]
     count = ids.shape[1]
-    fired_ids, fired_tokens = np.empty(count, np.int32), np.empty(count, np.uint32)
+    fired_ids, fired_masks = np.empty(count, np.int32), np.empty(count, np.uint32)
     gates, lists = np.empty(count, np.float32), thread_lists(empty_lists(1, 1), 0, 1)
     out = np.zeros((1, x.shape[1]), np.float32)
     for i in range(times.shape[0]):
-        barrier(words, 0, 1, num_threads)
+        barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         if count:
             fired = gate_kernel(
-                gate, _NO_BIAS, ids[i], NO_TOKENS, x, 0, False, 0, count, fired_ids, fired_tokens,
+                gate, _NO_BIAS, ids[i], NO_MASKS, x, 0, False, 0, count, fired_ids, fired_masks,
                 gates, 1, lists,
             )  # fmt: skip
-            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_tokens, fired, gates, x, out, lists)
+            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_masks, fired, gates, x, out, lists)
         times[i, 1] = now_ns()

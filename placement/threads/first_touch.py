@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from numba_kernels.decode.rows import share
+from numba_kernels.decode.rows import split_range
 from placement.threads.pinning import pin_thread, use_local_memory
 
 _PAGE_BYTES = 4096
@@ -33,7 +33,7 @@ class FirstTouch:
             pin_thread(self._thread_cores[thread])
             use_local_memory()
             for matrix in matrices:
-                first, last = share(matrix.shape[0], thread, num_threads, ROWS_TOGETHER)
+                first, last = split_range(matrix.shape[0], thread, num_threads, ROWS_TOGETHER)
                 touch_pages(matrix[first:last])
 
         with ThreadPoolExecutor(num_threads) as pool:

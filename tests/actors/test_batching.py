@@ -122,18 +122,18 @@ def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
         predictor, wires, layer = driver.engine.predictor, system.exchange.wires, 1
         assert predictor is not None
         x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
-        ids, tokens = wires.active_ids[1:], wires.active_tokens[1:]
+        ids, token_masks = wires.active_ids[1:], wires.active_masks[1:]
 
         def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
             """The service and row of each neuron, token by token."""
-            counts = predictor.choose(layer, rows, ids, tokens)
+            counts = predictor.choose(layer, rows, ids, token_masks)
             assert counts is not None
             return [
                 {
                     (s, int(ids[s, i]))
                     for s, count in enumerate(counts)
                     for i in range(count)
-                    if len(rows) == 1 or tokens[s, i] >> t & 1
+                    if len(rows) == 1 or token_masks[s, i] >> t & 1
                 }
                 for t in range(len(rows))
             ]

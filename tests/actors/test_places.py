@@ -24,7 +24,7 @@ from actors.processes.relay_actor import RelayActor
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost
 from model.errors import HotcoldError, ServiceError
-from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import DONE, NUM_REPLY_WORDS, OPERATION, PING, REQUEST, Wires, cell
 
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
@@ -120,7 +120,7 @@ def test_a_lost_relay_names_no_service() -> None:
 
 def request_and_done(wires: Wires, service: int) -> list[int]:
     cells = cell(service, REQUEST), cell(service, DONE)
-    return [int(wires.words[index * WORDS_A_CELL]) for index in cells]
+    return [int(wires.cells[index * INTS_A_CELL]) for index in cells]
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_a_place_ends_the_old_process_and_withdraws_its_request(
 ) -> None:
     wires = new_wires()
     for service in (1, 2):
-        wires.words[cell(service, REQUEST) * WORDS_A_CELL] = 5
-        wires.words[cell(service, DONE) * WORDS_A_CELL] = 4
+        wires.cells[cell(service, REQUEST) * INTS_A_CELL] = 5
+        wires.cells[cell(service, DONE) * INTS_A_CELL] = 4
     if is_far:
         handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: None))
         relay = RelayActor(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)

@@ -31,7 +31,7 @@ _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 class DeviceCalls:
     """The wrappers over one device: how arrays get there and back, and its kernels."""
 
-    kernels: Any  # DeviceKernels whose hot_ffn takes `tokens` too
+    kernels: Any  # DeviceKernels whose hot_ffn takes `token_masks` too
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
 
@@ -92,7 +92,7 @@ class DeviceCalls:
         down: np.ndarray,
         x: np.ndarray,
         ids: np.ndarray | None = None,
-        tokens: np.ndarray | None = None,
+        token_masks: np.ndarray | None = None,
         *,
         gate_bias: np.ndarray | None = None,
         up_bias: np.ndarray | None = None,
@@ -116,9 +116,9 @@ class DeviceCalls:
         own = np.arange(num_neurons, dtype=np.int32)
         if ids is not None:
             own = row_ids("ids", ids, num_neurons)
-        if tokens is not None:
-            require(tokens.dtype == np.uint32, "tokens must be uint32")
-            require(ids is not None and tokens.shape == own.shape, "tokens go with ids")
+        if token_masks is not None:
+            require(token_masks.dtype == np.uint32, "token_masks must be uint32")
+            require(ids is not None and token_masks.shape == own.shape, "token_masks go with ids")
         if not len(x) or not own.size:
             return np.zeros((len(x), width), np.float32), own[:0]
         wanted = None
@@ -126,7 +126,7 @@ class DeviceCalls:
             ids is not None
         ):  # a device computes all neurons: those that are not listed, for no token
             wanted = np.zeros(num_neurons, np.uint32)
-            wanted[own] = 0xFFFFFFFF if tokens is None else tokens
+            wanted[own] = 0xFFFFFFFF if token_masks is None else token_masks
         out, is_fired = self._ffn((gate, up, down), biases, x, wanted, code, not skip_silent)
         return out, own[is_fired[own]] if skip_silent else own
 

@@ -18,8 +18,8 @@ import pytest
 from numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
+    INTS_A_CELL,
     RUNG_US,
-    WORDS_A_CELL,
     barrier,
     clock_ns,
     ring,
@@ -29,7 +29,7 @@ from numba_kernels.serve.mailbox import (
     ARRIVED,
     CELLS_A_SERVICE,
     DONE,
-    NO_DEALS,
+    NO_COUNTERS,
     NUM_REPLY_WORDS,
     REQUEST,
     ask_all,
@@ -44,8 +44,8 @@ SECOND = 1_000_000_000
 LONG = 120 * SECOND  # longer than any pause of the whole process in a test
 
 
-def new_words(num_cells: int) -> np.ndarray:
-    return np.zeros(num_cells * WORDS_A_CELL, np.int32)
+def new_cells(num_cells: int) -> np.ndarray:
+    return np.zeros(num_cells * INTS_A_CELL, np.int32)
 
 
 def clock_us() -> int:
@@ -77,41 +77,41 @@ def threads(*targets: Callable[[], None]) -> Iterator[None]:
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("spins", [0, 100])
 def test_rounds_between_threads_keep_their_order(spins: int, crowded: bool) -> None:
-    words, payload, rounds = new_words(2), np.zeros(2, np.int64), 3000
+    cells, payload, rounds = new_cells(2), np.zeros(2, np.int64), 3000
 
     def echo() -> None:
         for number in range(1, rounds + 1):
-            assert wait_change(words, 0, np.int32(number - 1), spins, LONG) == number
+            assert wait_change(cells, 0, np.int32(number - 1), spins, LONG) == number
             payload[1] = payload[0] * 3
-            ring(words, 1, np.int32(number))
+            ring(cells, 1, np.int32(number))
 
     with threads(echo):
         for number in range(1, rounds + 1):
             if crowded:
-                words[CROWDED_US::WORDS_A_CELL] = clock_us()
+                cells[CROWDED_US::INTS_A_CELL] = clock_us()
             payload[0] = number
-            ring(words, 0, np.int32(number))
-            assert wait_change(words, 1, np.int32(number - 1), spins, LONG) == number
+            ring(cells, 0, np.int32(number))
+            assert wait_change(cells, 1, np.int32(number - 1), spins, LONG) == number
             assert payload[1] == 3 * number
 
 
 def test_wait_ends_at_its_timeout() -> None:
-    words = new_words(1)
-    words[0] = 7
+    cells = new_cells(1)
+    cells[0] = 7
     for spins in (0, 100):
         started = clock_ns()
-        assert wait_change(words, 0, np.int32(7), spins, SECOND // 20) == 7
+        assert wait_change(cells, 0, np.int32(7), spins, SECOND // 20) == 7
         assert clock_ns() - started >= SECOND // 20
-    assert wait_change(words, 0, np.int32(7), 0, 0) == 7
-    assert wait_change(words, 0, np.int32(6), 0, 0) == 7
+    assert wait_change(cells, 0, np.int32(7), 0, 0) == 7
+    assert wait_change(cells, 0, np.int32(6), 0, 0) == 7
 
 
 def test_a_bell_says_when_it_was_rung() -> None:
-    words = new_words(2)
+    cells = new_cells(2)
     before = clock_us()
-    ring(words, 1, np.int32(3))
-    assert (words[WORDS_A_CELL + RUNG_US] - before) & CLOCK_US <= (clock_us() - before) & CLOCK_US
-    assert words[RUNG_US] == 0
+    ring(cells, 1, np.int32(3))
+    assert (cells[INTS_A_CELL + RUNG_US] - before) & CLOCK_US <= (clock_us() - before) & CLOCK_US
+    assert cells[RUNG_US] == 0
 
 
 def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
@@ -120,23 +120,23 @@ def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
     code = (
         f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
     )
-    words, ended = new_words(2), threading.Event()
+    cells, ended = new_cells(2), threading.Event()
 
     def answer() -> None:
         os.sched_setaffinity(0, [core])
         number = np.int32(0)
         while not ended.is_set():
-            number = np.int32(wait_change(words, 0, number, 100, SECOND // 10))
-            ring(words, 1, number)
+            number = np.int32(wait_change(cells, 0, number, 100, SECOND // 10))
+            ring(cells, 1, number)
 
     with subprocess.Popen([sys.executable, "-c", code]) as other, threads(answer):
         try:
             end = time.monotonic() + 60
             for number in range(1, 1 << 30):
                 time.sleep(0.002)
-                ring(words, 0, np.int32(number))
-                assert wait_change(words, 1, np.int32(number - 1), 0, LONG) == number
-                if words[CROWDED_US]:
+                ring(cells, 0, np.int32(number))
+                assert wait_change(cells, 1, np.int32(number - 1), 0, LONG) == number
+                if cells[CROWDED_US]:
                     break
                 assert time.monotonic() < end
         finally:
@@ -145,127 +145,127 @@ def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
 
 
 def test_every_waiter_is_woken() -> None:
-    words, woken = new_words(1), []
+    cells, woken = new_cells(1), []
 
     def wait() -> None:
-        woken.append(int(wait_change(words, 0, np.int32(0), 0, LONG)))
+        woken.append(int(wait_change(cells, 0, np.int32(0), 0, LONG)))
 
     with threads(wait, wait, wait, wait):
         time.sleep(0.1)
         assert not woken
-        ring(words, 0, np.int32(5))
+        ring(cells, 0, np.int32(5))
     assert woken == [5] * 4
 
 
 def test_a_waiting_thread_uses_no_processor() -> None:
-    words = new_words(1)
-    with threads(lambda: wait_change(words, 0, np.int32(0), 100, LONG)):
+    cells = new_cells(1)
+    with threads(lambda: wait_change(cells, 0, np.int32(0), 100, LONG)):
         time.sleep(0.05)
         before = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before < 0.05
-        ring(words, 0, np.int32(1))
+        ring(cells, 0, np.int32(1))
 
 
 def test_other_cells_do_not_wake() -> None:
-    words = new_words(3)
-    with threads(lambda: ring(words, 0, np.int32(1)), lambda: ring(words, 2, np.int32(1))):
-        assert wait_change(words, 1, np.int32(0), 10, SECOND // 10) == 0
+    cells = new_cells(3)
+    with threads(lambda: ring(cells, 0, np.int32(1)), lambda: ring(cells, 2, np.int32(1))):
+        assert wait_change(cells, 1, np.int32(0), 10, SECOND // 10) == 0
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_barrier(num_threads: int) -> None:
-    words, rounds = new_words(2), 2000
+    cells, rounds = new_cells(2), 2000
     came = np.zeros(num_threads, np.int64)
 
     def run(thread: int) -> None:
         for number in range(1, rounds + 1):
             came[thread] = number
-            barrier(words, 0, 1, num_threads)
+            barrier(cells, 0, 1, num_threads)
             assert came.min() >= number  # all have come
             assert came.max() <= number + 1  # none has passed the next one
 
     with threads(*[lambda i=i: run(i) for i in range(num_threads)]):
         pass
     assert came.tolist() == [rounds] * num_threads
-    assert words[0] == 0
-    assert words[WORDS_A_CELL] == (rounds if num_threads > 1 else 0)
+    assert cells[0] == 0
+    assert cells[INTS_A_CELL] == (rounds if num_threads > 1 else 0)
 
 
 def serve(
-    words: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
+    cells: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
 ) -> None:
     """One thread of a service that answers up to request `last`."""
     seen = 0
     while seen < last:
-        number = wait_change(words, cell(service, REQUEST), np.int32(seen), 100, LONG)
+        number = wait_change(cells, cell(service, REQUEST), np.int32(seen), 100, LONG)
         assert number == seen + 1
-        finish_request(words, replies, NO_DEALS, service, number, num_threads, clock_ns())
+        finish_request(cells, replies, NO_COUNTERS, service, number, num_threads, clock_ns())
         seen = number
 
 
 def test_many_requests_to_two_services_of_two_threads() -> None:
-    words, rounds = new_words(2 * CELLS_A_SERVICE), 1000
+    cells, rounds = new_cells(2 * CELLS_A_SERVICE), 1000
     replies, both = np.zeros((2, NUM_REPLY_WORDS), np.int64), np.array([0, 1])
-    loops = [lambda s=s: serve(words, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
+    loops = [lambda s=s: serve(cells, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
     with threads(*loops):
         for number in range(1, rounds + 1):
-            assert ask_all(words, both, number, LONG) == 2
+            assert ask_all(cells, both, number, LONG) == 2
             for service in both:
-                assert words[cell(service, DONE) * WORDS_A_CELL] == number
-                assert words[cell(service, ARRIVED) * WORDS_A_CELL] == 0
+                assert cells[cell(service, DONE) * INTS_A_CELL] == number
+                assert cells[cell(service, ARRIVED) * INTS_A_CELL] == 0
 
 
 def test_the_silent_service_is_told_and_can_be_awaited_again() -> None:
-    words, replies = new_words(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
+    cells, replies = new_cells(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
     services = np.array([2, 0, 1])
-    with threads(*[lambda s=s: serve(words, replies, s, 1, 1) for s in (2, 1)]):
-        assert ask_all(words, services, 1, SECOND) == 1  # service 0 does not run
-    assert await_all(words, services, 1, 1, SECOND // 50) == 1
-    with threads(lambda: serve(words, replies, 0, 1, 1)):
-        assert await_all(words, services, 1, 1, LONG) == 3
-    assert await_done(words, 2, 1, 0)
-    assert not await_done(words, 2, 2, SECOND // 50)
+    with threads(*[lambda s=s: serve(cells, replies, s, 1, 1) for s in (2, 1)]):
+        assert ask_all(cells, services, 1, SECOND) == 1  # service 0 does not run
+    assert await_all(cells, services, 1, 1, SECOND // 50) == 1
+    with threads(lambda: serve(cells, replies, 0, 1, 1)):
+        assert await_all(cells, services, 1, 1, LONG) == 3
+    assert await_done(cells, 2, 1, 0)
+    assert not await_done(cells, 2, 2, SECOND // 50)
 
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:
-    words, replies = new_words(CELLS_A_SERVICE), np.zeros((1, NUM_REPLY_WORDS), np.int64)
-    post(words, 0, 5)
-    finish_request(words, replies, NO_DEALS, 0, np.int32(4), 1, clock_ns())
-    assert not await_done(words, 0, 5, SECOND // 50)
-    finish_request(words, replies, NO_DEALS, 0, np.int32(5), 1, clock_ns())
-    assert await_done(words, 0, 5, 0)
+    cells, replies = new_cells(CELLS_A_SERVICE), np.zeros((1, NUM_REPLY_WORDS), np.int64)
+    post(cells, 0, 5)
+    finish_request(cells, replies, NO_COUNTERS, 0, np.int32(4), 1, clock_ns())
+    assert not await_done(cells, 0, 5, SECOND // 50)
+    finish_request(cells, replies, NO_COUNTERS, 0, np.int32(5), 1, clock_ns())
+    assert await_done(cells, 0, 5, 0)
 
 
 def echo_in_another_process(name: str, rounds: int) -> None:
     """Answer `rounds` rings of cell 0 by rings of cell 1, sleeping in the futex between."""
     memory = SharedMemory(name)
-    words = np.ndarray(2 * WORDS_A_CELL, np.int32, memory.buf)
+    cells = np.ndarray(2 * INTS_A_CELL, np.int32, memory.buf)
     for number in range(1, rounds + 1):
-        if wait_change(words, 0, np.int32(number - 1), 0, LONG) != number:
+        if wait_change(cells, 0, np.int32(number - 1), 0, LONG) != number:
             break
-        ring(words, 1, np.int32(number))
-    del words
+        ring(cells, 1, np.int32(number))
+    del cells
     memory.close()
 
 
 def test_two_processes_wake_each_other() -> None:
-    rounds, memory = 1000, SharedMemory(create=True, size=2 * WORDS_A_CELL * 4)
-    words = np.ndarray(2 * WORDS_A_CELL, np.int32, memory.buf)
-    words[:] = 0
+    rounds, memory = 1000, SharedMemory(create=True, size=2 * INTS_A_CELL * 4)
+    cells = np.ndarray(2 * INTS_A_CELL, np.int32, memory.buf)
+    cells[:] = 0
     child = multiprocessing.get_context("spawn").Process(
         target=echo_in_another_process, args=(memory.name, rounds)
     )
     child.start()
     try:
         for number in range(1, rounds + 1):
-            ring(words, 0, np.int32(number))
-            assert wait_change(words, 1, np.int32(number - 1), 0, LONG) == number
+            ring(cells, 0, np.int32(number))
+            assert wait_change(cells, 1, np.int32(number - 1), 0, LONG) == number
         child.join(60)
         assert child.exitcode == 0
     finally:
         child.kill()
         child.join()
-        del words
+        del cells
         memory.close()
         memory.unlink()

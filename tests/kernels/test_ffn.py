@@ -28,18 +28,18 @@ class Case:
     gate_bias: np.ndarray | None = None
     up_bias: np.ndarray | None = None
     activation_fn: str = "relu"
-    tokens: np.ndarray | None = None
+    token_masks: np.ndarray | None = None
 
     def run(self, package: Any, skip_silent: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Call the package's sparse_ffn."""
-        tokens = {} if self.tokens is None else {"tokens": self.tokens}
+        masks = {} if self.token_masks is None else {"token_masks": self.token_masks}
         return package.sparse_ffn(
             self.gate,
             self.up,
             self.down,
             self.x,
             self.ids,
-            **tokens,
+            **masks,
             gate_bias=self.gate_bias,
             up_bias=self.up_bias,
             activation_fn=self.activation_fn,
@@ -193,7 +193,7 @@ def test_no_tokens(backend: SimpleNamespace) -> None:
     assert out.shape == (0, 17) and not fired.size
 
 
-def token_masks(num_ids: int, num_tokens: int) -> np.ndarray:
+def random_masks(num_ids: int, num_tokens: int) -> np.ndarray:
     """Random sets of tokens; the first is empty, the second holds all, bits beyond are noise."""
     masks = np.random.default_rng(num_ids).integers(0, 1 << 32, num_ids, np.uint32)
     masks[:1], masks[1:2] = np.uint32(0xFFFFFFFF) << np.uint32(num_tokens % 32), 0xFFFFFFFF
@@ -210,13 +210,13 @@ def test_tokens_choose_their_own_neurons(
     case = make_case(kind, 97, 33, num_tokens, gated=gated, bias=True)
     for num_ids in (1, 4, 50, 97):
         ids = np.random.default_rng(num_ids).permutation(97)[:num_ids].astype(np.int32)
-        masks = token_masks(num_ids, num_tokens)
+        masks = random_masks(num_ids, num_tokens)
         expected, fired = np.zeros((num_tokens, 33)), np.zeros(97, bool)
         for t in range(num_tokens):
             own = ids[(masks >> np.uint32(t)) & np.uint32(1) != 0]
             expected[t], own_fired = replace(case, x=case.x[t : t + 1], ids=own).run(reference)
             fired[own_fired] = True
-        chosen = replace(case, ids=ids, tokens=masks)
+        chosen = replace(case, ids=ids, token_masks=masks)
         for skip_silent in (True, False):
             found, found_fired = chosen.run(backend, skip_silent)
             assert (np.abs(found - expected) <= 4e-6 * chosen.sizes()).all()
@@ -229,25 +229,25 @@ def test_a_neuron_that_no_token_wants_is_not_read(backend: SimpleNamespace) -> N
     ids = np.arange(97, dtype=np.int32)
     masks = np.where(ids % 2, np.uint32(3), np.uint32(4))  # token 2 is not asked for
     case.up[::2] = case.down[::2] = np.nan
-    out, fired = replace(case, ids=ids, tokens=masks).run(backend)
+    out, fired = replace(case, ids=ids, token_masks=masks).run(backend)
     assert np.isfinite(out).all() and fired.size and (fired % 2 == 1).all()
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tokens": np.zeros(3, np.uint32)},
-        {"tokens": np.zeros(4, np.int32)},
-        {"tokens": np.zeros((4, 1), np.uint32)},
-        {"tokens": np.zeros(4, np.uint32), "ids": None},
-        {"tokens": np.zeros(4, np.uint32), "x": np.zeros((33, 3), np.float32)},
+        {"token_masks": np.zeros(3, np.uint32)},
+        {"token_masks": np.zeros(4, np.int32)},
+        {"token_masks": np.zeros((4, 1), np.uint32)},
+        {"token_masks": np.zeros(4, np.uint32), "ids": None},
+        {"token_masks": np.zeros(4, np.uint32), "x": np.zeros((33, 3), np.float32)},
     ],
     ids=str,
 )
 def test_tokens_refused(backend: SimpleNamespace, changes: dict[str, Any]) -> None:
     case = replace(make_case("f32", 5, 3), ids=np.arange(4, dtype=np.int32))
-    replace(case, tokens=np.zeros(4, np.uint32)).run(backend)
-    with pytest.raises(ValueError, match="tokens"):
+    replace(case, token_masks=np.zeros(4, np.uint32)).run(backend)
+    with pytest.raises(ValueError, match="token"):
         replace(case, **changes).run(backend)
 
 

@@ -18,7 +18,7 @@ from tests.kernels.arrays import BITS, random_bits, random_floats
 
 pytestmark = pytest.mark.skipif(not has_word_products(), reason="a CPU with AVX512-VNNI")
 KINDS = ["f16", "bf16"]
-GROUP = 64
+COLUMN_GROUP = 64
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 1, 1), (5, 37, 71), (16, 6, 2), (33, 101, 1027), (70, 97, 1184), (130, 600, 64)]
 
@@ -29,12 +29,12 @@ def rounded(array: np.ndarray, most: int) -> np.ndarray:
     Quotients are float32, for where they lie in the middle between two numbers it matters.
     """
     found = np.zeros(array.shape)
-    for first in range(0, array.shape[1], GROUP):
-        part = array[:, first : first + GROUP].astype(np.float32)
+    for first in range(0, array.shape[1], COLUMN_GROUP):
+        part = array[:, first : first + COLUMN_GROUP].astype(np.float32)
         top = np.abs(part).max(axis=1, keepdims=True)
         factor = np.float32(most) / np.where(top == 0, np.float32(1), top)
         scale = top.astype(np.float64) / most
-        found[:, first : first + GROUP] = np.rint(part * factor) * scale
+        found[:, first : first + COLUMN_GROUP] = np.rint(part * factor) * scale
     return found
 
 

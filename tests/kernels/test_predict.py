@@ -285,8 +285,8 @@ def scores_and_part(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 @given(scores_and_part())
 def test_select(case: tuple[np.ndarray, int, int]) -> None:
     scores, begin, end = case
-    ids, tokens = np.full(20, -7, np.int32), np.full(20, 7, np.uint32)
-    count = select_kernel(scores, begin, end, ids, tokens)
+    ids, token_masks = np.full(20, -7, np.int32), np.full(20, 7, np.uint32)
+    count = select_kernel(scores, begin, end, ids, token_masks)
     wanted = {
         n - begin: sum(
             1 << t for t, score in enumerate(scores[:, n]) if score > 0 or math.isnan(score)
@@ -296,5 +296,5 @@ def test_select(case: tuple[np.ndarray, int, int]) -> None:
     expected = [(n, mask) for n, mask in wanted.items() if mask]
     assert ids[:count].tolist() == [n for n, _ in expected]
     if scores.shape[0] > 1:
-        assert tokens[:count].tolist() == [mask for _, mask in expected]
+        assert token_masks[:count].tolist() == [mask for _, mask in expected]
     assert (ids[max(count, end - begin) :] == -7).all()

@@ -8,7 +8,7 @@ import pytest
 
 from actors.protocol.arena import ArenaLayout
 from numba_kernels.decode.predict import pack_weights
-from numba_kernels.serve.doorbell import WORDS_A_CELL, ring
+from numba_kernels.serve.doorbell import INTS_A_CELL, ring
 from numba_kernels.serve.mailbox import DONE, Wires, cell
 from predictors.sign import SignLayer
 from predictors.sign_team import SignTeam
@@ -55,7 +55,7 @@ def team(
 
 
 def answer(wires: Wires, number: int) -> None:
-    ring(wires.words, cell(SERVICE, DONE), np.int32(number))
+    ring(wires.cells, cell(SERVICE, DONE), np.int32(number))
 
 
 def alone(layer: SignLayer, x: np.ndarray) -> np.ndarray:
@@ -111,14 +111,14 @@ def test_helpers_end_that_have_not_woken_for_the_last_answer(
     layers: list[SignLayer | None], wires: Wires, last: int
 ) -> None:
     """Whatever they saw last: their core may have been somebody else's meanwhile."""
-    done = cell(SERVICE, DONE) * WORDS_A_CELL
+    done = cell(SERVICE, DONE) * INTS_A_CELL
     for before in {*range(last)}:
-        wires.words[done] = before
+        wires.cells[done] = before
         team = SignTeam(layers, wires, SERVICE, 3, MOST_TOKENS)
         threading.Event().wait(0.05)  # until they sleep
-        wires.words[done] = last  # not rung, so they sleep on
+        wires.cells[done] = last  # not rung, so they sleep on
         team.close()
-        assert wires.words[done] == last
+        assert wires.cells[done] == last
 
 
 def test_its_layers_are_the_given_ones(team: SignTeam, layers: list[SignLayer | None]) -> None:

@@ -1,4 +1,4 @@
-"""Rows dealt to threads: each is multiplied once, whoever comes, and to the same bits."""
+"""Work stealing: each row is multiplied once, whoever comes, and to the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from numba import njit
 from numba_kernels.decode.rows import rows_times_vectors
 from numba_kernels.decode.vectors import empty_vectors, prepared
 from numba_kernels.formats import is_quantized, row_width
-from numba_kernels.serve.work_stealing import block_rows, dealt_rows, new_deals, take
+from numba_kernels.serve.work_stealing import (
+    block_rows,
+    new_block_counters,
+    next_block,
+    work_stealing_rows,
+)
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, random_rows
 
@@ -19,9 +24,9 @@ NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 @njit(nogil=True)
-def _run(deal, thread, num_threads, weights, bias, x, room, addend, out):
+def _run(counters, thread, num_threads, weights, bias, x, room, addend, out):
     vectors = prepared(weights, x, room, thread)
-    dealt_rows(deal, thread, num_threads, weights, bias, vectors, addend, out)
+    work_stealing_rows(counters, thread, num_threads, weights, bias, vectors, addend, out)
 
 
 class Case:
@@ -35,7 +40,7 @@ class Case:
         self.weights = self.weights_of(kind, 7 * size + 13, width)
         assert row_width(self.weights.dtype, self.weights.shape[1]) == width
         self.x = random_floats(1, num_tokens, width)
-        self.deals = new_deals(2, self.num_threads)
+        self.counters = new_block_counters(2, self.num_threads)
         quantized = is_quantized(self.weights.dtype)
         self.room = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
         self.out = np.full((num_tokens, self.weights.shape[0]), np.nan, np.float32)
@@ -49,10 +54,10 @@ class Case:
         return random_bits(0, BITS[kind], num_rows, width)
 
     def run(
-        self, thread: int, bias: np.ndarray = NO_BIAS, addend: np.ndarray = NO_ADDEND, deal: int = 0
+        self, thread: int, bias: np.ndarray = NO_BIAS, addend: np.ndarray = NO_ADDEND, kind: int = 0
     ) -> None:
         _run(
-            self.deals[deal], thread, self.num_threads, self.weights, bias, self.x, self.room,
+            self.counters[kind], thread, self.num_threads, self.weights, bias, self.x, self.room,
             addend, self.out,
         )  # fmt: skip
 
@@ -67,7 +72,7 @@ def test_one_thread_does_it_all_where_no_other_comes(kind: str, num_tokens: int)
     case.run(0)
     case.run(2)
     assert np.isnan(case.out).all()
-    case.run(0, deal=1)  # another kind of work is dealt for itself
+    case.run(0, kind=1)  # another kind of work has counters of its own
     np.testing.assert_array_equal(case.out, case.products)
 
 
@@ -77,23 +82,23 @@ def test_threads_side_by_side(kind: str) -> None:
     bias, addend = random_floats(2, case.out.shape[1]), random_floats(3, *case.out.shape)
     with ThreadPoolExecutor(case.num_threads) as pool:
         for _ in range(50):
-            case.deals[:], case.out[:] = 0, np.nan
+            case.counters[:], case.out[:] = 0, np.nan
             list(pool.map(lambda thread: case.run(thread, bias, addend), range(case.num_threads)))
             np.testing.assert_array_equal(case.out, (case.products + bias) + addend)
 
 
 def test_each_block_is_taken_once() -> None:
-    deals, num_threads = new_deals(1, 4), 4
+    counters, num_threads = new_block_counters(1, 4), 4
     with ThreadPoolExecutor(num_threads) as pool:
 
         def all_blocks(thread: int) -> list[int]:
-            return [take_one(deals[0], 2) for _ in range(1000 + thread)]
+            return [take_one(counters[0], 2) for _ in range(1000 + thread)]
 
         taken = [block for blocks in pool.map(all_blocks, range(num_threads)) for block in blocks]
     assert sorted(taken) == list(range(len(taken)))
-    assert deals[0].nonzero()[0].tolist() == [2 * 16]
+    assert counters[0].nonzero()[0].tolist() == [2 * 16]
 
 
 @njit(nogil=True)
-def take_one(deal, part):
-    return take(deal, part)
+def take_one(counters, part):
+    return next_block(counters, part)

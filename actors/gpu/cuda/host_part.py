@@ -12,7 +12,7 @@ from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.gpu.gpu_service import GpuService
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import AnswerFailed
-from numba_kernels.serve.doorbell import WORDS_A_CELL
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import CELLS_A_SERVICE, NUM_COMPUTED, OPERATION, STOP, Wires
 
 _JOIN_S = 10.0
@@ -29,7 +29,7 @@ class HostPart:
         """Start its threads; `wires` are the service's."""
         self._outer = wires
         own = wires._replace(
-            words=np.zeros((self._inner.index + 1) * CELLS_A_SERVICE * WORDS_A_CELL, np.int32),
+            cells=np.zeros((self._inner.index + 1) * CELLS_A_SERVICE * INTS_A_CELL, np.int32),
             requests=np.zeros_like(wires.requests),
             replies=np.zeros_like(wires.replies),
         )

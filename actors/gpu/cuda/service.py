@@ -149,7 +149,7 @@ class CudaService(Service):
 
     def serve(self, thread: int, seen: int) -> int:
         """Wait for the next request, without the GIL; all of them are Python's."""
-        return int(next_request(self.wires.words, self.index, np.int32(seen)))
+        return int(next_request(self.wires.cells, self.index, np.int32(seen)))
 
     def answer_in_python(self) -> None:
         """Answer any request. An error of the device's own is a DeviceFailure."""
