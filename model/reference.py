@@ -6,6 +6,7 @@ No cache, no batching, no speed: a sequence of T tokens in, logits of all T posi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from model.config.build import read_config
+from model.config.layer_order import layer_input, mixed_and_ffn_input
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import AttentionWeights, load_attention
@@ -47,6 +49,7 @@ def reference_logits(
     h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
     for layer in range(config.num_layers):
         h = _layer(config, attention, ffn, layer, h)
+    h = layer_input(config.layer_order, config.num_layers, h, partial(_ffn_norm, config, attention))
     return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
 
@@ -56,18 +59,24 @@ def _layer(
     def norm(x: torch.Tensor) -> torch.Tensor:
         return _norm(config, x, weights.norm_weight[layer], weights.norm_bias[layer])
 
-    def ffn_norm(x: torch.Tensor) -> torch.Tensor:
-        return _norm(config, x, weights.ffn_norm_weight[layer], weights.ffn_norm_bias[layer])
+    def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + _attention(config, weights, layer, x)
 
-    if config.post_norm:
-        h = norm(h + _attention(config, weights, layer, h))
-        return ffn_norm(h + _ffn(config, ffn, layer, h))
-    x = norm(h)
-    if config.parallel_ffn:
-        ffn_input = ffn_norm(h) if config.has_ffn_norm else x
-        return h + _attention(config, weights, layer, x) + _ffn(config, ffn, layer, ffn_input)
-    h = h + _attention(config, weights, layer, x)
-    return h + _ffn(config, ffn, layer, ffn_norm(h))
+    order, ffn_norm = config.layer_order, partial(_ffn_norm, config, weights)
+    mixed, ffn_input = mixed_and_ffn_input(
+        order,
+        layer_input(order, layer, h, ffn_norm),
+        norm=norm,
+        ffn_norm=partial(ffn_norm, layer),
+        add_attention=add_attention,
+    )
+    return mixed + _ffn(config, ffn, layer, ffn_input)
+
+
+def _ffn_norm(
+    config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
+) -> torch.Tensor:
+    return _norm(config, x, weights.ffn_norm_weight[layer], weights.ffn_norm_bias[layer])
 
 
 def _double(bits: np.ndarray) -> torch.Tensor:

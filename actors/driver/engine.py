@@ -204,4 +204,4 @@ class Engine:
         """The array of the wires that the predictor reads."""
         if self.predictor is None or self.predictor.input_name == "ffn_input":
             return "ffn_input"
-        return "hidden" if self.config.parallel_ffn else "mixed"
+        return "hidden" if self.config.layer_order.is_parallel else "mixed"

@@ -37,9 +37,6 @@ from numba_kernels.serve.mailbox import (
 )
 from numba_kernels.serve.serve_attention import (
     NUM_COUNTERS,
-    PARALLEL,
-    POST_NORM,
-    SEQUENTIAL,
     AttentionArrays,
     AttentionScratch,
     AttentionShape,
@@ -154,14 +151,13 @@ class GpuService(Service):
 
 def attention_shape(config: ModelConfig) -> AttentionShape:
     """The numbers of `config` that the loops need."""
-    order = POST_NORM if config.post_norm else PARALLEL if config.parallel_ffn else SEQUENTIAL
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         norm_kind=RMS_NORM if config.norm_kind == "rmsnorm" else LAYER_NORM,
         norm_epsilon=np.float32(config.norm_eps),
-        order=order,
+        order=config.layer_order,
     )
 
 

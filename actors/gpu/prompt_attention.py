@@ -1,19 +1,18 @@
 """Attention and head of many tokens of one sequence (prefill), by torch.
 
-The same layer orders as numba_kernels.serve.serve_attention, as matrix products over all tokens.
+What numba_kernels.serve.serve_attention computes, as matrix products over all tokens.
 """
 
 import numpy as np
 import torch
 
 from actors.cpu.matrix_products import MatrixProducts
+from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import read_kernel
 from numba_kernels.decode.norm import RMS_NORM
 from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.serve.serve_attention import (
-    PARALLEL,
-    POST_NORM,
     AttentionArrays,
     AttentionShape,
     rotate_and_store,
@@ -39,10 +38,10 @@ def _norm(
 def _layer_input(
     hidden: np.ndarray, layer: int, shape: AttentionShape, arrays: AttentionArrays
 ) -> torch.Tensor:
-    x = torch.from_numpy(hidden)
-    if shape.order == POST_NORM and layer > 0:
-        return _norm(shape, x, arrays.ffn_norm_weight[layer - 1], arrays.ffn_norm_bias[layer - 1])
-    return x
+    def ffn_norm(layer: int, x: torch.Tensor) -> torch.Tensor:
+        return _norm(shape, x, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+
+    return layer_input(shape.order, layer, torch.from_numpy(hidden), ffn_norm)
 
 
 def _attend(
@@ -105,19 +104,25 @@ def dense_attention(
     num_tokens = int(wires.requests[service, NUM_TOKENS])
     if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
-    residual = _layer_input(wires.hidden[:num_tokens], layer, shape, arrays)
-    norm = arrays.norm_weight[layer], arrays.norm_bias[layer]
-    ffn_norm = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
-    normed = residual if shape.order == POST_NORM else _norm(shape, residual, *norm)
-    qkv = products.linear(normed, arrays.qkv[layer], arrays.qkv_bias[layer])
-    heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
-    mixed = residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
-    if shape.order == POST_NORM:
-        mixed = ffn_input = _norm(shape, mixed, *norm)
-    elif shape.order == PARALLEL:
-        ffn_input = _norm(shape, residual, *ffn_norm) if ffn_norm[0].size else normed
-    else:
-        ffn_input = _norm(shape, mixed, *ffn_norm)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return _norm(shape, x, arrays.norm_weight[layer], arrays.norm_bias[layer])
+
+    def ffn_norm(x: torch.Tensor) -> torch.Tensor:
+        return _norm(shape, x, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+
+    def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        qkv = products.linear(x, arrays.qkv[layer], arrays.qkv_bias[layer])
+        heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
+        return residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
+
+    mixed, ffn_input = mixed_and_ffn_input(
+        shape.order,
+        _layer_input(wires.hidden[:num_tokens], layer, shape, arrays),
+        norm=norm,
+        ffn_norm=ffn_norm,
+        add_attention=add_attention,
+    )
     torch.from_numpy(wires.mixed[:num_tokens]).copy_(mixed)
     torch.from_numpy(wires.ffn_input[:num_tokens]).copy_(ffn_input)
 

@@ -7,6 +7,14 @@ from typing import Literal
 
 import numpy as np
 
+from model.config.layer_order import (
+    PARALLEL,
+    PARALLEL_SHARED_NORM,
+    POST_NORM,
+    PRE_NORM,
+    LayerOrder,
+)
+
 ActivationFn = Literal["relu", "silu", "gelu"]
 WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
 
@@ -55,10 +63,7 @@ class RopeConfig:
 class ModelConfig:
     """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
 
-    A layer is h += attention(norm(h)); h += ffn(ffn_norm(h)), but for
-    post_norm (opt-350m): h = norm(h + attention(h)); h = ffn_norm(h + ffn(h))
-    parallel_ffn (Falcon): h += attention(norm(h)) + ffn(ffn_norm(h)), and ffn_norm is norm where
-    has_ffn_norm is False.
+    post_norm, parallel_ffn and has_ffn_norm say what `layer_order` tells in full.
     """
 
     family: str  # a key of `families.FAMILIES`
@@ -90,6 +95,15 @@ class ModelConfig:
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def layer_order(self) -> LayerOrder:
+        """How norms, attention and FFN follow one another."""
+        if self.post_norm:
+            return POST_NORM
+        if self.parallel_ffn:
+            return PARALLEL if self.has_ffn_norm else PARALLEL_SHARED_NORM
+        return PRE_NORM
 
     @property
     def qkv_rows(self) -> int:

@@ -1,12 +1,10 @@
 """One thread of the GPU service on device="cpu": its share of attention and of the head.
 
-A sequence's layer:   pre-norm    mixed = h + attention(norm(h)); ffn_input = ffn_norm(mixed)
-                      post-norm   mixed = ffn_input = norm(h + attention(h)); h is first brought
-                                  through the norm that ends the layer before (opt-350m)
-                      parallel    mixed = h + attention(norm(h)); ffn_input = ffn_norm(h) (Falcon)
+The order of a layer's parts is that of `model/config/layer_order.py`; its flags come as numbers of
+`AttentionShape`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -31,7 +29,6 @@ from numba_kernels.serve.mailbox import (
 )
 from numba_kernels.serve.work_stealing import next_block, work_stealing_rows
 
-SEQUENTIAL, POST_NORM, PARALLEL = 0, 1, 2
 _QKV, _HEADS, _OUT, _PROJECT, _HEAD = range(5)
 NUM_COUNTERS = 5
 
@@ -61,14 +58,14 @@ class AttentionArrays(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """The numbers that the loops need: heads, head_dim, kind of norm, order of a layer."""
+    """The numbers that the loops need; `order` is a `LayerOrder` of the model package."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_kind: int
     norm_epsilon: np.float32
-    order: int
+    order: Any
 
 
 class AttentionScratch(NamedTuple):
@@ -95,7 +92,7 @@ def _meet(cells, service, num_threads):
 def _layer_input(hidden, layer, shape, arrays, residual):
     """The layer's input: `hidden`, through the norm that ended the layer before if that is late."""
     for t in range(hidden.shape[0]):
-        if shape.order == POST_NORM and layer > 0:
+        if shape.order.norms_output and layer > 0:
             norm_kernel(
                 shape.norm_kind, hidden[t], arrays.ffn_norm_weight[layer - 1],
                 arrays.ffn_norm_bias[layer - 1], shape.norm_epsilon, residual[t],
@@ -107,13 +104,13 @@ def _layer_input(hidden, layer, shape, arrays, residual):
 @njit(nogil=True, cache=True)
 def _layer_norm_before(residual, layer, shape, arrays, normed):
     for t in range(residual.shape[0]):
-        if shape.order == POST_NORM:
-            normed[t] = residual[t]
-        else:
+        if shape.order.norms_input:
             norm_kernel(
                 shape.norm_kind, residual[t], arrays.norm_weight[layer], arrays.norm_bias[layer],
                 shape.norm_epsilon, normed[t],
             )  # fmt: skip
+        else:
+            normed[t] = residual[t]
 
 
 @njit(nogil=True, cache=True)
@@ -156,20 +153,22 @@ def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
 
 @njit(nogil=True, cache=True)
 def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
+    kind, epsilon, order = shape.norm_kind, shape.norm_epsilon, shape.order
     weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
     x = wires.ffn_input[t]
-    if shape.order == POST_NORM:
-        kind, epsilon = shape.norm_kind, shape.norm_epsilon
+    if order.norms_sum:
         norm_kernel(
             kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
         )
         wires.mixed[t] = x
-    elif shape.order == SEQUENTIAL:
-        norm_kernel(shape.norm_kind, wires.mixed[t], weight, bias, shape.norm_epsilon, x)
-    elif weight.shape[0]:
-        norm_kernel(shape.norm_kind, residual[t], weight, bias, shape.norm_epsilon, x)
-    else:
+    if order.norms_ffn_input and order.is_parallel:
+        norm_kernel(kind, residual[t], weight, bias, epsilon, x)
+    elif order.norms_ffn_input:
+        norm_kernel(kind, wires.mixed[t], weight, bias, epsilon, x)
+    elif order.is_parallel:
         x[:] = normed[t]
+    else:
+        x[:] = wires.mixed[t]
 
 
 @njit(nogil=True, cache=True)

@@ -15,8 +15,9 @@ from actors.gpu.cuda.model import AttentionPart, CudaModel, FfnPart
 from actors.gpu.cuda.step import whole_length
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from cuda_kernels.matrix import DeviceMatrix
+from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import PAGE_POSITIONS
-from numba_kernels.serve.serve_attention import PARALLEL, POST_NORM, AttentionShape
+from numba_kernels.serve.serve_attention import AttentionShape
 
 _BLOCK_BYTES = 64 << 20  # of widened weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
@@ -43,25 +44,24 @@ class PromptWork:
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any]:
         """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), the others (T,)."""
-        shape, norms = self._shape, self._model.norms[layer]
+        norms = self._model.norms[layer]
         part = self._model.attention[layer]
         assert part is not None
-        residual = self._layer_input(layer, hidden)
-        normed = residual
-        if shape.order != POST_NORM:
-            normed = self._norm(residual, norms.weight, norms.bias)
-        qkv = self.linear(normed, part.qkv, part.qkv_bias)
-        heads = self._attend(part, qkv, positions, slots, tables, last_position)
-        mixed = self.linear(heads, part.out, part.out_bias)
-        mixed += residual
-        if shape.order == POST_NORM:
-            mixed = self._norm(mixed, norms.weight, norms.bias)
-            return mixed, mixed
-        if shape.order != PARALLEL:
-            return mixed, self._norm(mixed, norms.ffn_weight, norms.ffn_bias)
-        if norms.ffn_weight.shape[0]:
-            normed = self._norm(residual, norms.ffn_weight, norms.ffn_bias)
-        return mixed, normed
+
+        def add_attention(x: Any, residual: Any) -> Any:
+            qkv = self.linear(x, part.qkv, part.qkv_bias)
+            heads = self._attend(part, qkv, positions, slots, tables, last_position)
+            mixed = self.linear(heads, part.out, part.out_bias)
+            mixed += residual
+            return mixed
+
+        return mixed_and_ffn_input(
+            self._shape.order,
+            self._layer_input(layer, hidden),
+            norm=lambda x: self._norm(x, norms.weight, norms.bias),
+            ffn_norm=lambda x: self._ffn_norm(layer, x),
+            add_attention=add_attention,
+        )
 
     def hot(self, part: FfnPart, x: Any, out: Any, *, add: bool, counts: Any = None) -> None:
         """out = the neurons' output for x (T, d), or out += with `add`.
@@ -160,10 +160,11 @@ class PromptWork:
         return heads
 
     def _layer_input(self, layer: int, hidden: Any) -> Any:
-        if self._shape.order != POST_NORM or layer == 0:
-            return hidden
-        norms = self._model.norms[layer - 1]
-        return self._norm(hidden, norms.ffn_weight, norms.ffn_bias)
+        return layer_input(self._shape.order, layer, hidden, self._ffn_norm)
+
+    def _ffn_norm(self, layer: int, x: Any) -> Any:
+        norms = self._model.norms[layer]
+        return self._norm(x, norms.ffn_weight, norms.ffn_bias)
 
     def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
         shape, out = self._shape, self._device.empty(x.shape, np.float32)

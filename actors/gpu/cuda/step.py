@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from actors.gpu.cuda.device import Device
-from actors.gpu.cuda.model import CudaModel, Norms
+from actors.gpu.cuda.model import CudaModel
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import PAGE_POSITIONS
-from numba_kernels.serve.serve_attention import PARALLEL, POST_NORM, AttentionShape
+from numba_kernels.serve.serve_attention import AttentionShape
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -83,20 +84,37 @@ class StepWork:
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
         """hidden → mixed_and_input."""
-        shape, device = self._shape, self._device
-        part, norms, kernels = (
-            self._model.attention[layer],
-            self._model.norms[layer],
-            device.kernels,
+        norms, normed = self._model.norms[layer], self._normed[:num_tokens]
+        mixed, ffn_input = self.outputs(num_tokens)
+
+        def norm(x: Any) -> Any:
+            out = ffn_input if x is mixed else normed
+            return self._norm(x, norms.weight, norms.bias, out)
+
+        def add_attention(x: Any, residual: Any) -> Any:
+            self._add_attention(layer, x, residual, max_length, mixed)
+            return mixed
+
+        found = mixed_and_ffn_input(
+            self._shape.order,
+            self._layer_input(layer, num_tokens),
+            norm=norm,
+            ffn_norm=lambda x: self._norm(x, norms.ffn_weight, norms.ffn_bias, ffn_input),
+            add_attention=add_attention,
         )
+        for source, target in zip(found, (mixed, ffn_input), strict=True):
+            if source is not target:
+                self._copy(source, target)
+
+    def _add_attention(
+        self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any
+    ) -> None:
+        """mixed = residual + attention(x): (T, d) each."""
+        shape, kernels, num_tokens = self._shape, self._device.kernels, x.shape[0]
+        part = self._model.attention[layer]
         assert part is not None
-        residual = self._layer_input(layer, num_tokens)
-        normed = residual
-        if shape.order != POST_NORM:
-            normed = self._normed[:num_tokens]
-            self._norm(residual, norms.weight, norms.bias, normed)
         qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
-        kernels.rows_times_vectors(part.qkv, part.qkv_bias, normed, qkv)
+        kernels.rows_times_vectors(part.qkv, part.qkv_bias, x, qkv)
         place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
         cache = part.keys, part.values
         groups = shape.num_heads, shape.num_kv_heads
@@ -105,20 +123,7 @@ class StepWork:
         kernels.decode_attention(
             qkv, *groups, *cache, *place, scale, max_length, self.attention_scratch, heads
         )
-        mixed, ffn_input = self.outputs(num_tokens)
         kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
-        self._finish(norms, residual, normed, mixed, ffn_input)
-
-    def _finish(self, norms: Norms, residual: Any, normed: Any, mixed: Any, ffn_input: Any) -> None:
-        if self._shape.order == POST_NORM:
-            self._norm(mixed, norms.weight, norms.bias, ffn_input)
-            self._copy(ffn_input, mixed)
-        elif self._shape.order != PARALLEL:
-            self._norm(mixed, norms.ffn_weight, norms.ffn_bias, ffn_input)
-        elif norms.ffn_weight.shape[0]:
-            self._norm(residual, norms.ffn_weight, norms.ffn_bias, ffn_input)
-        else:
-            self._copy(normed, ffn_input)
 
     def hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
         """ffn_input → partial, num_fired."""
@@ -163,16 +168,16 @@ class StepWork:
         return flat[0].reshape(shape), flat[1].reshape(shape)
 
     def _layer_input(self, layer: int, num_tokens: int) -> Any:
-        x = self.hidden[:num_tokens]
-        if self._shape.order != POST_NORM or layer == 0:
-            return x
-        residual, norms = self._residual[:num_tokens], self._model.norms[layer - 1]
-        self._norm(x, norms.ffn_weight, norms.ffn_bias, residual)
-        return residual
+        def ffn_norm(layer: int, x: Any) -> Any:
+            norms, out = self._model.norms[layer], self._residual[:num_tokens]
+            return self._norm(x, norms.ffn_weight, norms.ffn_bias, out)
 
-    def _norm(self, x: Any, weight: Any, bias: Any, out: Any) -> None:
+        return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
+
+    def _norm(self, x: Any, weight: Any, bias: Any, out: Any) -> Any:
         shape = self._shape
         self._device.kernels.norm(shape.norm_kind, x, weight, bias, float(shape.norm_epsilon), out)
+        return out
 
     def _copy(self, source: Any, target: Any) -> None:
         """A norm without weights copies, and can be part of a graph."""

@@ -1,0 +1,68 @@
+"""The order of a layer's parts: norms, attention, residual, FFN. Told here, computed elsewhere.
+
+    residual = h                                or ffn_norm(h) of the layer before: `norms_output`
+    x = norm(residual)                          or the residual itself, without `norms_input`
+    mixed = residual + attention(x)             or norm of that: `norms_sum`
+    ffn_input = ffn_norm(mixed)                 or mixed itself, without `norms_ffn_input`
+                ffn_norm(residual), or x        of a parallel layer: `is_parallel`
+    h = mixed + ffn(ffn_input)
+
+The norm that ends a layer is computed where the next one, or the head, begins: the driver sums up
+the FFN, and the norms are with attention. Compiled loops read the same flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+_Rows = TypeVar("_Rows")  # (T, d), of whatever library computes
+
+
+class LayerOrder(NamedTuple):
+    """What distinguishes the families' layers; see the module's formulas."""
+
+    norms_input: bool = True
+    norms_sum: bool = False
+    is_parallel: bool = False
+    norms_ffn_input: bool = True
+    norms_output: bool = False
+
+
+PRE_NORM = LayerOrder()
+POST_NORM = LayerOrder(
+    norms_input=False, norms_sum=True, norms_ffn_input=False, norms_output=True
+)  # opt-350m
+PARALLEL = LayerOrder(is_parallel=True)  # Falcon
+PARALLEL_SHARED_NORM = LayerOrder(is_parallel=True, norms_ffn_input=False)  # Falcon-7B
+
+
+def layer_input(
+    order: LayerOrder, layer: int, h: _Rows, ffn_norm: Callable[[int, _Rows], _Rows]
+) -> _Rows:
+    """The residual that a layer begins with; of layer L, what the head begins with.
+
+    `ffn_norm` takes the number of a layer and rows.
+    """
+    return ffn_norm(layer - 1, h) if order.norms_output and layer > 0 else h
+
+
+def mixed_and_ffn_input(
+    order: LayerOrder,
+    residual: _Rows,
+    *,
+    norm: Callable[[_Rows], _Rows],
+    ffn_norm: Callable[[_Rows], _Rows],
+    add_attention: Callable[[_Rows, _Rows], _Rows],
+) -> tuple[_Rows, _Rows]:
+    """What the FFN's output is added to, and what the FFN reads; perhaps the same rows.
+
+    add_attention(x, residual) = residual + attention(x)
+    """
+    x = norm(residual) if order.norms_input else residual
+    mixed = add_attention(x, residual)
+    if order.norms_sum:
+        mixed = norm(mixed)
+    if order.norms_ffn_input:
+        return mixed, ffn_norm(residual if order.is_parallel else mixed)
+    return mixed, x if order.is_parallel else mixed
