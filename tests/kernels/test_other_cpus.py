@@ -1,4 +1,7 @@
-"""Kernels as they are compiled for other CPUs than this one: older x86 here, ARM up to assembly."""
+"""Kernels as they are compiled for other CPUs than this one: older x86 here, ARM up to assembly.
+
+They are kept beside this CPU's own, told apart as on a home folder that several machines share.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ HASWELL = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run_for(cpu: str, features: str, cache: Path, *arguments: str) -> str:
+def run_for(cpu: str, features: str, *arguments: str) -> str:
     """Run `tests.kernels.other_cpu` for that CPU and return its standard output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.other_cpu", *arguments],
         cwd=ROOT,
@@ -67,18 +70,17 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
 def test_older_x86(kind: str, features: str, expected: list[str], tmp_path: Path) -> None:
     file, has_ffn = tmp_path / "found.safetensors", features != "" or kind == "f16"
     arguments = ["results", kind, str(file), *(["ffn"] if has_ffn else [])]
-    assert run_for("haswell", features, tmp_path, *arguments).split() == expected
+    assert run_for("haswell", features, *arguments).split() == expected
     found = load_file(file)
     check_numbers(kind, found)
-    for name, own in results(
-        kind, has_ffn
-    ).items():  # the order of additions is the same everywhere
+    # The order of additions is the same everywhere.
+    for name, own in results(kind, has_ffn).items():
         assert found[name].tobytes() == own.tobytes(), name
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8"])
-def test_arm(kind: str, tmp_path: Path) -> None:
-    assembly = run_for("generic", "", tmp_path, "aarch64", kind)
+def test_arm(kind: str) -> None:
+    assembly = run_for("generic", "", "aarch64", kind)
     instructions = {line.split()[0] for line in assembly.splitlines() if line.startswith("\t")}
     assert re.search(r"\tfmla\tv\d+\.4s, v\d+\.4s, v\d+\.4s", assembly)
     assert re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)
