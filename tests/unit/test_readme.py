@@ -1,72 +1,92 @@
-"""README says what is true: its commands parse, its files exist, its table is the report's."""
+"""README is short and true: its tree is the folders', its figures are the reports'."""
+
+from __future__ import annotations
 
 import re
-import shlex
-from pathlib import Path
 
-import click
 import pytest
 
-from jobs.cli import cli
+from tests.documents import ROOT, page
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-
-
-def _commands() -> list[str]:
-    lines = [
-        line.split("#")[0].strip()
-        for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-        for line in block.splitlines()
-    ]
-    parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [re.sub(r"^\S*hotcold ", "", part) for part in parts if re.match(r"\S*hotcold ", part)]
+README = page("README.md").text
+SPEED = page("docs/speed.md").text
+MOST_LINES = 150
 
 
-def test_there_are_commands() -> None:
-    assert len(_commands()) > 5
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("line", _commands())
-def test_command_parses(line: str) -> None:
-    command: click.Command = cli
-    words = shlex.split(line)
-    with click.Context(cli, info_name="hotcold") as context:
-        while isinstance(command, click.Group):
-            found = command.get_command(context, words.pop(0))
-            assert found is not None
-            command = found
-        command.make_context(command.name or "", words, parent=context)
+def test_it_begins_with_a_picture_and_two_commands() -> None:
+    assert README.index("┌──") < README.index("## Set up")
+    first, second = (part.split("```")[0] for part in README.split("```sh\n")[1:3])
+    assert first.count("\n") == second.count("\n") == 1
+    assert "hotcold generate" in first and second.rstrip().endswith("pytest")
 
 
-def test_files_of_the_tree_exist() -> None:
-    tree = README[README.index("## The tree") :]
-    folder = ""
-    seen = 0
-    for line in tree.splitlines():
-        top = re.match(r"    (\w+/)", line)
-        folder = top[1] if top else folder
-        for name in re.findall(r"[\w]+\.(?:py|md)\b", line):
-            assert (ROOT / folder / name).exists(), f"{folder}{name}"
-            seen += 1
-    assert seen > 30
+def _tree() -> dict[str, str]:
+    """Folder, as a path -> what is said of it; from README's indented lines."""
+    text = README[README.index("## The tree") : README.index("## Where to read on")]
+    found: dict[str, str] = {}
+    way: list[str] = []
+    for indent, name, words in re.findall(r"^    ( *)(\S+)/ +(\S.*)$", text, re.M):
+        way = [*way[: len(indent) // 2], name]
+        found["/".join(way)] = words
+    return found
 
 
-def test_every_top_level_package_is_in_the_tree() -> None:
-    tree = README[README.index("## The tree") :]
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert {name for name in packages if f"    {name}/" not in tree} == set()
+def test_the_tree_is_the_folders() -> None:
+    library = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    shown = {path.parent for name in library for path in (ROOT / name).rglob("*.py")}
+    shown |= {ROOT / name for name in ("cuda_kernels/csrc", "docs", "tests", "clusters")}
+    tree = _tree()
+    assert {ROOT / name for name in tree} == shown
+    parts = {path.parent.name for path in ROOT.glob("tests/*/__init__.py")}
+    assert {f"{name}/" for name in parts} == set(tree["tests"].split())
 
 
 def test_tables_are_the_reports() -> None:
-    found = re.findall(r"<!-- (benchmarks/results/\S+\.md) -->\n(.*?)<!-- end -->", README, re.S)
-    assert found
+    found = re.findall(r"<!-- (benchmarks/results/\S+\.md) -->\n(.*?)<!-- end -->", SPEED, re.S)
+    assert len(found) == 2
     for path, table in found:
         assert table.strip() == (ROOT / path).read_text().strip()
 
 
+def _report(name: str) -> list[list[str]]:
+    """The cells of every row of a report's table."""
+    text = (ROOT / "benchmarks/results" / f"{name}.md").read_text()
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+
+
+ROWS = re.findall(r"^\| (\w+), (.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+
+
+def test_readme_shows_six_rows_and_says_what_they_are_of() -> None:
+    assert len(ROWS) == 6
+    speed = README[README.index("## Speed") : README.index("## The tree")]
+    assert "random weights" in speed
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_a_row_of_readme_is_a_reports(row: tuple[str, ...]) -> None:
+    kind, what, *figures = row
+    whole = what.endswith(", 32 layers")
+    rows = _report("llama-7b" if whole else "llama-7b-8-layers")
+    kind_of_work, *mode = what.removesuffix(", 32 layers").split(", ")
+    label = f"{kind_of_work} of " if mode else kind_of_work
+    (found,) = (
+        cells
+        for cells in rows
+        if cells[0] == kind
+        and cells[1].startswith(label)
+        and (not mode or f", {mode[0]}," in cells[1])
+        and "tokens/s" in cells[1]
+    )
+    assert [found[2], found[3], found[4].split()[0]] == figures
+
+
 def test_the_table_of_requests_at_once_is_its_reports() -> None:
-    path = re.search(r"benchmarks/results/\S+-batches\.md", README)
+    path = re.search(r"benchmarks/results/\S+-batches\.md", SPEED)
     assert path is not None
     row = r"\| (\w+) \| decode of (\d+) requests at once, .*? \| [\d.]+ \| ([\d.]+) \| ([\d.]+) "
     reported = {
@@ -74,7 +94,7 @@ def test_the_table_of_requests_at_once_is_its_reports() -> None:
         for kind, batch, speed, ratio in re.findall(row, (ROOT / path[0]).read_text())
     }
     shown: dict[tuple[str, str], str] = {}
-    for line in re.findall(r"^\| (?:f16|q8|q4) \| \d+ \(.*$", README, re.M):
+    for line in re.findall(r"^\| (?:f16|q8|q4) \| \d+ \(.*$", SPEED, re.M):
         kind, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
         shown |= {
             (kind, batch): cell for batch, cell in zip(("4", "8", "16", "32"), cells, strict=True)
@@ -82,15 +102,23 @@ def test_the_table_of_requests_at_once_is_its_reports() -> None:
     assert shown == reported and len(shown) == 12
 
 
+def test_the_table_of_another_cpu_is_its_reports() -> None:
+    kinds = ("f16", "q8", "q4")
+    rows = re.findall(r"^\| (decode|prefill)(,| of) (\S+).*? \| ([\d. |]+) \|$", SPEED, re.M)
+    assert len(rows) == 4
+    for work, _, which, cells in rows:
+        for kind, shown in zip(kinds, cells.split(" | "), strict=True):
+            (found,) = (
+                row[4].split()[0]
+                for row in _report("llama-7b-8-layers-xeon")
+                if row[0] == kind and row[1].startswith(work) and f" {which}" in row[1]
+            )
+            assert found == shown, f"{kind} {work} {which}"
+
+
 def test_the_table_of_whole_models_is_its_reports() -> None:
-    rows = re.findall(r"^\| ([\w-]+), 0\.\d+ \| (.*) \|$", README, re.M)
+    rows = re.findall(r"^\| ([\w-]+), 0\.\d+ \| (.*) \|$", SPEED, re.M)
     for shape, cells in rows:
-        report = (ROOT / f"benchmarks/results/{shape}.md").read_text()
-        decode = next(line for line in report.splitlines() if "decode of" in line)
-        assert decode.split(" | ")[2:5] == cells.split(" | ")
+        decode = next(row for row in _report(shape) if row[1].startswith("decode of"))
+        assert decode[2:5] == cells.split(" | ")
     assert len(rows) == 2
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target

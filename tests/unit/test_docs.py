@@ -1,0 +1,233 @@
+"""README and docs say what is true: commands parse, links and paths exist, rooms are as drawn."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import pytest
+import ray
+
+from jobs.cli import cli
+from tests.documents import ROOT, Page, page, pages
+from tests.unit.test_layering import MAY_IMPORT, ROOMS
+
+LIBRARY = tuple(sorted(set(MAY_IMPORT) - {"tests", "benchmarks", "demo"}))
+FOLDERS = (*MAY_IMPORT, "docs", "clusters", ".ci")
+SHELL = {"source", "export", "echo", "python3", "ruff", "mypy"}
+# Options of other programs that the docs speak of.
+FOREIGN = {"--fmad", "--cpu-manager-policy", "--topology-manager-policy", "--num-gpus"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a documented command was run, not parsed")
+
+    monkeypatch.setattr(ray, "init", refuse)
+
+
+def _all(commands: bool) -> list[str]:
+    """The distinct commands of all pages: in shell blocks, or between backticks in prose."""
+    found: list[str] = []
+    for one in pages():
+        found += one.commands() if commands else one.code()
+    return sorted(set(found))
+
+
+def _parse(group: click.Command, words: list[str], name: str) -> click.Context:
+    """Parse `words` as the command line does, without calling any command.
+
+    Errors:  click.UsageError
+    """
+    context = click.Context(group, info_name=name)
+    command = group
+    while isinstance(command, click.Group):
+        if not words or words[0].startswith("-"):
+            return command.make_context(name, words or ["--"], parent=context)
+        found = command.get_command(context, words[0])
+        if found is None:
+            raise click.UsageError(f"no command {words[0]!r}")
+        command, words = found, words[1:]
+    return command.make_context(command.name or "", words, parent=context)
+
+
+def _parse_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `python -m module` parse `words`; `--help` behind them keeps it from doing anything."""
+    monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert not ended.value.code, f"python -m {module} refuses {shlex.join(words)}"
+
+
+def _check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a command of a shell block could not be given as it stands."""
+    program, *words = shlex.split(command)
+    program = program.removeprefix(".venv/bin/")
+    if program == "hotcold":
+        _parse(cli, words, program)
+    elif program in ("python", "python3") and words[:1] == ["-m"] and words[1] != "venv":
+        _parse_module(words[1], words[2:], monkeypatch)
+    elif program == "ray":
+        with warnings.catch_warnings():  # Ray's own, of its libraries
+            warnings.simplefilter("ignore")
+            from ray.scripts.scripts import cli as ray_cli
+        if "--" in words:
+            ours = words[words.index("--") + 1 :]
+            _check(shlex.join(ours), monkeypatch)
+            words = [*words[: words.index("--")], "--", "true"]
+        _parse(ray_cli, words, program)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert words[:2] == ["install", "-e"]
+        named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[2])
+        assert named and set(filter(None, (named[1] or "").split(","))) <= set(
+            extras["optional-dependencies"]
+        )
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in words if "/" in word)
+        options = [word for word in words if word.startswith("-")]
+        assert set(options) <= {"-n0", "-n1", "-m", "-q", "-k", "-x"}
+    elif "/" in program:
+        source = (ROOT / program).read_text()
+        assert os.access(ROOT / program, os.X_OK)
+        assert all(f"{word} " in source for word in words if word.startswith("--"))
+    else:
+        assert program in SHELL | {"curl"}, f"no test knows {program!r}"
+
+
+@pytest.mark.parametrize("command", _all(commands=True))
+def test_command_can_be_given(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [text for text in _all(commands=False) if re.match(r"hotcold \S|python -m \S|ray \S", text)],
+)
+def test_command_in_prose_can_be_given(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prose may leave out what a command cannot do without; but all that it names exists."""
+    with suppress(click.MissingParameter):
+        _check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hotcold generat --json",
+        "hotcold generate --jsn",
+        "hotcold bench decod",
+        "hotcold scale --cpu-actors four",
+        "python -m benchmarks.no_such_thing",
+        "python -m benchmarks.faults --fault 3",
+        "python -m jobs.generate --request IN",
+        "pip install -e '.[gui]'",
+        "benchmarks/gpu_host.sh --wheel DIR",
+        "ray job submit --workingdir . -- python -m jobs.stop --system NAME",
+        "ray job submit --working-dir . -- python -m jobs.stop --sistem NAME",
+        "hotkold generate",
+    ],
+)
+def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((click.UsageError, AssertionError, ImportError)):
+        _check(command, monkeypatch)
+
+
+def _options(command: click.Command, context: click.Context) -> Iterator[str]:
+    for parameter in command.get_params(context):
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            if found := command.get_command(context, name):
+                yield from _options(found, context)
+
+
+def test_options_in_prose_exist() -> None:
+    known = set(_options(cli, click.Context(cli))) | FOREIGN | {"--debug"}
+    for path in (ROOT / "jobs/generate.py", *(ROOT / "benchmarks").glob("*.py")):
+        known |= set(re.findall(r'"(--[a-z][a-z-]*)[/"]', path.read_text()))
+    for one in pages():
+        for text in one.code():
+            if named := re.match(r"--[a-z][a-z-]*", text):
+                assert named[0] in known, f"{one.path}: {text}"
+
+
+@pytest.mark.parametrize("one", pages(), ids=lambda one: str(one.path))
+def test_links_lead_somewhere(one: Page) -> None:
+    for path, anchor in one.links():
+        assert path.exists(), f"{one.path}: {path}"
+        if anchor:
+            assert anchor in page(str(path.relative_to(ROOT))).anchors, f"{path.name}#{anchor}"
+
+
+@pytest.mark.parametrize("one", pages(), ids=lambda one: str(one.path))
+def test_paths_exist(one: Page) -> None:
+    """Every path between backticks or in a drawing that begins with one of our folders."""
+    named = rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]*"
+    for found in re.findall(named, one.text):
+        assert list(ROOT.glob(found.rstrip("./"))), f"{one.path}: {found}"
+
+
+def test_every_page_of_docs_can_be_found_from_readme() -> None:
+    linked = {path for path, _ in page("README.md").links()}
+    assert set((ROOT / "docs").glob("*.md")) <= linked
+
+
+def _rooms_described() -> dict[str, str]:
+    """Room, as a path -> the cell that names its files."""
+    rows = re.findall(r"^\| `([\w/]+/)` \| [^|]* \| ([^|]*) \|$", page(ARCHITECTURE).text, re.M)
+    return dict(rows)
+
+
+ARCHITECTURE = "docs/architecture.md"
+_SHOWN = {".py", ".cu", ".cuh", ".js", ".css", ".html"}
+
+
+def test_every_file_of_the_library_is_named_in_its_room() -> None:
+    described = _rooms_described()
+    folders = {path.parent for path in _library_files()}
+    assert {ROOT / room for room in described} == folders
+    for room, cell in described.items():
+        named = re.findall(r"`([\w.]+)`", cell)
+        files = {path.name for path in _library_files() if path.parent == ROOT / room}
+        assert set(named) - {name for name in named if "." not in name} == files, room
+
+
+def _library_files() -> list[Path]:
+    paths = itertools.chain.from_iterable((ROOT / package).rglob("*") for package in LIBRARY)
+    return [path for path in paths if path.suffix in _SHOWN and path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("package", sorted(ROOMS))
+def test_rooms_are_drawn_as_they_may_import(package: str) -> None:
+    """A room stands to the right of all that may import it, and no room is missing."""
+    row = re.search(rf"^\| `{package}` \| (.*→.*) \|$", page(ARCHITECTURE).text, re.M)
+    assert row is not None
+    floors = [set(floor.replace("/", ".").split(", ")) for floor in row[1].split(" → ")]
+    drawn = [room for floor in floors for room in floor]
+    assert sorted(drawn) == sorted(ROOMS[package])
+    for height, floor in enumerate(floors):
+        for room in floor:
+            assert ROOMS[package][room] <= set().union(*floors[height + 1 :]), room
+
+
+def test_the_picture_of_packages_is_what_may_be_imported() -> None:
+    line = re.search(r"^    (numba_kernels, .* tests)$", page(ARCHITECTURE).text, re.M)
+    assert line is not None
+    floors = [floor.split(", ") for floor in line[1].split(" ← ")]
+    seen: set[str] = set()
+    for floor in floors:
+        assert all(MAY_IMPORT[package] <= seen for package in floor)
+        seen |= set(floor)
+    assert seen == set(MAY_IMPORT) - {"demo"}
