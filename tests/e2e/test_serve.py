@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 import threading
 from collections.abc import Iterator
@@ -21,10 +22,12 @@ from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
 from model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_benchmark
+from tests.documents import page
 from tests.e2e.commands import run
 from tests.e2e.server import WAIT_S, Server, await_that, serving
 
 QUESTION = "What does textwrap.dedent do?"
+DOCUMENTED_URL = "http://127.0.0.1:8000"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 LONG: dict[str, Any] = {
     "prompt": "Return the",
@@ -62,6 +65,35 @@ def test_answers_as_generate_does(client: Any) -> None:
     assert choice.finish_reason == expected["finish_reason"] == "stop"
     assert answer.usage.completion_tokens == len(expected["ids"])
     assert answer.usage.prompt_tokens == expected["prompt_tokens"]
+
+
+def test_answers_as_readme_shows(client: Any) -> None:
+    shown = page("README.md").blocks("")[0].splitlines()
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
+    assert answer.choices[0].message.content == shown[0]
+    count = f"{answer.usage.completion_tokens} tokens, {answer.choices[0].finish_reason}"
+    assert shown[1].startswith(f"[{count}; ")
+
+
+def test_the_docs_curl_is_answered(server: Server) -> None:
+    (line,) = (one for one in page("docs/api.md").commands() if one.startswith("curl"))
+    _, url, option, body = shlex.split(line)
+    assert option == "-d"
+    answer = httpx.post(
+        url.replace(DOCUMENTED_URL, server.url),
+        content=body,
+        headers={"Content-Type": "application/x-www-form-urlencoded"},  # as curl -d sends it
+        timeout=WAIT_S,
+    )
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+def test_the_docs_python_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = page("docs/api.md").blocks("python")
+    assert DOCUMENTED_URL in program
+    exec(compile(program.replace(DOCUMENTED_URL, server.url), "docs/api.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_a_stream_is_the_same_answer(client: Any) -> None:
