@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny_models import VOCAB_SIZE, make_tiny
+
+if TYPE_CHECKING:  # they take seconds to import, and not every process of a run needs them
+    import torch
+    from transformers import PreTrainedModel
 
 GREEDY_TOKENS = 64
 
@@ -36,17 +39,23 @@ class TinyCheckpoint:
     @functools.cached_property
     def logits(self) -> np.ndarray:
         """Logits (T, V) of `ids`."""
+        import torch
+
         return self._logits(torch.float32)
 
     @functools.cached_property
     def bfloat16_difference(self) -> float:
         """How far transformers' own logits move when it computes in bfloat16, of the largest."""
+        import torch
+
         difference = np.abs(self._logits(torch.bfloat16) - self.logits).max()
         return float(difference / np.abs(self.logits).max())
 
     @functools.cached_property
     def greedy_ids(self) -> list[int]:
         """The tokens that greedily follow the first ten of `ids`."""
+        import torch
+
         prompt = torch.from_numpy(self.ids[:10])[None]
         out = self._model().generate(
             prompt,
@@ -61,14 +70,23 @@ class TinyCheckpoint:
 
     def most_likely_after(self, ids: list[int]) -> int:
         """The token that greedily follows `ids`."""
+        import torch
+
         with torch.no_grad():
             return int(self._model()(torch.tensor([ids])).logits[0, -1].argmax())
 
     def _logits(self, dtype: torch.dtype) -> np.ndarray:
+        import torch
+
         with torch.no_grad():
             return self._model(dtype)(torch.from_numpy(self.ids)[None]).logits[0].float().numpy()
 
-    def _model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    def _model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """In float32 unless told otherwise."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = dtype or torch.float32
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
 
 
@@ -81,3 +99,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoi
         return TinyCheckpoint(make_tiny(variant, tmp_path_factory.mktemp(variant), dtype=dtype))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A Ray that all tests of a process share which start systems in it; they leave it empty."""
+    import ray
+
+    from actors.launch import start_local_ray
+
+    start_local_ray(num_cpus=4, arena_bytes=128 << 20)
+    yield
+    ray.shutdown()

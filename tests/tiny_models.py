@@ -9,24 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-)
+if TYPE_CHECKING:  # they take seconds to import
+    import torch
+    from transformers import PreTrainedModel
 
 VOCAB_SIZE = 101
 MAX_POSITIONS = 128
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -41,6 +36,8 @@ def _llama(**changes: Any) -> PreTrainedModel:
 
 
 def _opt(**changes: Any) -> PreTrainedModel:
+    from transformers import OPTConfig, OPTForCausalLM
+
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -54,6 +51,8 @@ def _opt(**changes: Any) -> PreTrainedModel:
 
 
 def _falcon(**changes: Any) -> PreTrainedModel:
+    from transformers import FalconConfig, FalconForCausalLM
+
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -115,6 +114,8 @@ def make_tiny(
 
     `dtype` is float32, float16 or bfloat16; about `shards` files are written where it is above 1.
     """
+    import torch
+
     directory = Path(path)
     torch.manual_seed(seed)
     model = VARIANTS[variant]().eval()
@@ -131,6 +132,8 @@ def make_tiny(
 
 
 def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    import torch
+
     if parameter.dim() == 2:
         is_table = "embed" in name or "lm_head" in name
         return torch.randn_like(parameter) * (0.4 if is_table else 1.5 / parameter.shape[1] ** 0.5)

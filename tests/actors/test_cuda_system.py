@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 
 from actors.gpu.cuda import fit as cuda_fit
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.system import System
 from model.config.build import read_config
@@ -21,15 +19,8 @@ from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 Tiny = Callable[..., TinyCheckpoint]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=3, arena_bytes=0)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 import ray
 
 from actors.exchange.recovery import MOST_FAILURES
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
 from actors.system import System
@@ -25,18 +24,10 @@ from model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.conftest import TinyCheckpoint
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 Tiny = Callable[..., TinyCheckpoint]
 CONTEXT = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    """One Ray for the module."""
-    start_local_ray(num_cpus=4, arena_bytes=0)
-    yield
-    ray.shutdown()
 
 
 def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> bool:

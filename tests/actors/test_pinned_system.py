@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ray
 
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest
 from actors.setup.preflight import NUMA_ROOT, SystemOptions, prepare_system
 from actors.system import System
@@ -29,15 +27,8 @@ NUM_OTHERS = 4
 pytestmark = [
     pytest.mark.skipif(len(CORES) < 2, reason="two cores play two nodes"),
     pytest.mark.timeout(900),
+    pytest.mark.usefixtures("local_ray"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    """One Ray for the module."""
-    start_local_ray(num_cpus=4, arena_bytes=0)
-    yield
-    ray.shutdown()
 
 
 def cores_of_threads(pid: int) -> dict[tuple[int, ...], int]:

@@ -21,7 +21,6 @@ import pytest
 import ray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest, Generation, LoadProgress, SystemConfig
 from actors.system import System
 from model.errors import PromptError, ServiceError
@@ -29,20 +28,12 @@ from model.sampling import SamplingParams
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 Tiny = Callable[..., TinyCheckpoint]
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "system-of-tests"
 LONG_CONTEXT = 60_000  # some ten seconds of decoding, for what happens meanwhile
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    """One Ray for the module."""
-    start_local_ray(num_cpus=4, arena_bytes=0)
-    yield
-    ray.shutdown()
 
 
 def config_of(checkpoint: TinyCheckpoint, **changes: Any) -> SystemConfig:

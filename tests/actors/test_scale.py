@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import psutil
 import pytest
 import ray
 
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model.errors import MemoryBudgetError, UsageError
@@ -25,20 +24,12 @@ from model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.conftest import TinyCheckpoint
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 Tiny = Callable[..., TinyCheckpoint]
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
 NAME = "system-to-scale"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    """One Ray for the module, with no CPU to spare."""
-    start_local_ray(num_cpus=3, arena_bytes=0)
-    yield
-    ray.shutdown()
 
 
 def config_of(checkpoint: TinyCheckpoint, exchange: str) -> SystemConfig:

@@ -18,7 +18,7 @@ import pytest
 
 from jobs.cli import main
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
-from tests.e2e.word_model import make_word_model, shared_ray
+from tests.e2e.word_model import make_word_model
 
 PROMPT = "\n> "  # at the start of a line: the model may well write "<unk> "
 GREEDY = ["--temperature", "0", "--ignore-eos"]
@@ -30,14 +30,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_conversation_over_a_pipe(
-    words: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local_ray: None, words: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     ten_words = " ".join(f"w{i}" for i in range(10))
     typed = ["w1 w2", "", "w3", "/reset", "w1 w2", "/unknown", ten_words, "/reset", "w1 w2",
              "\udcff", "/exit", "w4"]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
-    with shared_ray():
-        status = main(["chat", str(words), *GREEDY, "--max-tokens", "5", "--context", "16"])
+    status = main(["chat", str(words), *GREEDY, "--max-tokens", "5", "--context", "16"])
     out, err = capsys.readouterr()
     assert status == 0, err
     first, second, *again = out.splitlines()

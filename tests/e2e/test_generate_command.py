@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from jobs.cli import main
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
-from tests.e2e.word_model import make_word_model, shared_ray
+from tests.e2e.word_model import make_word_model
 
 SEEDED = ["--seed", "7", "--temperature", "1", "--top-k", "0", "--top-p", "1", "--ignore-eos"]
 
@@ -31,14 +31,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_word_model(tmp_path_factory.mktemp("words"))
 
 
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    with shared_ray():
-        yield
-
-
 @pytest.fixture
-def command(ray_here: None, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(local_ray: None, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs a command in this process; returns its output's lines but the last, and that as JSON."""
 
     def run(*arguments: str | Path) -> tuple[list[str], dict[str, Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.launch import start_local_ray
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model import reference
@@ -39,16 +38,10 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[LongWinded]:
-    import ray
-
-    start_local_ray(num_cpus=2, arena_bytes=0)
-    try:
-        config = SystemConfig(str(DEMO), num_cpu_actors=2, num_threads=2, context_length=1024)
-        with System.start(config) as running:
-            yield LongWinded(running)
-    finally:
-        ray.shutdown()
+def system(local_ray: None) -> Iterator[LongWinded]:
+    config = SystemConfig(str(DEMO), num_cpu_actors=2, num_threads=2, context_length=1024)
+    with System.start(config) as running:
+        yield LongWinded(running)
 
 
 @pytest.fixture(scope="module")

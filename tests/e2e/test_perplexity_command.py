@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jobs.cli import main
 from tests.e2e.commands import CHECKOUT, run
-from tests.e2e.word_model import add_tokenizer, shared_ray
+from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 DEMO = CHECKOUT / "demo"
@@ -24,12 +23,6 @@ HELD_OUT = DEMO / "heldout.txt"
 COMPARED = ("ppl_dense", "mean_kld", "kld_stderr", "same_top_p", "same_top_p_stderr")
 
 Outcome = tuple[int, str, str]
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    with shared_ray():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +67,7 @@ def perplexity(model: Path, windows: list[list[int]]) -> float:
     return math.exp(np.mean(nll))
 
 
-def test_the_demo_model(ray_here: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_model(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Windows cut as llama.cpp cuts them: the text opens with bos, and so does each window."""
     size = 128
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO)
@@ -99,7 +92,7 @@ def test_the_demo_model(ray_here: None, capsys: pytest.CaptureFixture[str]) -> N
     assert found["tokens_per_s"] > 0
 
 
-def test_plain_output(ray_here: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_output(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = command(
         capsys, "--text", HELD_OUT, "--max-windows", "2", "--context-window", "64"
     )
@@ -110,7 +103,7 @@ def test_plain_output(ray_here: None, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_dense_is_compared_with_nothing(
-    ray_here: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    local_ray: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without bos, windows are the text's own ids; what fills no window is left out."""
     options: list[str | Path] = [words, "--text", text, "--context-window", "32"]
@@ -130,7 +123,7 @@ def test_dense_is_compared_with_nothing(
 
 
 def test_a_text_shorter_than_a_window(
-    ray_here: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    local_ray: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = command(capsys, words, "--text", text, "--json")
     found = last_line(outcome)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from placement.profile import ActivationProfile, read_profile, write_profile
 from predictors.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
-from tests.e2e.word_model import add_tokenizer, make_word_model, shared_ray
+from tests.e2e.word_model import add_tokenizer, make_word_model
 from tests.tiny_models import make_tiny
 
 WINDOW, NUM_TOKENS, NUM_INPUTS = 24, 100, 30
@@ -55,12 +54,6 @@ def text(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    with shared_ray():
-        yield
-
-
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[dict[str, Any], str]:
     """Run a command in this process; its JSON, and what it wrote on standard error."""
     capsys.readouterr()
@@ -79,7 +72,7 @@ def state_of(out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("exchange", ["arena", "calls"])
 def test_files_are_what_transformers_says(
-    ray_here: None, capsys: pytest.CaptureFixture[str], words: Path, text: Path, ids: list[int],
+    local_ray: None, capsys: pytest.CaptureFixture[str], words: Path, text: Path, ids: list[int],
     tmp_path: Path, exchange: str,
 ) -> None:  # fmt: skip
     plot = tmp_path / "figure.png"
@@ -115,7 +108,7 @@ def test_files_are_what_transformers_says(
 
 
 def test_part_of_a_text_without_inputs(
-    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    local_ray: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "profile.safetensors"
     report, err = run(
@@ -128,7 +121,7 @@ def test_part_of_a_text_without_inputs(
 
 
 def test_silu_is_never_zero(
-    ray_here: None, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+    local_ray: None, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     path = make_tiny("llama-silu", tmp_path)
     add_tokenizer(path)
@@ -139,7 +132,7 @@ def test_silu_is_never_zero(
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(
-    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    local_ray: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments: list[str | Path] = ["--text", HELD_OUT, "--max-tokens", f"{LONG}"]
     whole: list[str | Path] = ["--out", tmp_path / "a" / "p", "--inputs-out", tmp_path / "a" / "i"]
@@ -233,7 +226,7 @@ def test_which_state_is_taken_over(words: Path, tmp_path: Path, change: str, num
 
 
 def test_restart(
-    ray_here: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: Path, text: Path,
+    local_ray: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: Path, text: Path,
     ids: list[int],
 ) -> None:  # fmt: skip
     config, out = read_config(words), tmp_path / "profile"

@@ -22,19 +22,13 @@ from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import predictors_path, read_predictors
 from predictors.sign import SignLayer
 from tests.conftest import TinyCheckpoint
-from tests.e2e.word_model import add_tokenizer, shared_ray
+from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 from tests.unit.test_powerinfer_import import write_folder
 
 HELD_OUT = DEMO_DIRECTORY / "heldout.txt"
 Outcome = tuple[int, str, str]
 Run = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    with shared_ray():
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +67,7 @@ def refused(outcome: Outcome, *says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the embedded model, profiled on a part of its text."""
     path = tmp_path_factory.mktemp("models") / "demo"
     shutil.copytree(DEMO_DIRECTORY, path, ignore=shutil.ignore_patterns("hotcold", "__pycache__"))
@@ -285,7 +279,7 @@ def test_without_a_mode_predictors_are_refused(
     refused(found, "not with exact")
 
 
-def test_import(ray_here: None, run: Run, tmp_path: Path) -> None:
+def test_import(local_ray: None, run: Run, tmp_path: Path) -> None:
     model = make_tiny("llama-relu", tmp_path / "model")
     add_tokenizer(model)
     config = read_config(model)

@@ -1,20 +1,15 @@
-"""A tiny model whose tokens are the words w0, w1 and so on, and a Ray that tests share."""
+"""A tiny model whose tokens are the words w0, w1 and so on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import ray
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from actors.launch import start_local_ray
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 LONG_CONTEXT = 60_000
-_ARENA_BYTES = 8 << 20
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -40,16 +35,3 @@ def make_word_model(path: Path) -> Path:
     config["max_position_embeddings"] = LONG_CONTEXT
     (model / "config.json").write_text(json.dumps(config))
     return model
-
-
-@contextmanager
-def shared_ray() -> Iterator[None]:
-    """A Ray in which commands that this process runs start their systems."""
-    if ray.is_initialized():
-        yield
-        return
-    start_local_ray(2, _ARENA_BYTES)
-    try:
-        yield
-    finally:
-        ray.shutdown()
