@@ -1,4 +1,4 @@
-"""The kernels' sources as one text for a compiler, and what is to be instantiated from them."""
+"""The kernels' sources as one text for a compiler, and what is instantiated from them."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def require(condition: bool, message: str) -> None:
 def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.ndarray:
     """A matrix of weights whose rows are contiguous and whose items are aligned.
 
-    `columns` counts weights. An unaligned view (as safetensors may give) is copied, for the
-    compiled loads assume alignment.
+    `columns` counts weights. An unaligned view (as safetensors may give) is copied, because
+    the compiled loads assume alignment.
     """
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(

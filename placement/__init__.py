@@ -1,1 +1,1 @@
-"""Offline, without Ray: what this machine has, how neurons fire, where each is to be kept."""
+"""Offline, without Ray: what this machine has, how neurons fire, where each is kept."""

@@ -21,7 +21,7 @@ from predictors.quality import Quality
 from predictors.thresholds import MarginFit, least_margin
 
 _SHIFT = 2.5  # deviations by which a unit is lifted above zero
-_MOST_SPREAD = 0.3  # of m . x around 1, for it to lift the others
+_MOST_SPREAD = 0.3  # of m . x around 1, so that it lifts the others
 DTYPES = ("float16", "int8")
 _UNIT = 16  # hidden sizes are multiples of it
 _GROWTH = 1.25
@@ -56,7 +56,7 @@ def fit_lowrank(data: LayerData, target_recall: float) -> tuple[LowRankLayer, Qu
 
     Every size reaches every recall, by computing more neurons; so the size grows, from where the
     layer's sparsity puts it, as long as the gate rows that it saves outweigh its own bytes, and
-    shrinks likewise; in float16 and in int8, whichever reads fewer bytes.
+    shrinks in the same way; in float16 and in int8, whichever reads fewer bytes.
     """
     most = max(_UNIT, min(data.gate.shape[1] // 2, 1024) // _UNIT * _UNIT)
     search = _Search(data, target_recall, most)

@@ -1,4 +1,4 @@
-"""Calibrates a sign predictor: nothing is trained, but for one threshold a neuron."""
+"""Calibrates a sign predictor: nothing is trained except one threshold a neuron."""
 
 import numpy as np
 import torch

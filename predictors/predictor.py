@@ -36,7 +36,7 @@ class NeuronPredictor:
         shard_sizes: np.ndarray,
         input_name: PredictorInput,
     ) -> None:
-        """layers[l] is None where all neurons of layer l are to be computed.
+        """layers[l] is None where all neurons of layer l are computed.
 
         shard_sizes[l, s] says how many of layer l's neurons service s holds; the predictors know
         them in that order. `input_name`: the FFN's input, or the residual stream before its norm.

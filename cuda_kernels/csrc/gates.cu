@@ -6,7 +6,7 @@
 
 enum Activation { RELU = 0, SILU = 1, GELU = 2 };  // as in numba_kernels.checks
 
-// A NaN stays NaN. gelu by erfc, for 1 + erf(v) has no digits left where v is far below zero.
+// A NaN stays NaN. gelu by erfc: 1 + erf(v) has no digits left where v is far below zero.
 DEVICE float activate(int code, float value) {
     if (code == RELU) return value <= 0.0f ? 0.0f : value;
     if (code == SILU) return value / (1.0f + expf(-value));

@@ -84,7 +84,7 @@ def _mark(axes: Any, share: float) -> None:
     on_left = share > 0.45  # the legend is on the right
     axes.annotate(
         f"{share:.1%} of neurons:\n{ACTIVATION_SHARE:.0%} of activations",
-        (share, 0),  # far below every curve, for they all bend upwards
+        (share, 0),  # far below every curve: they all bend upwards
         xytext=(-7 if on_left else 7, 7),
         textcoords="offset points",
         ha="right" if on_left else "left",

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where they shall not interrupt just anything.
+"""Ctrl-C and SIGTERM where they must not interrupt just anything.
 
 For a command that serves: once to end in good order, twice at once. For a command that waits for
 something long: to end that.

@@ -29,7 +29,7 @@ def dtype_name(dtype: np.dtype) -> WeightDtype:
 
 
 def requested_dtype(name: str) -> np.dtype | None:
-    """Return the dtype that matrices are to be quantized to; None for "", which is as stored.
+    """Return the dtype that matrices are quantized to; None for "", which means as stored.
 
     Errors:  UsageError for another name than q8 and q4
     """

@@ -45,7 +45,7 @@ class ModelIdentity:
         """Identify a model directory.
 
         The digest is of config.json's content, of the index of all tensors (names, formats, shapes)
-        and of the first kilobyte of some of them, for two fine-tunings of one model differ in
+        and of the first kilobyte of some of them: two fine-tunings of one model differ in
         nothing else.
         Errors:  ConfigError, CheckpointError
         """

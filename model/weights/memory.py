@@ -27,7 +27,7 @@ def aligned_empty(
     loading thread (`model.weights.tensor_reader`) of the service that reads them. Neither these
     threads nor the service's own are pinned, so the node may be another than the one they are read
     from. Pages are huge where the kernel allows, or small without `huge_pages`: for what is written
-    here and there and shall take no more memory than that. Content is zero.
+    here and there and must take no more memory than that. Content is zero.
     Units:   `alignment` in bytes, a power of two
     Errors:  MemoryBudgetError where the system refuses so much
     """

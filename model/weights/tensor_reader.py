@@ -41,7 +41,7 @@ class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
     `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
-    `dtype` is Q8 or Q4 where matrices are to be quantized. `touch` is given every new matrix.
+    `dtype` is Q8 or Q4 where matrices are quantized. `touch` is given every new matrix.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
              UsageError where `dtype` cannot be had
     """

@@ -18,8 +18,8 @@ from numba_kernels.checks import float_array, require
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4, dot1, dot4
 from numba_kernels.load.convert import widen_kernel
 
-# Positions in a page: a multiple of four, for so many are read side by side, and few enough that
-# the last page of a short sequence wastes little.
+# Positions in a page: a multiple of four, because so many are read side by side, and few enough
+# that the last page of a short sequence wastes little.
 PAGE_POSITIONS = 64
 
 

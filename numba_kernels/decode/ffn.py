@@ -2,7 +2,7 @@
 
 Three-matrix FFN (ReGLU, SwiGLU):  y = sum over n of fn(gate[n] . x) * (up[n] . x) * down[n]
 Two-matrix FFN (OPT, Falcon):      y = sum over n of fn(gate[n] . x) * down[n]
-In the two-matrix FFN the first matrix is called gate, for it decides whether the neuron fires; `up`
+In the two-matrix FFN the first matrix is called gate: it decides whether the neuron fires; `up`
 then has no rows.
 """
 

@@ -1,4 +1,4 @@
-"""Whether numbers are finite: by their bits, for that is what a CPU compares fastest."""
+"""Whether numbers are finite: by their bits, which a CPU compares fastest."""
 
 import numpy as np
 from numba import njit
@@ -28,5 +28,5 @@ def finite_rows(rows, num_rows):
 
 @njit(nogil=True, cache=True)
 def finite_pair(first, second, num_rows):
-    """`finite_rows` of both; one call, for calls cost more than small rows."""
+    """`finite_rows` of both; one call, because calls cost more than small rows."""
     return finite_rows(first, num_rows) and finite_rows(second, num_rows)

@@ -119,7 +119,7 @@ def select_kernel(scores, begin, end, ids, token_masks):
     A NaN score counts as above zero: the neuron is computed, and what made it NaN comes to light.
     Bit t of token_masks[i] says that ids[i] is wanted for token t. Returns how many there are.
     Shapes:  scores (T, N) float32, T <= 32; ids (>= end - begin,) int32,
-             token_masks likewise uint32
+             token_masks too, uint32
     """
     count = 0
     if scores.shape[0] == 1:

@@ -22,7 +22,7 @@ class FiredNeurons(NamedTuple):
     """Which neurons fire for which tokens, block by block: what is read together lies together.
 
     Token t's of block b are ids[b, starts[b, t] : starts[b, t + 1]], and values, what each row of
-    down is to be multiplied with, likewise. Shapes and dtypes: ids (blocks, T * BLOCK) int32,
+    down is multiplied with, in the same way. Shapes and dtypes: ids (blocks, T * BLOCK) int32,
     values the same float32, starts (blocks, T + 1) int32.
     """
 
@@ -85,7 +85,7 @@ def prompt_down_kernel(down, fired, first, last, sums, out):
     """out[t] += sum over listed n of value * down[n], for parts first..last-1 of its columns.
 
     A part is PART_COLUMNS columns; out (T, d), sums (parts, T, PART_COLUMNS) float32: a part's sums
-    lie together, for rows a power of two apart would evict each other. Checks nothing.
+    lie together: rows a power of two apart would evict each other. Checks nothing.
     """
     for part in range(first, last):
         begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, out.shape[1])

@@ -1,8 +1,8 @@
 """Doorbells: 32-bit words in shared memory, waited on by looks, looks that yield, then a futex.
 
 A cell is one cache line of an int32 array; its first word is the doorbell. Looks that yield are
-left out for a while where another program took the core, for it is not given back when the bell is
-rung, as it is to a thread that the futex wakes: steps took fifty times as long. All functions are
+left out for a while where another program took the core: a ring does not bring the core back, as
+it does for a thread that the futex wakes, and steps took fifty times as long. All functions are
 compiled without the GIL, so a waiting thread stops no other thread of its process. Words of one
 process or of several that map the same pages work alike (the futexes are not private).
 

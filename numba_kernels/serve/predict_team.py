@@ -51,7 +51,7 @@ class SignPredictors(NamedTuple):
 class TeamWork(NamedTuple):
     """What the threads of a team share.
 
-    task (8,) int64: what is to be done at which number of the doorbell; doors (2 * 16,) int32: cell
+    task (8,) int64: what to do at which number of the doorbell; doors (2 * 16,) int32: cell
     OPEN has that number while helpers may begin, cell INSIDE how many are at it; scores (T, N)
     float32; planes (threads, 3, words) uint64; counters
     (T, threads * 16): which blocks of rows have been taken for each token

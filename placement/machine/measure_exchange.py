@@ -85,7 +85,7 @@ def median_us(costs_ns: np.ndarray, work_ns: int) -> float:
 
 
 def _live(core: int, *wires: Any) -> None:
-    # This thread's alone. Each has its own core, for two on one would wait for each other's work.
+    # This thread's alone. Each has its own core: two on one would wait for each other's work.
     os.sched_setaffinity(0, {core})
     _serve(*wires)
 

@@ -35,9 +35,9 @@ _CACHES = 8  # times the last-level cache: fewer, and a good part of the ids wou
 class NodeRates:
     """What all cores of a node read together, in 1e9 bytes a second.
 
-    Each figure is the highest among the medians of batches of passes: a median, for a single pass
-    may be lucky; the highest, for another program that runs meanwhile can only slow passes down,
-    and the figure is kept for long.
+    Each figure is the highest among the medians of batches of passes. A median, because a single
+    pass may be lucky. The highest, because other programs only slow passes down, and the figure is
+    kept for long.
     """
 
     read_gb_per_s: float

@@ -105,7 +105,7 @@ def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
     """Bytes of each part on each device: (P, D) int64, the host's spread over the CPU columns.
 
-    The columns give equal shares of what their neurons leave free; each part is cut likewise.
+    The columns give equal shares of what their neurons leave free; each part is cut like them.
     """
     gpus = problem.num_gpus
     free = (problem.budget_bytes - neuron_bytes_on(problem, assignment))[gpus:]

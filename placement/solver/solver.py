@@ -97,7 +97,7 @@ def require_room(problem: Problem) -> None:
 
 
 def _needs(problem: Problem) -> list[tuple[str, int]]:
-    """What is to be held, in the order in which it is given room."""
+    """What must be held, in the order in which it is given room."""
     kinds = np.array(problem.part_kinds)
     parts = [
         (name, int(problem.part_bytes[kinds == kind].sum())) for kind, name in _PART_NAMES.items()

@@ -27,7 +27,7 @@ class ChatTab:
     """Components and what happens at their events; made inside a `gr.Blocks`."""
 
     def __init__(self, system: System, is_chat: bool) -> None:
-        """Not `is_chat`: the model continues texts, for it has no chat template."""
+        """Not `is_chat`: the model continues texts, because it has no chat template."""
         self._system = system
         self._is_chat = is_chat
         self._desks: OrderedDict[str, Desk] = OrderedDict()  # by Gradio's session

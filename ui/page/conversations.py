@@ -70,7 +70,7 @@ class Conversation:
                 self.result = event.result
         except HotcoldError as error:
             self.error = str(error)
-        except Exception as error:  # shown, for nobody else would see it
+        except Exception as error:  # shown, because nobody else would see it
             self.error = first_line(error)
         finally:
             if self.error and not answer["content"]:
