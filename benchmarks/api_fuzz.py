@@ -103,7 +103,7 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
 
 
 class _Server:
-    """Asks over one connection a thread, made anew where the server closed it."""
+    """Asks over one connection a thread, made again where the server closed it."""
 
     def __init__(self, url: str, key: str) -> None:
         self._address = urlsplit(url).netloc

@@ -66,7 +66,7 @@ class RunningClock:
 
 
 class Load:
-    """Requests that start anew as soon as they have ended, until told to stop."""
+    """Requests that start again as soon as they have ended, until told to stop."""
 
     def __init__(self, system: System, requests: list[GenerateRequest]) -> None:
         """Run each request alone first, for the tokens that it must give."""

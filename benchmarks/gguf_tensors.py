@@ -115,7 +115,7 @@ def ggml_blocks(rows: np.ndarray) -> np.ndarray:
 
     A block is its scale, then its values in order; of Q4_0, byte k has value k below and k + 16
     above.
-    Shapes:  rows (N, bytes of a row); the result likewise
+    Shapes:  rows (N, bytes of a row); the result too
     Dtypes:  rows Q8 or Q4; the result uint8
     Source:  numba_kernels/formats.py; ggml-common.h, block_q8_0 and block_q4_0
     """

@@ -1,4 +1,4 @@
-"""llama-bench's options and output by way of llama-cpp-python, where no llama-bench is at hand.
+"""llama-bench's options and output through llama-cpp-python, where no llama-bench is at hand.
 
     python -m benchmarks.llama_python -m MODEL.gguf -t 2 -p 128,512 -n 64 -r 1 -o jsonl
 

@@ -1,7 +1,7 @@
 """The comparison's report as Markdown: a row a quantity, and notes below.
 
 A ratio is of one round; over 1 is hotcold's favour in every row, also where less is better. Of
-several builds of llama.cpp the one with the better median is quoted, for each quantity anew.
+several builds of llama.cpp the one with the better median is quoted, separately for each quantity.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ def compiled_file(entry: Entry) -> Path:
     """A file with the compiled kernel; it is made where it is not there yet.
 
     CuPy's RawModule would do nearly the same, but has small numbers flushed to zero (-ftz=true),
-    which the CPU's kernels do not. Files lie in `cache_folder`.
+    which the CPU's kernels do not. Files are in `cache_folder`.
     """
     from cupy.cuda import Device, compiler, nvrtc
 

@@ -4,7 +4,7 @@
     python -m jobs.train_demo --evaluate demo          recompute the report of demo/
     ray job submit --working-dir . -- python -m jobs.train_demo --out /data/demo
 
-Needs transformers and tokenizers. Stop it at any time: given the same --checkpoint it goes on.
+Needs transformers and tokenizers. Stop it at any time: given the same --checkpoint it continues.
 """
 
 import os

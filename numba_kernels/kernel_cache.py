@@ -3,7 +3,7 @@
 Numba keys its cache by the path of a function's source and by that file's content alone. Kernels
 here call kernels of other files, whose change would go unnoticed; and every upload of a job unpacks
 the same sources under another path, which would compile everything again. So compiled kernels of
-this package lie in one folder named after a hash of all its sources, wherever they stand.
+this package are in one folder named after a hash of all its sources, wherever they stand.
 
 The services of a system start at the same time and need the same kernels. One process compiles a
 function, and the others wait for what it writes: it takes half of the time, and Numba's index of a

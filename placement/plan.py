@@ -128,7 +128,7 @@ def read_plan(
 
 
 def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> PlacementPlan:
-    """Read a plan of `identity`, whatever it was made for. Errors: as of `read_plan`."""
+    """Read a plan of `identity`, whatever it was made for. Errors: as in `read_plan`."""
     artifact = read_artifact(path, _KIND, identity)
     made_for = _request(artifact)
     layers = (config.num_layers,)

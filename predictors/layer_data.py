@@ -32,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer: gate rows (N, d) float32, their bytes as they will lie in memory, and three sets
+    """One layer: gate rows (N, d) float32, their bytes as they will be in memory, and three sets
     of tokens.
 
     The predictor is fitted to the first, its thresholds reach their recall on the second, and the
@@ -51,7 +51,7 @@ class LayerData:
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
 
-        `config.dtype` is the format in which the gate will lie in memory, as stored or not.
+        `config.dtype` is the format in which the gate will be in memory, as stored or not.
 
         Tokens are dealt to the sets in turn, so that each sees all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens

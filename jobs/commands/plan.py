@@ -58,7 +58,7 @@ def plan(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Decide where every neuron, attention layer, cache and the head of MODEL is to lie.
+    """Decide where each neuron, attention layer and cache, and the head, of MODEL goes.
 
     Frequent neurons go to the GPU as far as bytes allow, rare ones to the CPU in equal work. The
     plan is written beside the model; one for another machine (--machine) only with --out.

@@ -14,7 +14,7 @@ from jobs.support.console import json_option, print_json
 def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     """Change how many CPU services a running system has; its requests go on.
 
-    The system's threads are dealt anew, and neurons move. Where the new services cannot be loaded
+    The system's threads are dealt again, and neurons move. Where the new services cannot be loaded
     the old ones go on.
     """
     from actors.processes.cluster import connect

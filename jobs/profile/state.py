@@ -1,4 +1,4 @@
-"""What a profiling run has done so far, on disk: a run that was stopped goes on from there.
+"""What a profiling run has done so far, on disk: a run that was stopped continues from there.
 
 Two files beside the output: `<out>.part` holds counts and how many tokens they are of, replaced as
 a whole; `<out>.part.inputs` holds the recorded inputs, appended, of which only those count that

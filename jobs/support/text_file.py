@@ -48,9 +48,9 @@ def read_text_ids(
 
     A line is {"text": "..."}, {"messages": [{"role": ..., "content": ...}, ...]}, which the chat
     template writes, or {"ids": [...]}, which needs no tokenizer; other keys are ignored. The
-    model's eos stands between documents. No document opens with bos: who reads ids in windows puts
-    it before each. A plain text is cut between words and line ends into pieces that are encoded one
-    by one; `on_progress` hears the share done.
+    model's eos stands between documents. No document opens with bos: a reader of windows
+    puts it before each. A plain text is cut between words and line ends into pieces that are
+    encoded one by one; `on_progress` hears the share done.
     Errors:  UsageError where the file is missing, empty or malformed or the model has no tokenizer;
              PromptError, ConfigError of the tokenizer and chat template
     """

@@ -1,7 +1,7 @@
 """Files that are made from one model and hold for it alone: its profile, predictors and plans.
 
 Each is a safetensors file whose metadata names what it is, its version, and the model that it was
-made from. They lie in the folder `hotcold` of the model's directory unless told otherwise.
+made from. They are in the folder `hotcold` of the model's directory unless told otherwise.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def read_artifact(path: Path, kind: str, identity: ModelIdentity) -> Artifact:
 
 
 def check_artifact(path: Path, kind: str, identity: ModelIdentity) -> dict[str, Any]:
-    """The facts of a file, without reading its arrays. Errors: as of `read_artifact`."""
+    """The facts of a file, without reading its arrays. Errors: as in `read_artifact`."""
     return _open(path, kind, identity, with_tensors=False)[0]
 
 

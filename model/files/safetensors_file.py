@@ -71,7 +71,7 @@ class SafetensorsFile:
         return bits.reshape(entry.shape)
 
     def release(self, name: str) -> None:
-        """Count the tensor's pages no longer among this process's; they are mapped anew if read."""
+        """Give up the tensor's pages; they are mapped again if read."""
         entry = self.entries[name]
         start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE

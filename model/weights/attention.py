@@ -64,7 +64,7 @@ def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[Atte
     """Read layer after layer into one buffer: arrays of one layer, which the next one overwrites.
 
     For weights that go elsewhere, so that a process never holds all of them.
-    Errors:  as of `load_attention`
+    Errors:  those of `load_attention`
     """
     one = _empty_attention(reader, config, 1)
     # Every layer's place is the same place.

@@ -92,7 +92,7 @@ def ffn_layers(
     """Read layer after layer: weights that have the neurons of one layer, and all down biases.
 
     For weights that go elsewhere, so that a process never holds all of them.
-    Errors:  as of `load_ffn`
+    Errors:  those of `load_ffn`
     """
     ids = _checked_ids(config, neuron_ids)
     none = np.empty(0, np.int32)

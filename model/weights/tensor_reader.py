@@ -159,12 +159,12 @@ class TensorReader:
         return self.vector(f"{name}.weight", (size,)) if affine else np.ones(size, np.float32)
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a matrix as it lies in the file, shape and values checked."""
+        """Return a matrix as it is in the file, shape and values checked."""
         self.require_floats(name, shape)
         return self.checked(name)
 
     def checked(self, name: str) -> np.ndarray:
-        """Return floats of any shape as they lie in the file, their values checked."""
+        """Return floats of any shape as they are in the file, their values checked."""
         bits = self.checkpoint.array(name)
         matrix = bits.reshape(-1, bits.shape[-1] if bits.ndim and bits.size else 1)
         self._run(

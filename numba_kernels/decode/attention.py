@@ -1,6 +1,6 @@
 """Rotary positions, the KV cache, and attention over it for the tokens of one decoding step.
 
-The cache of a layer is (pages, kv_heads, PAGE_POSITIONS, head_dim). A sequence's positions lie in
+The cache of a layer is (pages, kv_heads, PAGE_POSITIONS, head_dim). A sequence's positions are in
 pages of a pool that all sequences share; a table says which. Memory is taken as positions are first
 written. Items are float32 or float16 (bits in uint16).
 """
@@ -112,7 +112,7 @@ def _weighted_sum_kernel(values, group, pages, length, scores, share, out):
 def attend_kernel(query, keys, values, group, pages, length, scale, scores, out):
     """out = softmax(scale * keys . query) . values for one head over `length` positions; no checks.
 
-    Position p stands in row p % P of page pages[p // P]. Pages of a multiple of four positions give
+    Position p is in row p % P of page pages[p // P]. Pages of a multiple of four positions give
     the same bits whatever their size and order: additions follow the positions.
     Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
              is scratch
@@ -167,7 +167,7 @@ def decode_attention(
 
     out[h] = softmax(keys[g, :length] . queries[h] / sqrt(head_dim)) . values[g, :length],
     g = h // (H / G)
-    With `pages`, position p stands in row p % P of page pages[p // P].
+    With `pages`, position p is in row p % P of page pages[p // P].
     Shapes:  queries, out (H, head_dim); keys, values (G, P, head_dim), or (M, G, P, head_dim) with
              pages (>= length / P,), P a multiple of 4
     Dtypes:  queries, out float32; keys, values float32 or uint16 (float16 bits); pages int32

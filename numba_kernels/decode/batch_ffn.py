@@ -113,7 +113,7 @@ def keep_some_kernel(
 ):  # fmt: skip
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
-    `products` (N, T) is as of `gate_products_kernel`, and may be gates[num_fired:]. Returns how
+    `products` (N, T) is as in `gate_products_kernel`, and may be gates[num_fired:]. Returns how
     many have fired now. Checks nothing.
     """
     for candidate in range(first, last):

@@ -176,7 +176,7 @@ def sign_scores(
     out[t, n] = unit[t] * (sum over i of w[n, i] * q[t, i]) - thresholds[n], where unit[t] * q[t, i]
     is (x[t, i] - center[i]) * scale[i] in three bits
     Shapes:  bits (N, P * ceil(d / 64)); x (T, d); thresholds (N,); center, scale (d,); out (T, N)
-    Dtypes:  bits uint64 as of `pack_weights`; the rest float32
+    Dtypes:  bits uint64 as in `pack_weights`; the rest float32
     Errors:  ValueError on any mismatch
     Source:  SparseInfer (arXiv 2411.12692), with more bits of the input and perhaps of the weights
     """

@@ -137,7 +137,7 @@ def sample(
     require(0 <= top_p <= 1, "top_p must lie in [0, 1]")
     require(0 <= min_p <= 1, "min_p must lie in [0, 1]")
     require(0 <= uniform < 1, "uniform must lie in [0, 1)")
-    shares = (float(top_p), float(min_p), float(uniform))  # an int would be compiled for anew
+    shares = (float(top_p), float(min_p), float(uniform))  # an int would compile it again
     chosen = int(sample_kernel(logits, float(temperature), top_k, *shares))
     require(chosen >= 0, "the logits hold a NaN")
     return chosen

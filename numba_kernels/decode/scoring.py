@@ -41,13 +41,13 @@ def log_sum_exp_kernel(logits):
 
 @njit(nogil=True, cache=True)
 def nll_kernel(logits, target):
-    """-log softmax(logits)[target]; NaN as of `log_sum_exp_kernel`. Checks nothing."""
+    """-log softmax(logits)[target]; NaN as in `log_sum_exp_kernel`. Checks nothing."""
     return log_sum_exp_kernel(logits)[1] - np.float64(logits[target])
 
 
 @njit(nogil=True, cache=True)
 def compare_kernel(dense_logits, logits, target):
-    """See `compare_logits`; NaN as of `log_sum_exp_kernel`. Checks nothing."""
+    """See `compare_logits`; NaN as in `log_sum_exp_kernel`. Checks nothing."""
     dense_best, dense_sum = log_sum_exp_kernel(dense_logits)
     best, log_sum = log_sum_exp_kernel(logits)
     kld = 0.0

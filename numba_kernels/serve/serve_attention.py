@@ -173,7 +173,7 @@ def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
 
 @njit(nogil=True, cache=True)
 def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):
-    """Answer the ATTENTION request that stands in the mailbox: this thread's share; no checks."""
+    """Answer the ATTENTION request that is in the mailbox: this thread's share; no checks."""
     layer = wires.requests[service, LAYER]
     num_tokens = wires.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]

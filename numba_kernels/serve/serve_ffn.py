@@ -164,7 +164,7 @@ def _meet(cells, service, num_threads):
 
 @njit(nogil=True, cache=True)
 def ffn_request(thread, num_threads, service, wires, arrays, scratch, code):
-    """Answer the FFN request that stands in the mailbox: this thread's share; checks nothing.
+    """Answer the FFN request that is in the mailbox: this thread's share; checks nothing.
 
     Threads steal blocks of gates from each other, and meet at a barrier; then each thread takes
     what fired among its candidates and sums into rows of its own; after a barrier each adds up one

@@ -1,9 +1,9 @@
 """Rows of a matrix, shared among a service's threads by work stealing.
 
-Each thread has a part of the rows, in blocks, and reads through it in one stream. Who has finished
-takes blocks from the others' parts, so a thread that begins late, or has a slow core, or loses it
-for a while, holds nobody up for longer than a block takes. Which thread multiplies a row does not
-change the product.
+Each thread has a part of the rows, in blocks, and reads through it in one stream. A thread that has
+finished takes blocks from the others' parts, so a thread that begins late, or has a slow core, or
+loses it for a while, holds nobody up for longer than a block takes. Which thread multiplies a row
+does not change the product.
 """
 
 import numpy as np

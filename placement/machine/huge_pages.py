@@ -18,7 +18,7 @@ _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 @dataclass(frozen=True)
 class HugePageProbe:
-    """Of so many bytes allocated and written, so many lie in huge pages."""
+    """Of so many bytes allocated and written, so many are in huge pages."""
 
     huge_bytes: int
     num_bytes: int

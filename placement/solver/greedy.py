@@ -48,7 +48,7 @@ def _place_parts(problem: Problem, only_if_faster: bool) -> tuple[np.ndarray, np
 def _place_hot(problem: Problem, room: np.ndarray) -> np.ndarray:
     """Device of each group, HOST for cold ones; layers with too few hot neurons get none.
 
-    Of the layers with too few the one with the fewest gives them up, and the rest is filled anew.
+    Of the layers with too few the one with the fewest gives them up, and the rest is filled again.
     """
     order = np.argsort(-problem.group_frequency, axis=None, kind="stable")
     is_allowed = problem.min_neurons <= problem.num_neurons

@@ -68,12 +68,12 @@ class CoreKeeper:
             self.look(delays())
 
     def look(self, delays: Delays) -> None:
-        """Decide anew where threads belong."""
+        """Decide again where threads belong."""
         with self._lock:
             delayed_us, taken_us, num_requests = (
                 now - before for now, before in zip(delays, self._seen, strict=True)
             )
-            if num_requests < 0:  # another arena, whose counters began anew
+            if num_requests < 0:  # another arena, whose counters began again
                 self._seen = delays
             if num_requests < _LEAST_REQUESTS:
                 return
