@@ -17,9 +17,8 @@ from model.files.checkpoint import Checkpoint
 from model.weights.ffn import load_ffn
 from model.weights.tensor_reader import Touch
 from numba_kernels.checks import activation_code
-from numba_kernels.decode.batch_ffn import empty_lists
 from numba_kernels.decode.rows import split_range
-from numba_kernels.decode.vectors import empty_vectors
+from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
@@ -32,14 +31,7 @@ from numba_kernels.serve.mailbox import (
     SHIP,
     SKIP_SILENT,
 )
-from numba_kernels.serve.serve_ffn import (
-    NUM_COUNTERS,
-    FfnArrays,
-    FfnScratch,
-    ffn_request,
-    serve_ffn,
-)
-from numba_kernels.serve.work_stealing import new_block_counters
+from numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 
 
 class CpuService(Service):
@@ -75,19 +67,8 @@ class CpuService(Service):
         most = int(np.diff(self.arrays.offsets).max(initial=0))
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
-        self._scratch = FfnScratch(
-            sums=np.zeros((self.num_threads, tokens, layout.width), np.float32),
-            fired_ids=np.zeros((self.num_threads, most), np.int32),
-            fired_masks=np.zeros((self.num_threads, most), np.uint32),
-            gates=np.zeros((self.num_threads, tokens * most), np.float32),
-            values=np.zeros(tokens * most, np.float32),
-            counts=np.zeros(self.num_threads, np.int64),
-            lists=empty_lists(self.num_threads, tokens),
-            inputs=empty_vectors(self.num_threads, tokens, layout.width),
-            counters=new_block_counters(NUM_COUNTERS, self.num_threads),
-            buckets=self.buckets,
-            bucket_sizes=sizes.astype(np.uint32),
-        )
+        self._scratch = new_scratch(self.num_threads, tokens, most, layout.width)
+        self._buckets = NeuronBuckets(self.buckets, sizes.astype(np.uint32))
 
     def release(self) -> None:
         """End the threads of matrix products."""
@@ -104,6 +85,7 @@ class CpuService(Service):
                 self.wires,
                 self.arrays,
                 self._scratch,
+                self._buckets,
                 activation_code(self.activation_fn),
             )
         )
@@ -112,11 +94,6 @@ class CpuService(Service):
         """Take another service's requests and threads for one's own."""
         self.thread_cores, self.wires = service.thread_cores, service.wires
         self._arena = service._arena
-
-    @property
-    def counters(self) -> np.ndarray:
-        """Counters of `numba_kernels.serve.work_stealing` that are to be zeroed after a request."""
-        return self._scratch.counters
 
     def answer_share(self, thread: int) -> None:
         """One thread's share of the FFN request in the mailbox; every thread has to do its own."""
@@ -127,6 +104,7 @@ class CpuService(Service):
             self.wires,
             self.arrays,
             self._scratch,
+            self._buckets,
             activation_code(self.activation_fn),
         )
 

@@ -18,7 +18,7 @@ from numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from numba_kernels.serve.serve_ffn import FfnArrays
+from numba_kernels.serve.layer_ffn import FfnArrays
 
 _FUNCTIONS = {
     "relu": torch.relu,

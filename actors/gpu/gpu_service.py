@@ -31,6 +31,7 @@ from numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
     HEAD,
+    NO_COUNTERS,
     NUM_TOKENS,
     OPERATION,
     finish_request,
@@ -113,9 +114,8 @@ class GpuService(Service):
             assert self._hot is not None
             self._hot.answer_share(thread)
             cells, replies = self.wires.cells, self.wires.replies
-            counters = self._hot.counters
-            number = np.int32(seen)
-            finish_request(cells, replies, counters, self.index, number, self.num_threads, started)
+            number, threads = np.int32(seen), self.num_threads
+            finish_request(cells, replies, NO_COUNTERS, self.index, number, threads, started)
 
     def _asks_for_hot(self) -> bool:
         request = self.wires.requests[self.index]

@@ -15,12 +15,14 @@ from numba import njit
 
 from jobs.support.console import json_option, print_json, stderr_console
 from model.weights.memory import aligned_empty
-from numba_kernels.decode.batch_ffn import empty_lists, thread_lists
-from numba_kernels.decode.ffn import NO_MASKS, gate_kernel, up_down_kernel
+from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel, split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
 from numba_kernels.formats import Q4, Q8, row_items
 from numba_kernels.ir.vector_ir import prefetch_row
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
+from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
 from placement.machine.survey import usable_cores
 
 _DTYPES: dict[str, np.dtype] = {
@@ -68,20 +70,14 @@ def _dense_part(weights, x, room, thread, out, first, last):  # type: ignore[no-
 
 
 @njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _sparse_part(gate, up, down, x, room, thread, ids, first, last, fired, wanted, gates, sums):  # type: ignore[no-untyped-def]
-    """The FFN of every layer over ids[first:last], all of which fire."""
-    rows, lists = gate.shape[0] // ids.shape[0], thread_lists(empty_lists(1, 1), 0, 1)
+def _sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # type: ignore[no-untyped-def]
+    """The FFN of every layer over its ids, all of which fire, as services compute it."""
     for layer in range(ids.shape[0]):
-        begin, end = layer * rows, (layer + 1) * rows
-        ready = prepared(gate, x, room, thread)
-        count = gate_kernel(
-            gate[begin:end], _NO_BIAS, ids[layer], NO_MASKS, ready, 0, True, first, last, fired,
-            wanted, gates, 1, lists,
+        layer_ffn(
+            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS, True, x, arrays,
+            scratch, 0, out,
         )  # fmt: skip
-        up_down_kernel(
-            up[begin:end], _NO_BIAS, down[begin:end], fired, wanted, count, gates, ready, sums,
-            lists,
-        )  # fmt: skip
+        meet(cells, 0, num_threads)
 
 
 @click.command()
@@ -175,10 +171,19 @@ class _Bench:
         self.x = np.full((tokens, hidden), 0.01, np.float32)
         self.out = np.zeros((tokens, layers * ffn), np.float32)
         self.room: QuantizedVectors = empty_vectors(num_threads, tokens, hidden)
-        self.sums = np.zeros((num_threads, 1, hidden), np.float32)
-        self.fired_ids = np.zeros((num_threads, ffn), np.int32)
-        self.fired_masks = np.zeros((num_threads, ffn), np.uint32)
-        self.gates = np.zeros((num_threads, ffn), np.float32)
+        no_bias = np.empty(0, np.float32)
+        self.arrays = FfnArrays(
+            offsets=np.arange(layers + 1) * ffn,
+            gate=self.gate,
+            up=self.up,
+            down=self.down,
+            gate_bias=no_bias,
+            up_bias=no_bias,
+            down_bias=np.empty((layers, 0), np.float32),
+        )
+        self.scratch = new_scratch(num_threads, 1, ffn, hidden)
+        self.cells = aligned_empty((CELLS_A_SERVICE * INTS_A_CELL,), np.int32)
+        self.partial = np.zeros((1, hidden), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
         self.choose(0.01)
@@ -228,9 +233,8 @@ class _Bench:
 
         def run(thread: int) -> None:
             _sparse_part(
-                self.gate, self.up, self.down, self.x[:1], self.room, thread, self.ids,
-                *self._part(thread), self.fired_ids[thread], self.fired_masks[thread],
-                self.gates[thread], self.sums[thread],
+                thread, self.num_threads, self.cells, self.arrays, self.ids, self.x[:1],
+                self.scratch, self.partial,
             )  # fmt: skip
 
         return self._parallel(run), self._listed_bytes()

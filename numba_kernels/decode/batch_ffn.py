@@ -97,7 +97,7 @@ def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
 def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, lists):
     """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
 
-    Candidates are as for `numba_kernels.decode.ffn.gate_kernel`; where they are listed, only
+    Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; where they are listed, only
     products of tokens that want them. Rows of candidates before `end` may be prefetched.
     """
     if ids.shape[0]:
@@ -108,14 +108,16 @@ def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, 
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, token_masks, code, keep_all, first, last, products, fired_ids, fired_masks, gates,
-    num_fired,
-):  # fmt: skip
+    bias, ids, token_masks, code, keep_all, first, last, products, fired_ids, fired_masks, gates
+):
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
-    `products` (N, T) is as in `gate_products_kernel`, and may be gates[num_fired:]. Returns how
-    many have fired now. Checks nothing.
+    `products` (N, T) is as in `gate_products_kernel`. fired_ids (N,) int32, fired_masks (N,) uint32
+    and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that it
+    fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
+    nothing.
     """
+    num_fired = 0
     for candidate in range(first, last):
         n = ids[candidate] if ids.shape[0] else candidate
         wanted = token_masks[candidate] if token_masks.shape[0] else _ALL_TOKENS
@@ -133,35 +135,6 @@ def keep_some_kernel(
             fired_ids[num_fired] = n
             fired_masks[num_fired] = fires
             num_fired += 1
-    return num_fired
-
-
-@njit(nogil=True, cache=True)
-def gates_of_some(
-    gate,
-    bias,
-    ids,
-    token_masks,
-    x,
-    code,
-    keep_all,
-    first,
-    last,
-    fired_ids,
-    fired_masks,
-    gates,
-    lists,
-):
-    """`ffn.gate_kernel` for several tokens; gates (N, T) has a row a neuron."""
-    num_fired = 0
-    size = block_size(gate, gates.shape[1])
-    for begin in range(first, last, size):
-        end, products = min(begin + size, last), gates[num_fired:]
-        gate_products_kernel(gate, ids, token_masks, x, begin, end, last, products, lists)
-        num_fired = keep_some_kernel(
-            bias, ids, token_masks, code, keep_all, begin, end, products, fired_ids, fired_masks,
-            gates, num_fired,
-        )  # fmt: skip
     return num_fired
 
 

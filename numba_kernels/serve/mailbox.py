@@ -18,6 +18,7 @@ from numba_kernels.serve.doorbell import (
     WAITED_US,
     atomic_add,
     atomic_store,
+    barrier,
     now_ns,
     ring,
     wait_change,
@@ -118,6 +119,12 @@ def next_request(cells, service, seen):
         number = wait_change(cells, cell(service, REQUEST), seen, SPINS, IDLE_NS)
         if number != seen:
             return number
+
+
+@njit(nogil=True, cache=True)
+def meet(cells, service, num_threads):
+    """Return when all threads of a service have come here."""
+    barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
 @njit(nogil=True, cache=True)

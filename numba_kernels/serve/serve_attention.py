@@ -12,19 +12,17 @@ from numba import njit
 from numba_kernels.decode.attention import attend_kernel, rope_kernel, store_kernel
 from numba_kernels.decode.norm import norm_kernel
 from numba_kernels.decode.vectors import QuantizedVectors, prepared
-from numba_kernels.serve.doorbell import barrier, now_ns
+from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.mailbox import (
     ATTENTION,
-    BARRIER_COUNT,
-    BARRIER_GENERATION,
     FIRST_LOGIT,
     HEAD,
     LAYER,
     NUM_TOKENS,
     OPERATION,
     PING,
-    cell,
     finish_request,
+    meet,
     next_request,
 )
 from numba_kernels.serve.work_stealing import next_block, work_stealing_rows
@@ -81,11 +79,6 @@ class AttentionScratch(NamedTuple):
     projected: np.ndarray
     inputs: QuantizedVectors
     counters: np.ndarray
-
-
-@njit(nogil=True, cache=True)
-def _meet(cells, service, num_threads):
-    barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
 @njit(nogil=True, cache=True)
@@ -186,18 +179,18 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
         scratch.counters[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x,
         residual[:0], qkv,
     )  # fmt: skip
-    _meet(wires.cells, service, num_threads)
+    meet(wires.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
-    _meet(wires.cells, service, num_threads)
+    meet(wires.cells, service, num_threads)
     _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
-    _meet(wires.cells, service, num_threads)
+    meet(wires.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
         residual, mixed,
     )  # fmt: skip
-    _meet(wires.cells, service, num_threads)
+    meet(wires.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
         _ffn_input(t, layer, wires, shape, arrays, residual, normed)
 
@@ -223,7 +216,7 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
             scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
             normed[:0], vectors,
         )  # fmt: skip
-        _meet(wires.cells, service, num_threads)
+        meet(wires.cells, service, num_threads)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],

@@ -16,10 +16,11 @@ import numpy as np
 from numba import njit
 
 from model.weights.memory import aligned_empty
-from numba_kernels.decode.batch_ffn import empty_lists, thread_lists
-from numba_kernels.decode.ffn import NO_MASKS, gate_kernel, up_down_kernel
+from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel, split_range
 from numba_kernels.serve.doorbell import INTS_A_CELL, barrier, now_ns
+from numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
+from numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
 _DENSITY = 0.1
@@ -78,7 +79,7 @@ class _Bench:
         self.num_neurons = max(16, num_bytes // (3 * _ROW_BYTES))
         self.num_ids = max(1, round(_DENSITY * self.num_neurons))
         self.rng = np.random.default_rng(0)
-        self.cells = aligned_empty((2 * INTS_A_CELL,), np.int32)
+        self.cells = aligned_empty((CELLS_A_SERVICE * INTS_A_CELL,), np.int32)
         self.x = np.full((1, _WIDTH), 0.01, np.float32)
         self.weights = aligned_empty((3 * self.num_neurons, _WIDTH), np.uint16)
         self._each(self._fill)
@@ -126,11 +127,15 @@ class _Bench:
         for row in ids:
             row[:] = np.sort(self.rng.choice(self.num_neurons, self.num_ids, replace=False))
         gate, up, down = self.weights.reshape(3, self.num_neurons, _WIDTH)
+        offsets, no_down_bias = np.array([0, self.num_neurons]), np.empty((1, 0), np.float32)
+        arrays = FfnArrays(offsets, gate, up, down, _NO_BIAS, _NO_BIAS, no_down_bias)
+        scratch = new_scratch(self.num_threads, 1, self.num_ids, _WIDTH)
+        out = np.zeros((1, _WIDTH), np.float32)
 
         def work(thread: int, times: np.ndarray) -> None:
-            first, last = split_range(self.num_ids, thread, self.num_threads, 4)
-            part = np.ascontiguousarray(ids[:, first:last])
-            _gather_passes(gate, up, down, part, self.x, self.cells, self.num_threads, times)
+            _gather_passes(
+                thread, self.num_threads, self.cells, arrays, ids, self.x, scratch, out, times
+            )
 
         return self._rates(work, 3 * self.num_ids * _ROW_BYTES)
 
@@ -164,18 +169,12 @@ def _rows_passes(weights, x, out, first, last, cells, num_threads, times):  # ty
 
 
 @njit(nogil=True)
-def _gather_passes(gate, up, down, ids, x, cells, num_threads, times):  # type: ignore[no-untyped-def]
-    count = ids.shape[1]
-    fired_ids, fired_masks = np.empty(count, np.int32), np.empty(count, np.uint32)
-    gates, lists = np.empty(count, np.float32), thread_lists(empty_lists(1, 1), 0, 1)
-    out = np.zeros((1, x.shape[1]), np.float32)
+def _gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, times):  # type: ignore[no-untyped-def]
     for i in range(times.shape[0]):
         barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
-        if count:
-            fired = gate_kernel(
-                gate, _NO_BIAS, ids[i], NO_MASKS, x, 0, False, 0, count, fired_ids, fired_masks,
-                gates, 1, lists,
-            )  # fmt: skip
-            up_down_kernel(up, _NO_BIAS, down, fired_ids, fired_masks, fired, gates, x, out, lists)
+        layer_ffn(
+            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS, False, x, arrays, scratch, 0,
+            out,
+        )  # fmt: skip
         times[i, 1] = now_ns()

@@ -14,11 +14,11 @@ from cuda_kernels.device import list_gpus
 from cuda_kernels.kernels import CudaKernels, DeviceKernels
 from cuda_kernels.launch import cupy_copies
 from numba_kernels.decode.attention import decode_attention, rope, rope_table
-from numba_kernels.decode.ffn import sparse_ffn
 from numba_kernels.decode.norm import layer_norm, rms_norm
 from numba_kernels.decode.rows import rows_times_vectors
 from numba_kernels.decode.sampling import sample
 from numba_kernels.load.convert import to_bfloat16
+from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned

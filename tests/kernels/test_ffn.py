@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
 
@@ -221,6 +223,20 @@ def test_tokens_choose_their_own_neurons(
             found, found_fired = chosen.run(backend, skip_silent)
             assert (np.abs(found - expected) <= 4e-6 * chosen.sizes()).all()
             assert found_fired.tolist() == (ids[fired[ids]] if skip_silent else ids).tolist()
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_threads_together(kind: str, num_tokens: int) -> None:
+    """The output is the reference's, and to the bit the same every time, whoever is faster."""
+    case = make_case(kind, 1013, 600, num_tokens, bias=True)
+    ids = np.sort(np.random.default_rng(3).permutation(1013)[:700]).astype(np.int32)
+    for chosen in (case, replace(case, ids=ids), replace(case, ids=ids[:0])):
+        for num_threads in (2, 3):
+            team = SimpleNamespace(sparse_ffn=partial(sparse_ffn, num_threads=num_threads))
+            assert_right(team, chosen)
+            again = [chosen.run(team)[0].tobytes() for _ in range(5)]
+            assert len(set(again)) == 1
 
 
 def test_a_neuron_that_no_token_wants_is_not_read(backend: SimpleNamespace) -> None:

@@ -65,7 +65,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "load": {"checks", "formats", "ir"},
         "decode": {"checks", "formats", "ir", "load"},
         "prompt": {"decode", "ir"},
-        "serve": {"decode", "formats"},
+        "serve": {"checks", "decode", "formats"},
     },
     "model": {
         "errors": set(),
