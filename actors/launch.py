@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
+from actors.processes.private_ray import init_private
 from actors.processes.relay_actor import RelayActor
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec, SystemConfig
@@ -18,6 +19,7 @@ from actors.setup.hosts import node_ids
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
+_FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
 _CONTROL_CALLS = 8  # and, whatever their number, calls that ask for the group CONTROL
 CONTROL = "control"
 
@@ -36,27 +38,42 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     Errors:  those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
+    options = {
+        "address": "local",
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "include_dashboard": False,
+        "object_store_memory": max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
+        "logging_level": "error",
+        "log_to_driver": False,
+        "namespace": NAMESPACE,
+    }
+    others = _children()
+    try:
+        init_private(_FIRST_WORKERS, **options)
+    except Exception:  # of any kind, where this version of Ray is not like those that were known
+        _end(_children() - others)
+        _init(options)
+    keep_stdout_clean()
+
+
+def _init(options: dict[str, Any]) -> None:
+    """`ray.init`, again where the machine was too busy for it."""
     others = _children()
     for starts_left in reversed(range(_STARTS)):
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
-                logging_level="error",
-                log_to_driver=False,
-                namespace=NAMESPACE,
-            )
-            break
+            ray.init(**options)
+            return
         except Exception as error:
             if "timed out" not in str(error) or not starts_left:
                 raise
-            for process in _children() - others:  # of the node that did not start
-                with suppress(psutil.Error):
-                    process.kill()
-    keep_stdout_clean()
+            _end(_children() - others)  # of the node that did not start
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _children() -> set[psutil.Process]:

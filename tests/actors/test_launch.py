@@ -1,16 +1,21 @@
-"""A Ray of one's own on a machine that is so busy that Ray gives up starting its node."""
+"""A Ray of one's own on a machine that is so busy that Ray gives up starting its node.
+
+The first start is of a private Ray, the others are plain ones.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
 from actors import launch
+from actors.processes import session_folder
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 
@@ -32,6 +37,11 @@ class Starting:
         return sum(process.poll() is None for process in self.left)
 
 
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_folder, "base_folder", lambda: tmp_path)
+
+
 @contextmanager
 def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting]:
     found = Starting(*errors)
@@ -47,7 +57,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting
             process.wait()
 
 
-@pytest.mark.parametrize("num_failures", [0, 1, 2])
+@pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
 def test_it_starts_again_without_what_was_left(monkeypatch, num_failures: int) -> None:
     with starting(monkeypatch, *[TIMED_OUT] * num_failures) as found:
         launch.start_local_ray(1, 0)
@@ -57,9 +67,9 @@ def test_it_starts_again_without_what_was_left(monkeypatch, num_failures: int) -
         assert found.num_running == 1
 
 
-@pytest.mark.parametrize("errors", [(TIMED_OUT,) * 4, ("no such folder",)])
+@pytest.mark.parametrize("errors", [(TIMED_OUT,) * 5, ("no such folder",) * 3])
 def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
     with starting(monkeypatch, *errors) as found:
         with pytest.raises(Exception, match=errors[0][:20]):
             launch.start_local_ray(1, 0)
-        assert len(found.left) == (3 if errors[0] == TIMED_OUT else 1)
+        assert len(found.left) == (4 if errors[0] == TIMED_OUT else 2)

@@ -1,0 +1,42 @@
+"""A user's process that starts a private Ray and an actor, tells what runs, and waits to be ended.
+
+python -m tests.actors.private_ray_script
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import psutil
+import ray
+
+from actors.launch import start_local_ray
+from actors.processes.session_folder import SessionFolder
+
+
+@ray.remote(num_cpus=0)
+class Echo:
+    """Says what it is told."""
+
+    def say(self, what: str) -> str:
+        return what
+
+
+def main() -> None:
+    folders = set(SessionFolder.all())
+    start_local_ray(2, 0)
+    said = ray.get(Echo.remote().say.remote("here"))
+    processes = psutil.Process().children(recursive=True)
+    told = {
+        "said": said,
+        "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
+        "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
+    }
+    print(json.dumps(told), flush=True)
+    if sys.stdin.readline().strip() == "shutdown":
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
