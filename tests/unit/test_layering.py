@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors": _OFFLINE,
     "ui": _OFFLINE | {"actors"},
     "jobs": _OFFLINE | {"actors", "ui"},
-    "benchmarks": _OFFLINE | {"actors", "ui", "jobs"},
+    "benchmarks": _OFFLINE | {"actors", "ui", "jobs", "tests"},
     "tests": _OFFLINE | {"actors", "ui", "jobs"},
     "demo": set(),
 }
