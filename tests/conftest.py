@@ -18,11 +18,89 @@ if TYPE_CHECKING:  # they take seconds to import, and not every process of a run
     from transformers import PreTrainedModel
 
 GREEDY_TOKENS = 64
+TESTS = Path(__file__).parent
+
+# `pytest -m quick`: all of these files and folders but what takes long, and one real answer.
+QUICK = [
+    "unit",
+    "actors/test_driver.py",
+    "actors/test_parts.py",
+    "actors/test_places.py",
+    "cluster/test_job_files.py",
+    "kernels/test_doorbell.py",
+    "kernels/test_norm_and_attention.py",
+    "kernels/test_rows.py",
+    "kernels/test_sampling.py",
+    "e2e/test_generate_command.py::test_greedy_ids_are_those_of_transformers",
+]
+NOT_QUICK = [
+    "unit/test_benchmarks.py",
+    "unit/test_demo_corpus.py",
+    "unit/test_kernel_cache.py",
+    "unit/test_llama_cpp_driver.py",
+    "unit/test_llama_gguf.py",
+    "unit/test_machine.py",
+    "unit/test_quantize_command.py",
+    "unit/test_quantized_weights.py",
+    "unit/test_reference.py",
+    "unit/test_solver.py",
+    "unit/test_tokenizer.py",
+    "unit/test_vs_llama_cpp.py",
+]
+# Files that take longest, so that no process is left alone with one of them at the end.
+FIRST = [
+    "kernels/test_other_cpus.py",
+    "actors/test_faults.py",
+    "cluster",
+    "actors/test_ray_system.py",
+    "e2e/test_profile_command.py",
+    "e2e/test_serve.py",
+    "actors/test_in_process.py",
+    "e2e/test_generate_command.py",
+    "e2e/test_train_predictors_command.py",
+    "unit/test_vs_llama_cpp.py",
+    "e2e",
+    "kernels",
+    "actors",
+]
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would every command that a
 # test starts; a signal with a handler is given to them with its default action.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_below(path: Path, names: list[str]) -> bool:
+    """Whether one of these files or folders is or holds `path`; a name may go on with ::."""
+    own = path.relative_to(TESTS)
+    return any(own.is_relative_to(name.partition("::")[0]) for name in names)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only what `-m quick` may take tests from."""
+    if config.getoption("markexpr") != "quick" or collection_path.suffix != ".py":
+        return None
+    is_quick = is_below(collection_path, QUICK) and not is_below(collection_path, NOT_QUICK)
+    return None if is_quick else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is quick, and begin with what takes longest."""
+
+    @functools.cache
+    def place(path: Path) -> int:
+        return next((n for n, name in enumerate(FIRST) if is_below(path, [name])), len(FIRST))
+
+    @functools.cache
+    def quick_names(path: Path) -> list[str]:
+        return [name for name in QUICK if is_below(path, [name]) and not is_below(path, NOT_QUICK)]
+
+    for item in items:
+        names = quick_names(item.path)
+        if any("::" not in name or item.nodeid.endswith(name) for name in names):
+            item.add_marker("quick")
+    items.sort(key=lambda item: place(item.path))
 
 
 class TinyCheckpoint:

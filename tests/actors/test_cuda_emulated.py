@@ -56,10 +56,10 @@ class LaterLauncher:
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], NumpyDevice]:
+def device() -> Callable[[], NumpyDevice]:
     """Makes devices whose kernels are CUDA's."""
     try:
-        library = emulated_library(tmp_path_factory.getbasetemp().parent)
+        library = emulated_library()
     except FileNotFoundError as problem:
         pytest.skip(str(problem))
 

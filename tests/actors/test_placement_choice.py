@@ -115,7 +115,7 @@ def test_a_plan_with_a_gpu_is_left_alone_unless_named(
 
 
 def test_the_same_tokens_with_a_plan_and_without(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local_ray: None, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["generate", str(model), "--prompt-ids", "1,2,3", "--max-tokens", "8", "--json"]
     line += ["--temperature", "0", "--threads", "2", "--cpu-actors", "2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from numba_kernels.decode.sampling import sample
 from numba_kernels.load.convert import to_bfloat16
 from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.device_calls import DeviceCalls
-from tests.kernels.emulation.build import all_entries, build_library
+from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
 
 _SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "rows_times_vectors", "sparse_ffn")
@@ -41,20 +42,22 @@ def numba_backend() -> SimpleNamespace:
     )
 
 
-def emulated_library(base: Path) -> Path:
-    """All kernels, compiled for this CPU by the first process that asks.
+def emulated_library() -> Path:
+    """All kernels, compiled for this CPU by the first process that asks, of whichever run.
 
     Errors:  FileNotFoundError without a compiler
     """
-    folder = base / "emulated-kernels"
-    folder.mkdir(exist_ok=True)
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = base / "hotcold-tests" / "emulated-kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = all_entries()
+    library = folder / f"{build_key(entries)}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library = folder / "kernels.so"
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as own:
-                build_library(Path(own), all_entries()).rename(library)
-        return library
+                build_library(Path(own), entries).rename(library)
+    return library
 
 
 def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:

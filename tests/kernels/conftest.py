@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +12,10 @@ from tests.kernels.device_calls import DeviceCalls
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CUDA's kernels compiled for this CPU, once for all processes of a run."""
-    base = tmp_path_factory.getbasetemp()
+def emulated_library() -> Path:
+    """CUDA's kernels compiled for this CPU, once for all processes and runs."""
     try:
-        return backends.emulated_library(
-            base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        )
+        return backends.emulated_library()
     except FileNotFoundError as problem:
         pytest.skip(str(problem))
 

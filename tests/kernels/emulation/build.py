@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,11 +75,34 @@ def build_library(folder: Path, entries: Sequence[Entry], flags: Sequence[str] =
     return build_text(folder, _text(entries), flags)
 
 
-def build_text(folder: Path, text: str, flags: Sequence[str] = ()) -> Path:
-    """The same of a text that includes emulation.h and has a `run_kernel`."""
+def build_key(entries: Sequence[Entry]) -> str:
+    """What the library depends on, as a file's name: sources, flags, compiler and CPU.
+
+    Errors:  FileNotFoundError without a C++ compiler
+    """
+    version = subprocess.run([_compiler(), "-v"], capture_output=True, text=True, check=True)
+    headers = [path.read_text() for path in sorted(FOLDER.glob("*.h"))]
+    parts = [_text(entries), *headers, *_FLAGS, version.stderr, _cpu()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What -march=native goes by."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    known = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(known)}))
+
+
+def _compiler() -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("no g++ on this machine")
+    return compiler
+
+
+def build_text(folder: Path, text: str, flags: Sequence[str] = ()) -> Path:
+    """The same of a text that includes emulation.h and has a `run_kernel`."""
+    compiler = _compiler()
     source, library = folder / "kernels.cpp", folder / "kernels.so"
     source.write_text(text)
     command = [compiler, *_FLAGS, *flags, f"-I{FOLDER}", str(source), "-o", str(library)]
