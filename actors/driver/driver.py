@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,7 @@ import numpy as np
 from actors.driver.active_request import ActiveRequest, Generator, Stream
 from actors.driver.engine import GPU, Engine
 from actors.driver.profiling import ProfilingEngine
-from actors.driver.request_events import Outbox, OwnStream, RequestEvent
+from actors.driver.request_events import EventQueue, RequestEvent
 from actors.driver.request_queue import RequestQueue
 from actors.driver.scheduler import Scheduler
 from actors.driver.scoring import WindowScores, score_window
@@ -82,7 +81,7 @@ class Driver:
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
         self._started_s = time.monotonic()
-        self._outbox = Outbox()
+        self._submitted = EventQueue()  # events of requests that were submitted
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
@@ -91,12 +90,11 @@ class Driver:
 
         Errors:  PromptError, RequestError, ServiceError
         """
-        stream = OwnStream(request.request_id)
-        self._expect(stream)
+        events = EventQueue()
+        stream = self._start(request, events)
         try:
-            self._submit(request, stream)
             while True:
-                for event in stream.take():
+                for _, event in events.take():
                     if isinstance(event, BaseException):
                         raise event
                     yield event
@@ -104,34 +102,35 @@ class Driver:
                         return
         finally:
             stream.cancelled.set()
-            self._streams.remove(stream)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request whose events `take_events` hands out.
 
         Errors:  PromptError, UsageError, ServiceError
         """
-        stream = self._outbox.stream(request.request_id, self._streams.remove)
-        self._expect(stream)
-        try:
-            self._submit(request, stream)
-        except BaseException:
-            self._streams.remove(stream)
-            raise
+        self._start(request, self._submitted)
 
     def take_events(self, wait_s: float) -> list[RequestEvent]:
-        """The events of submitted requests since the last call; see `Outbox.take`."""
-        return self._outbox.take(wait_s)
+        """The events of submitted requests since the last call; see `EventQueue.take`."""
+        return self._submitted.take(wait_s)
 
     def load(self) -> DriverLoad:
         """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
         self._queue.require_whole()
         return DriverLoad(self._scheduler.num_running, self._queue.num_waiting, self._pool.usage)
 
-    def _submit(self, request: GenerateRequest, stream: Stream) -> None:
-        ids = self.generator.prompts.ids(request)
-        checked = replace(request, prompt=None, messages=None, prompt_ids=ids)
-        self._queue.submit(ActiveRequest(self.generator, checked, stream))
+    def _start(self, request: GenerateRequest, events: EventQueue) -> Stream:
+        """Queue a request whose events go to `events`."""
+        stream = events.stream(request.request_id, self._streams.remove)
+        self._expect(stream)
+        try:
+            checked = self.generator.prompts.checked(request)
+            self._queue.submit(ActiveRequest(self.generator, checked, stream))
+        except BaseException:
+            self._streams.remove(stream)
+            events.drop_stream()
+            raise
+        return stream
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits, runs or has yet to come; its reason is then "cancelled".

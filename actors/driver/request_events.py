@@ -5,6 +5,7 @@ what has come some times a second. And a server does not follow each request by 
 it takes what all of them have produced, and the same call shows that the driver lives.
 """
 
+import math
 import queue
 import threading
 import time
@@ -19,30 +20,68 @@ PACE_S = 0.04
 RequestEvent = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
 
 
-class Outbox:
-    """Collects events in the engine's thread; one reader at a time takes them."""
+class EventQueue:
+    """Events of one or many requests, from the engine's thread; one reader at a time takes them."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self._taken_at = 0.0
+        self._counting = threading.Lock()
+        self._num_open = 0  # streams that have not ended
+        self._all_ended = threading.Event()
+        self._taken_at = -math.inf
 
     def stream(self, request_id: str, on_end: Callable[[Stream], None]) -> Stream:
-        """A stream whose events come here; `on_end` is called with it after the last of them."""
-        return _OutboxStream(request_id, self._events, on_end)
+        """A stream whose events come here; `on_end` is called with it before the last of them."""
+        self._count(1)
+        return _QueuedStream(request_id, self, on_end)
 
-    def take(self, wait_s: float) -> list[RequestEvent]:
+    def drop_stream(self) -> None:
+        """Expect nothing of a stream whose request could not be queued."""
+        self._count(-1)
+
+    def put(self, request_id: str, event: TokenEvent | BaseException) -> None:
+        """Add an event of a stream."""
+        self._events.put((request_id, event))
+        if _is_last(event):
+            self._count(-1)
+
+    def take(self, wait_s: float | None = None) -> list[RequestEvent]:
         """What has come since the last call, in order; waits up to `wait_s` for the first.
 
-        Events of one request come as one.
+        Events of one request come as one, its error behind them. The first of all, and the last
+        when no stream is open any more, are handed out at once.
         """
         try:
             first = self._events.get(timeout=wait_s)
         except queue.Empty:
             return []
-        time.sleep(max(0.0, self._taken_at + PACE_S - time.monotonic()))
+        self._all_ended.wait(max(0.0, self._taken_at + PACE_S - time.monotonic()))
         events = [first, *(self._events.get() for _ in range(self._events.qsize()))]
         self._taken_at = time.monotonic()
         return joined(events)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._num_open += change
+            if self._num_open:
+                self._all_ended.clear()
+            else:
+                self._all_ended.set()
+
+
+class _QueuedStream(Stream):
+    def __init__(
+        self, request_id: str, events: EventQueue, on_end: Callable[[Stream], None]
+    ) -> None:
+        super().__init__(request_id)
+        self._events = events
+        self._on_end = on_end
+
+    def put(self, event: TokenEvent | BaseException) -> None:
+        """See `Stream.put`."""
+        if _is_last(event):
+            self._on_end(self)
+        self._events.put(self.request_id, event)
 
 
 def joined(events: list[RequestEvent]) -> list[RequestEvent]:
@@ -56,51 +95,6 @@ def joined(events: list[RequestEvent]) -> list[RequestEvent]:
             earlier = texts.get(request_id)
             texts[request_id] = event if earlier is None else earlier + event
     return [*texts.items(), *errors]
-
-
-class OwnStream(Stream):
-    """A request's events for a reader of its own."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self._events: queue.SimpleQueue[TokenEvent | BaseException] = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._taken_at = 0.0
-
-    def put(self, event: TokenEvent | BaseException) -> None:
-        """See `Stream.put`."""
-        self._events.put(event)
-        if _is_last(event):
-            self._ended.set()
-
-    def take(self) -> list[TokenEvent | BaseException]:
-        """What has come since the last call, as one event and perhaps the error behind it.
-
-        Waits for the first; the first of all and the last are handed out at once.
-        """
-        first = self._events.get()
-        self._ended.wait(max(0.0, self._taken_at + PACE_S - time.monotonic()))
-        events = [first, *(self._events.get() for _ in range(self._events.qsize()))]
-        self._taken_at = time.monotonic()
-        return [event for _, event in joined([(self.request_id, event) for event in events])]
-
-
-class _OutboxStream(Stream):
-    def __init__(
-        self,
-        request_id: str,
-        events: "queue.SimpleQueue[RequestEvent]",
-        on_end: Callable[[Stream], None],
-    ) -> None:
-        super().__init__(request_id)
-        self._events = events
-        self._on_end = on_end
-
-    def put(self, event: TokenEvent | BaseException) -> None:
-        """See `Stream.put`."""
-        self._events.put((self.request_id, event))
-        if _is_last(event):
-            self._on_end(self)
 
 
 def _is_last(event: TokenEvent | BaseException) -> bool:

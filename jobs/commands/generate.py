@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from actors.driver.text.prompts import Prompts
+from actors.driver.text.prompts import Prompts, require_something
 from actors.protocol.messages import GenerateRequest, Generation
 from actors.setup.preflight import prepare_system
 from jobs.support.console import json_option, print_json
@@ -44,7 +44,7 @@ def generate(
     system, config = prepare_system(path, options)
     request = _request(prompt, prompt_ids, chat, split_sampling(path, values))
     prompts = Prompts(path, config, system.context_length)
-    prompts.ids(request)
+    request = prompts.checked(request)
     with running_system(system) as running:
         for event in running.generate(request):
             click.echo(event.text, nl=False)
@@ -67,8 +67,7 @@ def _request(
         return GenerateRequest(sampling, prompt_ids=prompt_ids)
     if prompt is None:
         prompt = _read_prompt()
-    if not prompt:
-        raise PromptError("the prompt is empty; give at least one token")
+    require_something(prompt)
     if chat:
         return GenerateRequest(sampling, messages=[{"role": "user", "content": prompt}])
     return GenerateRequest(sampling, prompt=prompt)

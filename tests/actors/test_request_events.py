@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from actors.driver.active_request import Stream
 from actors.driver.driver import Driver
-from actors.driver.request_events import joined
+from actors.driver.request_events import EventQueue, joined
 from actors.driver.text.token_logprobs import AnswerLogprobs, token_logprob
 from actors.protocol.messages import GenerateRequest, Grammar, TokenEvent, TokenLogprob
 from model.errors import PromptError, UsageError
@@ -86,7 +87,7 @@ def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
         grammar = Grammar("lark", 'start: "a"')
         with pytest.raises(UsageError, match=r"tokenizer\.json"):
             driver.submit(GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
-        assert not driver._streams
+        assert not driver._streams and driver._submitted._all_ended.is_set()
         assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
@@ -97,6 +98,21 @@ def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
         driver.cancel("long")
         result = take_all(driver, 1)["long"].result
         assert result is not None and result.finish_reason == "cancelled"
+
+
+def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.driver.request_events.PACE_S", 1e9)
+    events = EventQueue()
+    ended: list[Stream] = []
+    stream = events.stream("a", ended.append)
+    assert events.take(0.0) == []
+    stream.put(TokenEvent("one"))
+    assert events.take() == [("a", TokenEvent("one"))]
+    stream.put(TokenEvent("two"))
+    error = ValueError("no")
+    stream.put(error)
+    assert events.take() == [("a", TokenEvent("two")), ("a", error)]
+    assert ended == [stream]
 
 
 def test_events_of_a_request_are_joined_in_order() -> None:

@@ -24,10 +24,8 @@ async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
 
 async def detokenize(backend: Backend, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of ids, special tokens by their names. Errors: PromptError."""
-    tokenizer, last = _tokenizer(backend.prompts), backend.prompts.config.vocab_size - 1
-    for token_id in body.tokens:
-        if token_id > last:
-            raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+    tokenizer = _tokenizer(backend.prompts)
+    backend.prompts.require_in_vocabulary(body.tokens)
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return {"prompt": text}
 

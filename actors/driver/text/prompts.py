@@ -1,6 +1,8 @@
 """From a request's text, messages or ids to checked token ids."""
 
 import functools
+from collections.abc import Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 
 from actors.protocol.messages import GenerateRequest
@@ -28,6 +30,10 @@ class Prompts:
             return bos
         return None
 
+    def checked(self, request: GenerateRequest) -> GenerateRequest:
+        """The same request with `ids` in place of its text. Errors: PromptError."""
+        return replace(request, prompt=None, messages=None, prompt_ids=self.ids(request))
+
     def ids(self, request: GenerateRequest) -> list[int]:
         """The request's token ids, all in the vocabulary, fewer than the context holds.
 
@@ -36,12 +42,8 @@ class Prompts:
         ids = self._encode(request)
         if request.sampling.stop and self.tokenizer is None:
             raise PromptError("this model has no tokenizer.json, so no text; leave out --stop")
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        last = self.config.vocab_size - 1
-        for token_id in ids:
-            if not 0 <= token_id <= last:
-                raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+        require_something(ids)
+        self.require_in_vocabulary(ids)
         if len(ids) >= self.context_length:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
@@ -49,6 +51,13 @@ class Prompts:
                 f"{self.config.max_positions})"
             )
         return ids
+
+    def require_in_vocabulary(self, ids: Sequence[int]) -> None:
+        """Raise PromptError where one of `ids` is no token of the model."""
+        last = self.config.vocab_size - 1
+        for token_id in ids:
+            if not 0 <= token_id <= last:
+                raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
 
     def _encode(self, request: GenerateRequest) -> list[int]:
         if request.prompt_ids is not None:
@@ -66,3 +75,9 @@ class Prompts:
             )
         # A chat template writes the special tokens itself.
         return self.tokenizer.encode(text, request.messages is None) if text else []
+
+
+def require_something(prompt: Sized) -> None:
+    """Raise PromptError for a prompt, text or ids, that is empty."""
+    if not prompt:
+        raise PromptError("the prompt is empty; give at least one token")
