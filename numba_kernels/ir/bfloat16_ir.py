@@ -1,53 +1,19 @@
-"""Vector IR for products of bfloat16 pairs: AVX512-BF16's dot product instruction."""
+"""Products of bfloat16 pairs: AVX512-BF16's dot product instruction."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.llvm_vectors import (
-    FLOATS,
-    I16,
-    I32,
-    I64,
-    LANES,
-    ZEROS,
-    has_feature,
-    item_pointer,
-    new_cell,
-    widen,
-)
-from numba_kernels.ir.pair_ir import (
-    HALF_WORDS,
-    ROWS_AHEAD,
-    TILE_ROWS,
-    WORDS,
-    element,
-    emit_row,
-    further,
-    multiply_pairs,
-)
+from numba_kernels.ir.llvm_vectors import has_feature, widen
+from numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
+from numba_kernels.ir.vec import BFLOAT, F32, I16, I32, Array, Ptr, Vec, for_vectors
 
-
-class _Bfloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    intrinsic_name = "bf16"
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)
-
-
-_PAIRS = ir.VectorType(_Bfloat(), 2 * LANES)
+_FLOATS = ir.VectorType(F32, LANES)
+_NARROW = ir.VectorType(BFLOAT, LANES)
 
 
 def has_pair_products() -> bool:
@@ -55,28 +21,23 @@ def has_pair_products() -> bool:
     return has_feature("avx512bf16")
 
 
-def _load_narrow(builder: Any, dtype: Any, pointer: Any, lanes: int) -> Any:
-    """Load LANES items, or 1, at `pointer` (i8*): the nearest bfloat16, ties to even, as bits."""
-    kind = HALF_WORDS if lanes > 1 else I16
-    if dtype == types.int16:
-        return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=2, typ=kind)
-    floats = widen(builder, dtype, pointer, lanes)
-    if lanes == 1:
-        floats = builder.insert_element(ZEROS, floats, I32(0))
-    narrow = ir.VectorType(_Bfloat(), LANES)
-    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(narrow, [FLOATS]), name
-    )
-    bits = builder.bitcast(builder.call(function, [floats]), HALF_WORDS)
-    return bits if lanes > 1 else builder.extract_element(bits, I32(0))
-
-
-def _add_pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    kind = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
+def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [total, a, b])
+    return sums.call(name, _FLOATS, sums, x.view(BFLOAT), weights.view(BFLOAT))
+
+
+BFLOAT16_PAIRS = PairInstruction(sums=F32, add=_add_products)
+
+
+def _load_narrow(dtype: Any, at: Ptr, lanes: int) -> Vec:
+    """Load LANES items, or 1: the nearest bfloat16, ties to even, as bits."""
+    if dtype == types.int16:
+        return at.load(I16, lanes)
+    floats = Vec(at.builder, widen(at.builder, dtype, at.value, lanes))
+    if lanes == 1:
+        floats = Vec.full(at.builder, 0, F32, LANES).with_lane(0, floats)
+    bits = floats.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _NARROW, floats).view(I16)
+    return bits if lanes > 1 else bits[0]
 
 
 @intrinsic(prefer_literal=True)
@@ -100,40 +61,24 @@ def add_tile(
     )
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = I64(0)
-        streams = [
-            element(
-                context, builder, tokens, args[0],
-                [builder.add(args[1], I64(g)), args[5], zero],
-            )[0]
-            for g in range(count)
-        ]  # fmt: skip
-        corner, strides = element(context, builder, weights, args[3], [args[4], zero])
-        rows = further(builder, corner, strides[0], range(TILE_ROWS))
-        following = [
-            element(context, builder, ahead, args[8], [builder.add(args[9], I64(r)), args[10]])[0]
-            for r in range(ROWS_AHEAD)
-        ]
-        cells = [new_cell(builder, ZEROS) for _ in range(TILE_ROWS * count)]
-
-        def add(total: Any, words: Any, weight: Any) -> Any:
-            x, pair = builder.bitcast(words, _PAIRS), builder.bitcast(weight, _PAIRS)
-            return _add_pair_products(builder, total, x, pair)
-
-        num_pairs = builder.sub(args[6], args[5])
-        multiply_pairs(
-            builder, streams, rows, strides[1], zero, num_pairs, cells, add, following, args[11]
+        arrays = {
+            number: Array(context, builder, kind, args[number])
+            for number, kind in ((0, tokens), (3, weights), (7, out), (8, ahead))
+        }
+        group, row, first, last, ahead_row, column, ahead_bytes = (
+            Vec(builder, args[number]) for number in (1, 4, 5, 6, 9, 10, 11)
         )
-        for r in range(TILE_ROWS):
-            for g in range(count):
-                target, _ = element(
-                    context, builder, out, args[7],
-                    [builder.add(args[4], I64(r)), builder.add(args[1], I64(g)), zero],
-                )  # fmt: skip
-                pointer = builder.bitcast(target, FLOATS.as_pointer())
-                before = builder.load(pointer, align=64, typ=FLOATS)
-                cell = builder.load(cells[r * count + g], typ=FLOATS)
-                builder.store(builder.fadd(before, cell), pointer, align=64)
+        tile = PairTile(
+            BFLOAT16_PAIRS,
+            tokens=[arrays[0].at(group + g, first) for g in range(count)],
+            weights=arrays[3].rows(row, 0, TILE_ROWS),
+            stride=arrays[3].strides[1],
+            ahead=Ahead.of(arrays[8], ahead_row, column, ahead_bytes),
+        )
+        for r, of_row in enumerate(tile.sums(first - first, last - first)):
+            for g, total in enumerate(of_row):
+                target = arrays[7].at(row + r, group + g)
+                target.store(target.load(F32, LANES, align=64) + total, align=64)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -146,19 +91,18 @@ def narrow_row(typingctx, matrix, row, column, count, out):
     matrix (N, d) float32, uint16 (float16) or int16 (bfloat16), rows contiguous; out int16
     """
     signature = types.void(matrix, types.int64, types.int64, types.int64, out)
-    dtype = matrix.dtype
+    item_bytes = matrix.dtype.bitwidth // 8
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, _ = element(context, builder, matrix, args[0], [args[1], args[2]])
-        target, _ = element(context, builder, out, args[4], [I64(0)])
+        row, column, count = (Vec(builder, arg) for arg in args[1:4])
+        source = Array(context, builder, matrix, args[0]).at(row, column)
+        target = Array(context, builder, out, args[4]).at()
 
-        def convert(index: Any, lanes: int) -> None:
-            at = item_pointer(builder, source, index, dtype.bitwidth // 8)
-            bits = _load_narrow(builder, dtype, at, lanes)
-            to = builder.bitcast(item_pointer(builder, target, index, 2), bits.type.as_pointer())
-            builder.store(bits, to, align=2)
+        def convert(index: Vec, lanes: int) -> None:
+            bits = _load_narrow(matrix.dtype, source + index * item_bytes, lanes)
+            (target + index * 2).store(bits)
 
-        emit_row(builder, args[3], convert)
+        for_vectors(count, LANES, convert)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -171,28 +115,22 @@ def narrow_pair(typingctx, matrix, row, column, count, out):
     matrix as in `narrow_row`; out int32
     """
     signature = types.void(matrix, types.int64, types.int64, types.int64, out)
-    dtype = matrix.dtype
+    item_bytes = matrix.dtype.bitwidth // 8
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, strides = element(context, builder, matrix, args[0], [args[1], args[2]])
-        second = builder.gep(first, [strides[0]], source_etype=ir.IntType(8))
-        target, _ = element(context, builder, out, args[4], [I64(0)])
+        row, column, count = (Vec(builder, arg) for arg in args[1:4])
+        source = Array(context, builder, matrix, args[0])
+        rows = source.rows(row, column, 2)
+        target = Array(context, builder, out, args[4]).at()
 
-        def convert(index: Any, lanes: int) -> None:
-            kind = WORDS if lanes > 1 else I32
+        def convert(index: Vec, lanes: int) -> None:
             low, high = (
-                builder.zext(_load_narrow(builder, dtype, at, lanes), kind)
-                for at in (
-                    item_pointer(builder, row, index, dtype.bitwidth // 8)
-                    for row in (first, second)
-                )
+                _load_narrow(matrix.dtype, at + index * item_bytes, lanes).astype(I32, signed=False)
+                for at in rows
             )
-            sixteen = ir.Constant(kind, [I32(16)] * LANES) if lanes > 1 else I32(16)
-            both = builder.or_(low, builder.shl(high, sixteen))
-            to = builder.bitcast(item_pointer(builder, target, index, 4), kind.as_pointer())
-            builder.store(both, to, align=4)
+            (target + index * 4).store(low | high << 16)
 
-        emit_row(builder, args[3], convert)
+        for_vectors(count, LANES, convert)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -1,49 +1,30 @@
-"""Vector IR for products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
+"""Products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
 
 COLUMN_GROUP columns of a row share a scale, as in the quantized formats; their products add up
-exactly in int32, for no number is larger than MOST_WEIGHT or MOST_INPUT.
+exactly in int32, because no number is larger than MOST_WEIGHT or MOST_INPUT.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import binding, ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.llvm_vectors import (
-    F32,
-    FLOATS,
-    I32,
-    I64,
-    LANES,
-    counted_loop,
-    fma,
-    has_feature,
-    item_pointer,
-    new_cell,
-    splat,
-    widen,
-)
-from numba_kernels.ir.pair_ir import (
-    HALF_WORDS,
-    ROWS_AHEAD,
-    TILE_ROWS,
-    WORDS,
-    element,
-    further,
-    multiply_pairs,
-)
+from numba_kernels.ir.llvm_vectors import has_feature, widen
+from numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
+from numba_kernels.ir.vec import F32, I16, I32, Array, Ptr, Vec, for_range
 
 COLUMN_GROUP = 64
 GROUP_PAIRS = COLUMN_GROUP // 2
 # 64 * 4095 * 8191 < 2 ** 31
 MOST_WEIGHT = 4095
 MOST_INPUT = 8191
-_NO_SUMS = ir.Constant(WORDS, [I32(0)] * LANES)
 # Added to a float of less than 2 ** 22 it leaves the nearest integer in the low bits of the sum.
-_ROUNDS = ir.Constant(FLOATS, [F32(1.5 * 2**23)] * LANES)
+_ROUNDS = 1.5 * 2**23
+_MAGNITUDE = 0x7FFFFFFF
 
 # For the instruction that stands by its name in code made here or kept from an earlier process:
 # without it LLVM ends the process.
@@ -55,10 +36,15 @@ def has_word_products() -> bool:
     return has_feature("avx512vnni")
 
 
-def _add_word_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """By its name, for LLVM would make two slower instructions of its intrinsic function."""
-    kind = ir.FunctionType(WORDS, [WORDS] * 3)
-    return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", [total, a, b], side_effect=False)
+def _add_products(sums: Vec, x: Vec, weights: Vec) -> Vec:
+    """By its name: LLVM would make two slower instructions of its intrinsic function."""
+    values = [sums.value, x.value, weights.value]
+    kind = ir.FunctionType(sums.value.type, [value.type for value in values])
+    text = "vpdpwssd $3, $2, $0"
+    return Vec(sums.builder, sums.builder.asm(kind, text, "=v,0,v,v", values, side_effect=False))
+
+
+INT16_PAIRS = PairInstruction(sums=I32, add=_add_products)
 
 
 @intrinsic(prefer_literal=True)
@@ -76,7 +62,6 @@ def add_group_tile(
     token_scales (G, P / GROUP_PAIRS, LANES), scales (rows, P / GROUP_PAIRS) float32
     out (rows, G, LANES) float32, contiguous; ahead: any 2-D array
     """
-    tile_groups = num_groups.literal_value
     index = types.int64
     signature = types.void(
         tokens, token_scales, index, num_groups, weights, scales, index, index, index, index,
@@ -84,57 +69,39 @@ def add_group_tile(
     )  # fmt: skip
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = I64(0)
-        groups = [builder.add(args[2], I64(g)) for g in range(tile_groups)]
-        pair, weight_pair = (builder.mul(args[n], I64(GROUP_PAIRS)) for n in (7, 8))
-        streams = [
-            element(context, builder, tokens, args[0], [group, pair, zero])[0] for group in groups
-        ]
-        token_steps = [
-            element(context, builder, token_scales, args[1], [group, args[7], zero])[0]
-            for group in groups
-        ]
-        corner, strides = element(context, builder, weights, args[4], [args[6], weight_pair])
-        rows = further(builder, corner, strides[0], range(TILE_ROWS))
-        corner, scale_strides = element(context, builder, scales, args[5], [args[6], args[8]])
-        row_steps = further(builder, corner, scale_strides[0], range(TILE_ROWS))
-        following = [
-            element(context, builder, ahead, args[11], [builder.add(args[12], I64(r)), args[13]])[0]
-            for r in range(ROWS_AHEAD)
-        ]
-        targets = [
-            element(context, builder, out, args[10], [builder.add(args[6], I64(r)), group, zero])[0]
-            for r in range(TILE_ROWS)
-            for group in groups
-        ]
-        cells = [new_cell(builder, _NO_SUMS) for _ in targets]
+        x, x_scales, w, w_scales, target, following = (
+            Array(context, builder, kind, args[number])
+            for number, kind in (
+                (0, tokens), (1, token_scales), (4, weights), (5, scales), (10, out), (11, ahead)
+            )
+        )  # fmt: skip
+        group, row, first, at, count, ahead_row, column = (
+            Vec(builder, args[number]) for number in (2, 6, 7, 8, 9, 12, 13)
+        )
+        groups = [group + g for g in range(num_groups.literal_value)]
+        tile = PairTile(
+            INT16_PAIRS,
+            tokens=[x.at(g, first * GROUP_PAIRS) for g in groups],
+            weights=w.rows(row, at * GROUP_PAIRS, TILE_ROWS),
+            stride=w.strides[1],
+            ahead=Ahead.of(following, ahead_row, column, 4),
+        )
+        token_steps = [x_scales.at(g, first) for g in groups]
+        weight_steps = w_scales.rows(row, at, TILE_ROWS)
+        targets = [[target.at(row + r, g) for g in groups] for r in range(TILE_ROWS)]
 
-        def add(total: Any, x: Any, weight: Any) -> Any:
-            return _add_word_products(builder, total, x, weight)
+        def add_group(number: Vec) -> None:
+            begin = number * GROUP_PAIRS
+            sums = tile.sums(begin, begin + GROUP_PAIRS)
+            of_tokens = [(step + number * (4 * LANES)).load(F32, LANES) for step in token_steps]
+            for of_row, step, places in zip(sums, weight_steps, targets, strict=True):
+                of_weights = (step + number * 4).load(F32)
+                for total, scale, place in zip(of_row, of_tokens, places, strict=True):
+                    before = place.load(F32, LANES, align=64)
+                    after = total.astype(F32).fma(scale * of_weights, before)
+                    place.store(after, align=64)
 
-        def add_group(group: Any) -> None:
-            for cell in cells:
-                builder.store(_NO_SUMS, cell)
-            begin = builder.mul(group, I64(GROUP_PAIRS))
-            multiply_pairs(
-                builder, streams, rows, strides[1], begin, builder.add(begin, I64(GROUP_PAIRS)),
-                cells, add, following, I64(4),
-            )  # fmt: skip
-            xs = [
-                widen(builder, types.float32, item_pointer(builder, step, group, 4 * LANES), LANES)
-                for step in token_steps
-            ]
-            for r, step in enumerate(row_steps):
-                scale = widen(builder, types.float32, item_pointer(builder, step, group, 4), 1)
-                for g, x in enumerate(xs):
-                    n = r * tile_groups + g
-                    total = builder.sitofp(builder.load(cells[n], typ=WORDS), FLOATS)
-                    target = builder.bitcast(targets[n], FLOATS.as_pointer())
-                    before = builder.load(target, align=64, typ=FLOATS)
-                    after = fma(builder, total, builder.fmul(x, splat(builder, scale)), before)
-                    builder.store(after, target, align=64)
-
-        counted_loop(builder, zero, args[9], 1, add_group)
+        for_range(0, count, 1, add_group)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -155,31 +122,22 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
     dtype = matrix.dtype
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, _ = element(context, builder, matrix, args[0], [args[1], args[2]])
-        target, _ = element(context, builder, out, args[4], [args[5], args[6]])
-        floats = [
-            widen(builder, dtype, item_pointer(builder, source, I64(i), dtype.bitwidth // 8), LANES)
-            for i in range(0, COLUMN_GROUP, LANES)
-        ]
+        row, column, most, out_row, position = (Vec(builder, args[n]) for n in (1, 2, 3, 5, 6))
+        source = Array(context, builder, matrix, args[0]).at(row, column)
+        target = Array(context, builder, out, args[4]).at(out_row, position)
+        begins = range(0, COLUMN_GROUP, LANES)
+        parts = [_load(dtype, source + begin * (dtype.bitwidth // 8)) for begin in begins]
         # As integers the bits of magnitudes are in order, and those of infinity and NaN on top.
-        magnitude = ir.Constant(WORDS, [I32(0x7FFFFFFF)] * LANES)
-        largest = None
-        for part in floats:
-            bits = builder.and_(builder.bitcast(part, WORDS), magnitude)
-            if largest is not None:
-                bits = builder.select(builder.icmp_unsigned(">", bits, largest), bits, largest)
-            largest = bits
-        kind = ir.FunctionType(I32, [WORDS])
-        reduce = cgutils.get_or_insert_function(
-            builder.module, kind, f"llvm.vector.reduce.umax.v{LANES}i32"
-        )
-        top = builder.bitcast(builder.call(reduce, [largest]), F32)
-        factor = splat(builder, builder.fdiv(args[3], top))
-        for part, begin in zip(floats, range(0, COLUMN_GROUP, LANES), strict=True):
-            rounded = builder.fadd(builder.fmul(part, factor), _ROUNDS)
-            words = builder.trunc(builder.bitcast(rounded, WORDS), HALF_WORDS)
-            at = item_pointer(builder, target, I64(begin), 2)
-            builder.store(words, builder.bitcast(at, HALF_WORDS.as_pointer()), align=2)
-        return builder.fdiv(top, args[3])
+        sizes = [part.view(I32) & _MAGNITUDE for part in parts]
+        largest = reduce(lambda a, b: a.below(b).where(b, a), sizes)
+        top = largest.call(f"llvm.vector.reduce.umax.v{LANES}i32", I32, largest).view(F32)
+        factor = most / top
+        for part, begin in zip(parts, begins, strict=True):
+            (target + 2 * begin).store((part * factor + _ROUNDS).view(I32).astype(I16))
+        return (top / most).value
 
     return signature, codegen
+
+
+def _load(dtype: Any, at: Ptr) -> Vec:
+    return Vec(at.builder, widen(at.builder, dtype, at.value, LANES))
