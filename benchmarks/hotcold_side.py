@@ -19,14 +19,14 @@ import click
 import ray
 
 from actors.launch import start_local_ray
-from actors.protocol.messages import MODES, GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import MODES, Generation, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system
 from actors.setup.shards import arena_layout
 from actors.system import System
 from benchmarks.llama_cpp import BATCH_PROMPT, Sizes, run_program
 from benchmarks.process_memory import memory_of
 from benchmarks.runs import Json
-from jobs.bench.decode import decode_report, decode_request
+from jobs.bench.decode import batch_tokens_per_s, decode_report, decode_request
 from model.config.model_config import ModelConfig
 from placement.machine.bandwidth import measure_read_bandwidth
 
@@ -35,7 +35,6 @@ _PROMPT = 16  # tokens before those that are decoded
 _READ_BYTES, _READ_S = 1 << 29, 0.2
 _WARM_UP = 8  # tokens
 _KV_PAGE = 64  # positions
-_FIRST_ID_STEP = 997  # how far apart the ids of a batch's requests are
 
 
 @dataclass(frozen=True)
@@ -102,43 +101,23 @@ def measure_load(model: Path, dtype: str, mode: str, threads: int) -> float:
     return run_program([*command, "--mode", mode, "--threads", str(threads)]).first_row_s
 
 
-def batch_report(finished: list[tuple[Generation, float]]) -> Json:
-    """What requests that ran side by side got: (result, seconds at its end) each.
+def batch_report(results: list[Generation]) -> Json:
+    """What requests that ran side by side got.
 
-    tokens_per_s = all tokens after the firsts / (last end - first first token)
     slowest_share = the slowest request's speed / the mean of all
     """
-    rates = [result.decode_tokens_per_s for result, _ in finished]
-    started = min(end - result.decode_s for result, end in finished)
-    num_tokens = sum(len(result.ids) - 1 for result, _ in finished)
+    rates = [result.decode_tokens_per_s for result in results]
     return {
-        "tokens_per_s": num_tokens / (max(end for _, end in finished) - started),
+        "tokens_per_s": batch_tokens_per_s(results),
         "slowest_share": min(rates) / mean(rates),
         "requests_tokens_per_s": rates,
     }
 
 
-def batch_requests(config: ModelConfig, batch: int, num_tokens: int) -> list[GenerateRequest]:
-    """Requests of different prompts, for equal ones would fire the same neurons."""
-    request = decode_request(config, BATCH_PROMPT, num_tokens)
-    return [
-        replace(
-            request,
-            prompt_ids=[
-                (each + _FIRST_ID_STEP * number) % config.vocab_size
-                for each in request.prompt_ids or []
-            ],
-        )
-        for number in range(batch)
-    ]
-
-
 def _measure_batch(running: System, config: ModelConfig, batch: int, num_tokens: int) -> Json:
-    def complete(request: GenerateRequest) -> tuple[Generation, float]:
-        return running.complete(request), time.perf_counter()
-
+    requests = [decode_request(config, BATCH_PROMPT, num_tokens, number) for number in range(batch)]
     with ThreadPoolExecutor(batch) as pool:
-        return batch_report(list(pool.map(complete, batch_requests(config, batch, num_tokens))))
+        return batch_report(list(pool.map(running.complete, requests)))
 
 
 def _measure_prompt(running: System, config: ModelConfig, length: int) -> Json:

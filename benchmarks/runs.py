@@ -1,7 +1,6 @@
 """What the benchmarks share: running hotcold's commands, and reports with their tables."""
 
 import json
-import math
 import platform
 import subprocess
 import sys
@@ -83,13 +82,3 @@ def table_option(table: Callable[[Json], str]) -> Callable[[Any], Any]:
 def spread(values: list[float]) -> str:
     """The median of ratios, the least and the most."""
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def median_interval(values: list[float]) -> Json:
-    """The median, and the two values between which that of many more such would lie, at 95%.
-
-    By their ranks (the sign test's interval), whatever the distribution; of few values, all.
-    """
-    ordered = sorted(values)
-    outside = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2) - 1)
-    return {"median": median(ordered), "from": ordered[outside], "to": ordered[-1 - outside]}

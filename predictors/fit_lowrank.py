@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.hot_share import hot_share
 from predictors.layer_data import LayerData
 from predictors.lowrank import LowRankLayer
 from predictors.quality import Quality
@@ -68,9 +69,7 @@ def fit_lowrank(data: LayerData, target_recall: float) -> tuple[LowRankLayer, Qu
 def _start_size(data: LayerData, most: int) -> int:
     """Denser layers and those with less skew start larger, as in PowerInfer section 5.1."""
     rates = data.fit.fires.float().mean(dim=0)
-    cumulative = rates.sort(descending=True).values.cumsum(0)
-    needed = int((cumulative < 0.8 * cumulative[-1]).sum()) + 1
-    share = (float(rates.mean()) * needed / rates.numel()) ** 0.5
+    share = (float(rates.mean()) * hot_share(rates.double().numpy())) ** 0.5
     return min(most, max(_UNIT, round(data.gate.shape[1] * share / 2 / _UNIT) * _UNIT))
 
 

@@ -19,7 +19,6 @@ _FITS: dict[str, tuple[_Fit, ...]] = {
     "lowrank": (fit_lowrank,),
     "best": (fit_sign, fit_lowrank),
 }
-TRAINING_KINDS = tuple(_FITS)
 
 
 def train_predictors(

@@ -102,9 +102,9 @@ def batch_report(
     The median of all requests' tokens a second, and of the middle run each request's own rate and
     the parts of a step. A step reads its bytes once for a token of each request.
     """
-    batch, rates = len(runs[0]), [_tokens_per_s(run) for run in runs]
+    batch, rates = len(runs[0]), [batch_tokens_per_s(run) for run in runs]
     tokens_per_s = median(rates)
-    requests = min(runs, key=lambda run: abs(_tokens_per_s(run) - tokens_per_s))
+    requests = min(runs, key=lambda run: abs(batch_tokens_per_s(run) - tokens_per_s))
     middle, each = requests[0], [result.decode_tokens_per_s for result in requests]
     token_bytes = _bytes_a_token(config, middle, system)
     gb_per_s = token_bytes * tokens_per_s / batch / 1e9
@@ -124,7 +124,7 @@ def batch_report(
     }
 
 
-def _tokens_per_s(requests: list[Generation]) -> float:
+def batch_tokens_per_s(requests: list[Generation]) -> float:
     """New tokens of all requests a second, from the first one's first token to the last one's last.
 
     They were submitted together.

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jobs.demo.corpus import HELD_OUT_MODULES, Question, questions, stdlib_entries
+from model.hot_share import hot_share
 
 SAMPLE_SEED, NUM_SAMPLED, MAX_ANSWER_TOKENS = 2026, 200, 96
 RATE_EDGES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0)
-ACTIVATION_SHARE = 0.8
 
 
 @torch.inference_mode()
@@ -153,17 +153,10 @@ def skew(rates: Tensor) -> dict:
         inside = int(((rates > low) & (rates <= high)).sum())
         histogram.append({"rate": f"{low:.1%} to {high:.1%}", "neurons": inside})
     return {
-        "neurons_for_80_percent_share": round(neurons_share(rates.flatten()), 4),
-        "neurons_for_80_percent_share_per_layer": [round(neurons_share(r), 4) for r in rates],
+        "neurons_for_80_percent_share": round(hot_share(rates.flatten().numpy()), 4),
+        "neurons_for_80_percent_share_per_layer": [round(hot_share(r.numpy()), 4) for r in rates],
         "histogram": histogram,
     }
-
-
-def neurons_share(rates: Tensor) -> float:
-    """The smallest share of the neurons that makes ACTIVATION_SHARE of the activations."""
-    cumulative = rates.sort(descending=True).values.cumsum(0)
-    needed = int((cumulative < ACTIVATION_SHARE * cumulative[-1]).sum()) + 1
-    return needed / len(rates)
 
 
 def describe(model: LlamaForCausalLM, model_dir: Path) -> dict:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jobs.profile.report import ACTIVATION_SHARE, hot_share
 from model.errors import UsageError
+from model.hot_share import ACTIVATION_SHARE, hot_share
 from placement.profile import ActivationProfile
 
 _MOST_POINTS = 1000

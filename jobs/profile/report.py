@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from model.hot_share import ACTIVATION_SHARE, hot_share
 from placement.profile import ActivationProfile
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-ACTIVATION_SHARE = 0.8  # as in PowerInfer's figure 5
 _MOST_ROWS = 16
 
 
@@ -32,15 +32,6 @@ class LayerSummary:
             hot_share=hot_share(counts),
             num_silent=int((counts == 0).sum()),
         )
-
-
-def hot_share(counts: np.ndarray) -> float:
-    """The least share of the neurons that makes ACTIVATION_SHARE of the activations; 0 of none."""
-    cumulative = np.sort(counts)[::-1].cumsum()
-    if cumulative[-1] == 0:
-        return 0.0
-    needed = int((cumulative < ACTIVATION_SHARE * cumulative[-1]).sum()) + 1
-    return needed / counts.size
 
 
 def print_summary(profile: ActivationProfile, layers: list[LayerSummary]) -> None:

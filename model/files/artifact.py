@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from model.config.json_reader import read_json_object
 from model.errors import ArtifactError, shown
 from model.files.checkpoint import Checkpoint
+from model.files.whole_file import write_whole
 
 VERSION = 1
 _KEY = "hotcold"
@@ -119,14 +119,9 @@ def write_artifact(
         "facts": dict(facts),
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    content = save(contiguous, {_KEY: json.dumps(about, allow_nan=False)})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(save(contiguous, {_KEY: json.dumps(about, allow_nan=False)}))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, content)
     except OSError as problem:
         raise ArtifactError(
             f"{path}: cannot be written ({problem.strerror}); give another place with --out"

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
+from model.hot_share import hot_share
 from model.synthetic.gate import make_gate_rows
 from model.synthetic.random_source import NormalSource
 
@@ -143,9 +144,4 @@ class LayerMaker:
 
 def _firing_stats(fires: torch.Tensor) -> FiringStats:
     """Summarise which neurons fired: `fires` (T, N), bool."""
-    counts = fires.sum(dim=0).sort(descending=True).values.double()
-    covered = counts.cumsum(0) < 0.8 * counts.sum()
-    return FiringStats(
-        density=float(fires.float().mean()),
-        hot_share=(int(covered.sum()) + 1) / counts.numel(),
-    )
+    return FiringStats(float(fires.float().mean()), hot_share(fires.sum(dim=0).numpy()))

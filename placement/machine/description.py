@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from model.errors import UsageError, shown
+from model.files.whole_file import write_whole
 
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
@@ -129,14 +129,9 @@ def write_machine(path: Path, machine: Machine) -> None:
 
     Errors:  UsageError where it cannot be written
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    text = json.dumps(machine.as_json(), indent=1, allow_nan=False) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(json.dumps(machine.as_json(), indent=1, allow_nan=False) + "\n")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, text.encode())
     except OSError as problem:
         raise UsageError(
             f"{path}: cannot be written ({problem.strerror}); give another place"

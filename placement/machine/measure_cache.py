@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.errors import HotcoldError
+from model.files.whole_file import write_whole
 from placement.machine.description import Machine
 from placement.machine.measure_layout import MachineLayout
 
@@ -38,15 +39,8 @@ def read_cached(layout: MachineLayout) -> Machine | None:
 def write_cached(layout: MachineLayout, machine: Machine) -> None:
     """Keep a measurement. Where that cannot be, the next command measures again."""
     entry = {"version": _VERSION, "key": layout.key, "machine": machine.as_json()}
-    path = cache_path()
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(json.dumps(entry))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(cache_path(), json.dumps(entry).encode())
 
 
 def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:

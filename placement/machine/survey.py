@@ -51,11 +51,6 @@ def usable_cores(root: Path = Path("/")) -> tuple[int, ...]:
     return cores if quota is None else cores[: math.ceil(quota)]
 
 
-def usable_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """NUMA nodes that have one of `usable_cores`."""
-    return nodes_of(usable_cores(root), read_numa_nodes(root))
-
-
 def nodes_of(cores: tuple[int, ...], nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
     """Those of `nodes` that have one of `cores`."""
     return tuple(node for node in nodes if set(node.cores) & set(cores))

@@ -17,12 +17,12 @@ import pytest
 
 from jobs.cli import main
 from jobs.profile.plot import cumulative_share
-from jobs.profile.report import hot_share
 from jobs.profile.state import ProfileState, ProfileTask
 from model.config.build import read_config
 from model.errors import ArtifactError
 from model.files.artifact import ModelIdentity, check_artifact
 from model.files.locate import DEMO_DIRECTORY
+from model.hot_share import hot_share
 from placement.profile import ActivationProfile, read_profile, write_profile
 from predictors.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference

@@ -69,12 +69,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "model": {
         "errors": set(),
+        "hot_share": set(),
         "config": {"errors"},
         "files": {"config", "errors"},
         "weights": {"config", "errors", "files"},
         "text": {"config", "errors"},
         "sampling": {"config", "errors"},
-        "synthetic": {"config", "errors", "files"},
+        "synthetic": {"config", "errors", "files", "hot_share"},
         "reference": {"config", "files", "weights"},
     },
     "placement": {

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import placement.machine.description
 from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu
 from jobs.cli import main
 from jobs.support.doctor_checks import check_measured
 from model.errors import UsageError
+from placement.machine import description
 from placement.machine.description import CpuNode, GpuDevice, Machine, read_machine, write_machine
 from placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S
 from placement.machine.measure_cache import cache_path
@@ -54,7 +54,7 @@ def test_the_digest_leaves_out_what_changes_by_itself() -> None:
 
 
 def test_the_documented_example_is_a_description() -> None:
-    text = placement.machine.__doc__ or ""
+    text = description.__doc__ or ""
     values = json.loads(text[text.index("{") : text.rindex("}") + 1])
     machine = Machine.from_json(values, "example")
     assert machine.nodes[0].total_bytes == 200_000_000_000

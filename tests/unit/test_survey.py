@@ -15,7 +15,7 @@ from cuda_kernels.device import Gpu, list_gpus
 from jobs.support.doctor_checks import Finding, check_machine, check_model
 from placement.machine.bandwidth import measure_read_bandwidth
 from placement.machine.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
-from placement.machine.survey import MachineSurvey, survey, usable_cores, usable_numa_nodes
+from placement.machine.survey import MachineSurvey, survey, usable_cores
 from placement.machine.sysfs import (
     NumaNode,
     parse_core_list,
@@ -125,10 +125,10 @@ def test_cpu_quota(files: dict[str, str], quota: float | None, tmp_path: Path) -
 def test_cores_within_the_quota(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
     assert len(usable_cores(big_machine)) == 128
-    assert len(usable_numa_nodes(big_machine)) == 8
+    assert len(survey(big_machine).usable_nodes) == 8
     write(big_machine / "sys/fs/cgroup/cpu.max", "850000 100000\n")
     assert usable_cores(big_machine) == tuple(range(9))
-    assert [node.node_id for node in usable_numa_nodes(big_machine)] == [0, 1]
+    assert [node.node_id for node in survey(big_machine).usable_nodes] == [0, 1]
     assert survey(big_machine).cores == tuple(range(9))
 
 

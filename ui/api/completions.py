@@ -1,27 +1,19 @@
 """POST /v1/completions."""
 
-import time
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, TokenLogprob
+from actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
 from ui.api import sse
-from ui.api.answer import Answer, collect, first_then_rest, usage
-from ui.api.backend import Backend
-from ui.api.errors import as_api_error
+from ui.api.answer import Answer, collect, usage
 from ui.api.requests import completion_requests
+from ui.api.route import Route
 from ui.api.schemas import CompletionRequest
 from ui.api.tokens import CompletionLogprobs, TokenTexts
 
 
-class CompletionRoute:
+class CompletionRoute(Route):
     """Continues prompts."""
-
-    def __init__(self, backend: Backend, texts: TokenTexts) -> None:
-        """`texts` are the model's."""
-        self._backend = backend
-        self._texts = texts
 
     async def whole(self, body: CompletionRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
@@ -31,37 +23,26 @@ class CompletionRoute:
             self._writer(body, request).choice(index, answer)
             for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
         ]
-        return {**self._head(), "choices": choices, "usage": _usage(body, requests, answers)}
+        head = self._head("cmpl", "text_completion")
+        return {**head, "choices": choices, "usage": _usage(body, requests, answers)}
 
     async def stream(self, body: CompletionRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
         requests = await completion_requests(self._backend, body)
-        answers = await self._backend.start(requests)
-        events = await first_then_rest(answers)
         writers = [self._writer(body, request) for request in requests]
-        head = self._head()
-        if body.has_usage_chunk:
-            head["usage"] = None
 
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            done = [Answer() for _ in requests]
-            try:
-                async for index, event in events:
-                    done[index].add(event)
-                    piece = Answer()
-                    piece.add(event)
-                    choice = writers[index].choice(index, piece)
-                    yield sse.event({**head, "choices": [choice]})
-                if body.has_usage_chunk:
-                    told = _usage(body, requests, done)
-                    yield sse.event({**head, "choices": [], "usage": told})
-                yield sse.DONE
-            except Exception as error:
-                yield sse.event(as_api_error(error).body)
-            finally:
-                answers.close()
+        def choices_of(index: int, event: TokenEvent) -> list[dict[str, Any]]:
+            piece = Answer()
+            piece.add(event)
+            return [writers[index].choice(index, piece)]
 
-        return sse.EventStream(pieces())
+        return await self._chunks(
+            body,
+            requests,
+            self._head("cmpl", "text_completion"),
+            choices_of,
+            lambda answers: _usage(body, requests, answers),
+        )
 
     def _writer(self, body: CompletionRequest, request: GenerateRequest) -> "_Writer":
         echoed = self._prompt_text(body, request) if body.echo else ""
@@ -74,15 +55,6 @@ class CompletionRoute:
             return b"".join(map(self._texts.bytes_of, ids)).decode("utf-8", "replace")
         tokenizer = self._backend.prompts.tokenizer
         return tokenizer.decode(ids) if tokenizer is not None else ""
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._backend.settings.model_name,
-            "system_fingerprint": None,
-        }
 
 
 class _Writer:
@@ -114,7 +86,7 @@ class _Writer:
 
 
 def _usage(
-    body: CompletionRequest, requests: list[GenerateRequest], answers: list[Answer]
+    body: CompletionRequest, requests: list[GenerateRequest], answers: Sequence[Answer]
 ) -> dict[str, int]:
     most = 0 if body.max_tokens == 0 else 1 << 31
     return usage(requests, answers, body.n or 1, most)

@@ -1,0 +1,74 @@
+"""What both kinds of completion share: the head of an answer, and its events to the end."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from actors.protocol.messages import GenerateRequest, TokenEvent
+from ui.api import sse
+from ui.api.answer import Answer, first_then_rest
+from ui.api.backend import Backend
+from ui.api.errors import as_api_error
+from ui.api.schemas import SamplingRequest
+from ui.api.tokens import TokenTexts
+
+
+class Route:
+    """One kind of completion for one running system."""
+
+    def __init__(self, backend: Backend, texts: TokenTexts) -> None:
+        """`texts` are the model's."""
+        self._backend = backend
+        self._texts = texts
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """The keys that open every answer and every chunk of one."""
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._backend.settings.model_name,
+            "system_fingerprint": None,
+        }
+
+    async def _chunks(
+        self,
+        body: SamplingRequest,
+        requests: Sequence[GenerateRequest],
+        head: dict[str, Any],
+        choices_of: Callable[[int, TokenEvent], Iterable[dict[str, Any]]],
+        usage_of: Callable[[Sequence[Answer]], dict[str, int]],
+        opening: Iterable[dict[str, Any]] = (),
+    ) -> sse.EventStream:
+        """A chunk a choice: those of `opening`, then those that `choices_of` makes of each event.
+
+        The answer has begun when this returns. What goes wrong later is the last event.
+        Errors:  ApiError, HotcoldError
+        """
+        answers = await self._backend.start(requests)
+        events = await first_then_rest(answers)
+        if body.has_usage_chunk:
+            head = {**head, "usage": None}
+
+        def chunks(choices: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+            return (sse.event({**head, "choices": [choice]}) for choice in choices)
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            done = [Answer() for _ in requests]
+            try:
+                for chunk in chunks(opening):
+                    yield chunk
+                async for index, event in events:
+                    done[index].add(event)
+                    for chunk in chunks(choices_of(index, event)):
+                        yield chunk
+                if body.has_usage_chunk:
+                    yield sse.event({**head, "choices": [], "usage": usage_of(done)})
+                yield sse.DONE
+            except Exception as error:
+                yield sse.event(as_api_error(error).body)
+            finally:
+                answers.close()
+
+        return sse.EventStream(pieces())
