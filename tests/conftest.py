@@ -168,6 +168,17 @@ class TinyCheckpoint:
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Two that wait for each other on busy cores take longer than one over arrays so small."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
     """tiny(variant, dtype="float32"): that checkpoint, the same one at each call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 VARIANTS = ["llama-relu", "opt-prenorm", "opt-postnorm", "falcon-relu", "llama-mlp-bias"]
 # First matrix and, neuron by neuron, the last, as transformers names them.
@@ -39,14 +40,6 @@ NAMES = {
     "opt": ("fc1", "fc2"),
     "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layer_tensors(path: Path, config: ModelConfig, name: str) -> list[np.ndarray]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from actors.setup.preflight import SystemOptions, prepare_system
 from jobs.cli import main
@@ -26,17 +25,10 @@ from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 from tests.unit.test_powerinfer_import import write_folder
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 HELD_OUT = DEMO_DIRECTORY / "heldout.txt"
 Outcome = tuple[int, str, str]
 Run = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

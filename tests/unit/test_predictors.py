@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +23,10 @@ from predictors.quality import Quality
 from predictors.sign import SignLayer
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 WIDTH, NUM_NEURONS, TARGET = 128, 512, 0.95
 Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 FITS: dict[str, Fit] = {"sign": fit_sign, "lowrank": fit_lowrank}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Two that wait for each other on busy cores take longer than one over arrays so small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class SyntheticLayer:

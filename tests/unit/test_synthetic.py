@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from model.synthetic.gate import power_law_rates
 from model.synthetic.make import SyntheticReport, make_model
 from model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-silu": {"activation": "silu", "kv_heads": 1, "head_dim": 8},
@@ -28,15 +28,6 @@ TINY: dict[str, dict[str, Any]] = {
 }
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
 GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Such small products gain nothing from threads, and lose much where cores are shared."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

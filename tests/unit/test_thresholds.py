@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,16 +11,8 @@ from torch import Tensor
 from predictors.quality import Quality
 from predictors.thresholds import MarginFit, least_margin
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, NUM_NEURONS = 6000, 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Two that wait for each other on busy cores take longer than one over arrays so small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Known:
