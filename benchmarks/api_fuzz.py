@@ -128,7 +128,7 @@ class _Server:
         raise AssertionError
 
 
-class _Witness:
+class _Bystander:
     """Runs one greedy generation again and again, and compares."""
 
     def __init__(self, server: _Server) -> None:
@@ -141,7 +141,7 @@ class _Witness:
         self.num_same = self.num_other = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_Witness":
+    def __enter__(self) -> "_Bystander":
         self._thread.start()
         return self
 
@@ -189,15 +189,15 @@ def main(url: str, key: str, num_requests: int) -> None:
         statuses[status] += 1
         check(status, body)
 
-    with _Witness(server) as witness:
+    with _Bystander(server) as bystander:
         send()
     print(json.dumps({
         "requests": statuses.total(),
         "statuses": {str(status): statuses[status] for status in sorted(statuses)},
-        "generations_same": witness.num_same,
-        "generations_other": witness.num_other,
+        "generations_same": bystander.num_same,
+        "generations_other": bystander.num_other,
     }))  # fmt: skip
-    if witness.num_other or not witness.num_same:
+    if bystander.num_other or not bystander.num_same:
         sys.exit("a generation that ran meanwhile was harmed, or none ended")
 
 

@@ -62,7 +62,7 @@ class PlacementPlan:
     `report` holds figures for people: bytes of each device, expected time of each part, and how the
     plan was found (`placement/report.py`).
     Shapes:  neuron_device (L, N), attention_device and predictor_device (L,)
-    Dtypes:  int16 indices into device_names, the GPUs before the CPU columns; -1 is the host, which
+    Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host, which
              only attention, head and predictors can be on
     """
 

@@ -44,7 +44,7 @@ def make_plan(
     and arena take of the host's memory.
     Errors:  MemoryBudgetError where it does not fit
     """
-    columns = make_plan_devices(
+    devices = make_plan_devices(
         machine,
         num_cpu_actors=request.num_cpu_actors,
         gpu_memory_bytes=request.gpu_memory_bytes,
@@ -58,23 +58,23 @@ def make_plan(
     factor = None if predictor is None else predictor.selected_factor
     parts = part_costs(config, request.context_length, request.kv_dtype, predictor)
     problem = make_problem(
-        config, columns, frequency, request.mode, parts, machine.exchange_us, factor
+        config, devices, frequency, request.mode, parts, machine.exchange_us, factor
     )
     solution = solve(problem, time_limit_s=time_limit_s)
     neuron_device = neuron_places(problem, solution.assignment, frequency)
     kv = kv_cache_bytes(config, request.context_length, KV_ITEM_BYTES[request.kv_dtype])
-    expected = _expected(config, columns, frequency, request.mode, factor, neuron_device)
+    expected = _expected(config, devices, frequency, request.mode, factor, neuron_device)
     part_device = solution.assignment.part_device
     kinds = np.array(problem.part_kinds)
     on_host = np.full(config.num_layers, -1, np.int16)
     return PlacementPlan(
         request=request,
-        device_names=tuple(column.name for column in columns),
+        device_names=tuple(device.name for device in devices),
         neuron_device=neuron_device,
         attention_device=part_device[kinds == ATTENTION],
         head_device=int(part_device[kinds == HEAD][0]),
         predictor_device=on_host if predictor is None else part_device[kinds == PREDICTOR],
-        report=make_report(problem, columns, parts, kv, expected, solution),
+        report=make_report(problem, devices, parts, kv, expected, solution),
     )
 
 
@@ -88,7 +88,7 @@ def neuron_places(problem: Problem, assignment: Assignment, frequency: np.ndarra
 
 def _expected(
     config: ModelConfig,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     selected_factor: np.ndarray | None,
@@ -97,9 +97,9 @@ def _expected(
     rows = RowBytes.of(config)
     on_gpu = gpu_read_bytes(rows, frequency, mode)
     first, rest = read_bytes(rows, frequency, mode, selected_factor)
-    held = [neuron_device == index for index in range(len(columns))]
+    held = [neuron_device == index for index in range(len(devices))]
     read = [
-        (on_gpu if column.is_gpu else first + rest)[mask].sum()
-        for column, mask in zip(columns, held, strict=True)
+        (on_gpu if device.is_gpu else first + rest)[mask].sum()
+        for device, mask in zip(devices, held, strict=True)
     ]
     return Expected(np.array(read), np.array([frequency[mask].sum() for mask in held]))

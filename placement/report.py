@@ -41,7 +41,7 @@ class Expected:
 
 def make_report(
     problem: Problem,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     parts: PartCost,
     kv_bytes: int,
     expected: Expected,
@@ -55,8 +55,8 @@ def make_report(
     assignment = solution.assignment
     token_s = objective_s(problem, assignment)
     return {
-        "devices": _devices(problem, columns, kv_bytes, expected, assignment),
-        "parts": _parts(problem, columns, parts, expected, assignment),
+        "devices": _devices(problem, devices, kv_bytes, expected, assignment),
+        "parts": _parts(problem, devices, parts, expected, assignment),
         "token_s": token_s,
         "tokens_per_s": 1 / token_s if token_s else 0.0,
         "keeps_min_neurons": solution.keeps_min_neurons,
@@ -71,7 +71,7 @@ def make_report(
 
 def _devices(
     problem: Problem,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     kv_bytes: int,
     expected: Expected,
     assignment: Assignment,
@@ -86,7 +86,7 @@ def _devices(
     active_total = float(expected.active_neurons.sum())
     work_s = device_seconds(problem, assignment).sum(axis=0)
     found = []
-    for index, column in enumerate(columns):
+    for index, device in enumerate(devices):
         # Every layer has as much cache as weights in proportion, so every piece of a layer has.
         kv = int(held[ATTENTION][index]) * kv_bytes // max(1, attention_total)
         content = {
@@ -100,12 +100,12 @@ def _devices(
         active = float(expected.active_neurons[index])
         found.append(
             {
-                "name": column.name,
+                "name": device.name,
                 "bytes": content,
                 "used_bytes": used,
-                "left_bytes": column.budget_bytes - used,
-                "budget_bytes": column.budget_bytes,
-                "free_bytes": column.free_bytes,
+                "left_bytes": device.budget_bytes - used,
+                "budget_bytes": device.budget_bytes,
+                "free_bytes": device.free_bytes,
                 "attention_layers": int((attention == index).sum()),
                 "neurons": int(neurons[index]),
                 "active_share": active / active_total if active_total else 0.0,
@@ -118,7 +118,7 @@ def _devices(
 
 def _parts(
     problem: Problem,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     parts: PartCost,
     expected: Expected,
     assignment: Assignment,
@@ -129,7 +129,7 @@ def _parts(
         for device in (*range(problem.num_gpus), HOST):
             chosen = (kinds == kind) & (assignment.part_device == device)
             if chosen.any():
-                where = "host" if device == HOST else columns[device].name
+                where = "host" if device == HOST else devices[device].name
                 found.append(
                     {
                         "name": kind,

@@ -47,7 +47,7 @@ class NeuronPredictor:
         self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
         self._team: SignTeam | None = None
 
-    def share_out(self, wires: Wires, service: int, num_threads: int, max_tokens: int) -> None:
+    def use_threads(self, wires: Wires, service: int, num_threads: int, max_tokens: int) -> None:
         """Score on several cores, at once when `service` answers; only sign predictors do.
 
         It is of use where doorbells ring in `wires`; `announce` and `close` go with it.
@@ -65,7 +65,7 @@ class NeuronPredictor:
             self._team.announce(layer, num_tokens, array_name, number)
 
     def close(self) -> None:
-        """End the threads of `share_out`."""
+        """End the threads of `use_threads`."""
         if self._team is not None:
             self._team.close()
 

@@ -67,7 +67,7 @@ class Driver:
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         self.engine = engine
-        self._share_out_predictor(system.num_threads)
+        self._use_predictor_threads(system.num_threads)
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
         self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
@@ -217,7 +217,7 @@ class Driver:
             if self.engine.predictor is not None:
                 self.engine.predictor.close()
             self.engine.predictor = predictor
-            self._share_out_predictor(system.num_threads)
+            self._use_predictor_threads(system.num_threads)
             for engine in (self.engine, self._profiling):
                 engine.count_services()
             self.neuron_watch = NeuronWatch(
@@ -254,11 +254,11 @@ class Driver:
         if self.engine.predictor is not None:
             self.engine.predictor.close()
 
-    def _share_out_predictor(self, num_threads: int) -> None:
+    def _use_predictor_threads(self, num_threads: int) -> None:
         """Let several cores predict, where they can hear the doorbell that brings the input."""
         exchange, predictor = self.engine.exchange, self.engine.predictor
         if predictor is not None and exchange.next_number:
-            predictor.share_out(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
+            predictor.use_threads(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
 
     def _cancel_all(self) -> None:
         for stream in list(self._streams):

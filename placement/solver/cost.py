@@ -94,7 +94,7 @@ def gpu_read_bytes(rows: RowBytes, frequency: np.ndarray, mode: str) -> np.ndarr
 
 def neuron_seconds(
     rows: RowBytes,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     selected_factor: np.ndarray | None = None,
@@ -106,10 +106,10 @@ def neuron_seconds(
     """
     on_gpu = gpu_read_bytes(rows, frequency, mode)
     first, rest = read_bytes(rows, frequency, mode, selected_factor)
-    seconds = np.empty((*frequency.shape, len(columns)))
-    for index, column in enumerate(columns):
-        picking, running = column.gather_gb_per_s * 1e9, column.rows_gb_per_s * 1e9
-        if column.is_gpu:
+    seconds = np.empty((*frequency.shape, len(devices)))
+    for index, device in enumerate(devices):
+        picking, running = device.gather_gb_per_s * 1e9, device.rows_gb_per_s * 1e9
+        if device.is_gpu:
             seconds[..., index] = on_gpu / running
         elif mode == "dense":
             seconds[..., index] = (first + rest) / running
@@ -122,7 +122,7 @@ def neuron_seconds(
 def least_neurons(seconds: np.ndarray, sync_s: np.ndarray, num_gpus: int) -> np.ndarray:
     """C_l: the least C with C * T_gpu + T_sync <= C * T_cpu, for each layer and GPU: (L, G).
 
-    T are the layer's mean neuron's seconds, on the CPU those of all columns working together. Where
+    T are the layer's mean neuron's seconds, on the CPU those of all devices working together. Where
     the GPU is never faster it is one more than there are neurons.
     Shapes:  seconds (L, N, D), sync_s (G,)
     Source:  PowerInfer section 6.3
@@ -182,7 +182,7 @@ def part_costs(
 
 def make_problem(
     config: ModelConfig,
-    columns: Sequence[PlanDevice],
+    devices: Sequence[PlanDevice],
     frequency: np.ndarray,
     mode: str,
     parts: PartCost,
@@ -193,24 +193,24 @@ def make_problem(
 
     A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
     takes one more, and the hidden state's way there and back.
-    Shapes:  columns are the GPUs, then the CPU's; frequency (L, N)
+    Shapes:  devices are the GPUs, then the CPU's; frequency (L, N)
     """
-    num_gpus = sum(column.is_gpu for column in columns)
+    num_gpus = sum(device.is_gpu for device in devices)
     rows = RowBytes.of(config)
-    seconds = neuron_seconds(rows, columns, frequency, mode, selected_factor)
+    seconds = neuron_seconds(rows, devices, frequency, mode, selected_factor)
     order, starts = group_order(frequency), group_starts(config.ffn_size)
     by_rank = np.take_along_axis(seconds, order[:, :, None], axis=1)
     sizes = np.diff(starts, append=config.ffn_size)
     hot = np.take_along_axis(frequency, order, axis=1)
-    bandwidths = [column.rows_gb_per_s * 1e9 for column in columns]
+    bandwidths = [device.rows_gb_per_s * 1e9 for device in devices]
     host = sum(bandwidths[num_gpus:])
     state_bytes = 2 * config.hidden_size * _FLOAT_BYTES
     sync_s = np.array(
-        [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in columns[:num_gpus]]
+        [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in devices[:num_gpus]]
     )
     return Problem(
         num_gpus=num_gpus,
-        budget_bytes=np.array([column.budget_bytes for column in columns], np.int64),
+        budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
         neuron_bytes=ffn_bytes(config, 1) - ffn_bytes(config, 0),
         group_sizes=sizes,
         group_seconds=np.add.reduceat(by_rank, starts, axis=1),

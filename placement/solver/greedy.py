@@ -17,13 +17,13 @@ def hottest_first(problem: Problem) -> Assignment | None:
     """Fill the GPUs, fastest first: attention, head, predictors, then groups by frequency.
 
     A part goes to the GPU only where that is faster, unless the host's memory wants it otherwise.
-    Cold groups are dealt to the CPU columns so that these work equally long in every layer, as far
+    Cold groups go to the CPU devices so that these work equally long in every layer, as far
     as their memory allows. None where this finds no place for something.
     """
     for only_if_faster in (True, False):
         part_device, room = _place_parts(problem, only_if_faster)
         group_device = _place_hot(problem, room)
-        found = deal_cold(problem, Assignment(group_device, part_device))
+        found = assign_cold(problem, Assignment(group_device, part_device))
         if found is not None:
             return found
     return None
@@ -77,10 +77,10 @@ def _fill(
     return device
 
 
-def deal_cold(problem: Problem, assignment: Assignment) -> Assignment | None:
-    """Give every group that is on no GPU to the CPU column that is done with it first.
+def assign_cold(problem: Problem, assignment: Assignment) -> Assignment | None:
+    """Give every group that is on no GPU to the CPU device that is done with it first.
 
-    Hottest first in every layer, so that the columns work equally long. None if one has no place.
+    Hottest first in every layer, so that these work equally long. None if one has no place.
     """
     gpus = problem.num_gpus
     host_bytes = problem.part_bytes[assignment.part_device == HOST].sum()

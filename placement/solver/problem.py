@@ -18,10 +18,10 @@ ATTENTION, HEAD, PREDICTOR = "attention", "head", "predictor"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One model on one machine. Devices are the GPUs, then the CPU columns.
+    """One model on one machine. Devices are the GPUs, then the CPU devices.
 
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
-    head, a layer's predictor) lies on one GPU, or on the host: then the CPU columns hold it
+    head, a layer's predictor) lies on one GPU, or on the host: then the CPU devices hold it
     together, and each gives the same share of what its neurons leave free.
     Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
     Dtypes:  bytes and counts int64, seconds float64
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def num_devices(self) -> int:
-        """GPUs and CPU columns."""
+        """GPUs and CPU devices."""
         return len(self.budget_bytes)
 
     @property
@@ -103,9 +103,9 @@ def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Bytes of each part on each device: (P, D) int64, the host's spread over the CPU columns.
+    """Bytes of each part on each device: (P, D) int64, the host's spread over the CPU devices.
 
-    The columns give equal shares of what their neurons leave free; each part is cut like them.
+    The CPU devices give equal shares of what their neurons leave free; each part is cut like them.
     """
     gpus = problem.num_gpus
     free = (problem.budget_bytes - neuron_bytes_on(problem, assignment))[gpus:]
@@ -120,10 +120,10 @@ def part_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
 
 
 def _host_ends(problem: Problem, assignment: Assignment, free: np.ndarray) -> dict[int, list[int]]:
-    """Where each host part's bytes end on each column, counted over columns.
+    """Where each host part's bytes end on each CPU device, counted over all.
 
-    The host parts' total is cut by the exact shares first, so that no column gets a byte too much;
-    parts then fill the columns' cuts one after another.
+    The host parts' total is cut by the exact shares first, so that no device gets a byte too much;
+    parts then fill these cuts one after another.
     """
     parts = [part for part, device in enumerate(assignment.part_device) if device == HOST]
     left = shares(sum(int(problem.part_bytes[part]) for part in parts), free)
@@ -155,7 +155,7 @@ def shares(total: int, weights: np.ndarray) -> list[int]:
 
 
 def shortages(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Bytes that each device and, last, the columns together lack: (D + 1,), 0 where all fits."""
+    """Bytes that each device and, last, all CPU devices lack: (D + 1,), 0 where all fits."""
     gpus = problem.num_gpus
     neurons = neuron_bytes_on(problem, assignment)
     on_gpu = [
@@ -175,11 +175,11 @@ def keeps_min_neurons(problem: Problem, assignment: Assignment) -> bool:
     return bool(((count == 0) | (count >= problem.min_neurons)).all())
 
 
-def merge_columns(problem: Problem) -> Problem:
-    """The same problem with one CPU column that is as fast, and as large, as all of them together.
+def merge_cpu_devices(problem: Problem) -> Problem:
+    """The same problem with one CPU device that is as fast, and as large, as all of them together.
 
     It asks where the GPUs end and the host begins. Its least seconds are a lower bound of the
-    problem's, as no column can then wait for another.
+    problem's, as no CPU device can then wait for another.
     """
     gpus = problem.num_gpus
     with np.errstate(divide="ignore"):

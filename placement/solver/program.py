@@ -11,8 +11,8 @@ Variables, in this order:
     such that   sum over d of n[q, d] = count of q
                 work of layer l on d + sync z[l, d] <= t[l]
                 min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
-                bytes on GPU j <= budget; neurons on a column <= budget
-                neurons on all columns + host parts <= the columns' budgets together
+                bytes on GPU j <= budget; neurons on a CPU device <= budget
+                neurons on all CPU devices + host parts <= their budgets together
 
 Source: PowerInfer section 6; t[l] takes the place of its sum of frequencies on the GPU, so that
 devices of any speed are balanced.
@@ -207,7 +207,7 @@ def _add_budgets(
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
     """Turn the solver's numbers into places: within a class the hottest groups go to fast devices.
 
-    GPUs take theirs first, the faster before the slower; CPU columns are dealt the rest in turn, so
+    GPUs take theirs first, the faster before the slower; CPU devices get the rest in turn, so
     that neighbours, which may fire alike, are spread.
     """
     num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
@@ -218,7 +218,7 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
         by_speed = np.argsort(classes.seconds[q, :gpus], kind="stable")
         hot = np.repeat(by_speed, n[q, by_speed])
         at = slice(int(classes.first[q]), int(classes.first[q] + classes.count[q]))
-        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + _dealt(n[q, gpus:])])
+        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + _interleaved(n[q, gpus:])])
     part_device = np.full(len(problem.part_bytes), HOST, np.int16)
     if gpus:
         on_gpu = p.reshape(-1, gpus)
@@ -226,7 +226,7 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
     return Assignment(group_device, part_device)
 
 
-def _dealt(counts: np.ndarray) -> np.ndarray:
+def _interleaved(counts: np.ndarray) -> np.ndarray:
     """Every i counts[i] times, as evenly spread as can be: 2 and 4 give 1 0 1 1 0 1."""
     columns = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])

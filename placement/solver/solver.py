@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model.errors import MemoryBudgetError
-from placement.solver.greedy import deal_cold, hottest_first
+from placement.solver.greedy import assign_cold, hottest_first
 from placement.solver.problem import (
     ATTENTION,
     HEAD,
@@ -16,7 +16,7 @@ from placement.solver.problem import (
     Assignment,
     Problem,
     keeps_min_neurons,
-    merge_columns,
+    merge_cpu_devices,
     objective_s,
     shortages,
 )
@@ -136,14 +136,14 @@ def _solve_program(
 ) -> tuple[Assignment | None, float]:
     """The best placement that is found in time, or None, and a lower bound in seconds.
 
-    A large problem is solved with its CPU columns merged: it is a fraction of the size, and the
-    columns are as like one another as their groups are small.
+    A large problem is solved with its CPU devices merged: it is a fraction of the size, and the
+    devices are as like one another as their groups are small.
     """
     num_groups = problem.group_seconds[:, :, 0].size
     if num_groups < _EXACT_GROUPS or problem.num_devices - problem.num_gpus == 1:
         return _solve_exactly(problem, unit_s, deadline, mip_gap)
-    merged, bound_s = _solve_exactly(merge_columns(problem), unit_s, deadline, mip_gap)
-    found = None if merged is None else deal_cold(problem, merged)
+    merged, bound_s = _solve_exactly(merge_cpu_devices(problem), unit_s, deadline, mip_gap)
+    found = None if merged is None else assign_cold(problem, merged)
     if found is None:
         return _solve_exactly(problem, unit_s, deadline, mip_gap)
     return found, bound_s

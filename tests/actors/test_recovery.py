@@ -104,7 +104,7 @@ def recovering(
         driver = Driver(config, exchange)
         if mode == "sign":
             driver.engine.predictor = random_predictor(system, mode)
-            driver.engine.predictor.share_out(system.exchange.wires, 0, 2, 32)
+            driver.engine.predictor.use_threads(system.exchange.wires, 0, 2, 32)
         exchange.start()
         try:
             yield driver, faulty, emptying

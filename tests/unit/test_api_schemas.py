@@ -26,7 +26,7 @@ def refused(schema: Any, body: Any) -> ApiError:
 def test_unknown_fields_are_ignored_and_others_read() -> None:
     body = parse(ChatRequest, json.dumps({**CHAT, "user": "a", "store": [1], "n": 2}).encode())
     assert body.n == 2 and not hasattr(body, "user")
-    assert body.messages[0].as_template_reads_it == {"role": "user", "content": "hi"}
+    assert body.messages[0].for_template == {"role": "user", "content": "hi"}
 
 
 def test_parts_are_joined_and_developers_are_the_system() -> None:
@@ -34,7 +34,7 @@ def test_parts_are_joined_and_developers_are_the_system() -> None:
     body = parse(
         ChatRequest, json.dumps({"messages": [{"role": "developer", "content": parts}]}).encode()
     )
-    assert body.messages[0].as_template_reads_it == {"role": "system", "content": "ab"}
+    assert body.messages[0].for_template == {"role": "system", "content": "ab"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from model.errors import ServiceError, UsageError
 from model.sampling import SamplingParams
 from ui.page.chat_settings import read_settings
-from ui.page.conversations import NO_TITLE, Conversation, Desk
+from ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 
 SAMPLING = SamplingParams(temperature=0.0)
 
@@ -73,15 +73,15 @@ def test_questions_and_answers_take_turns(book) -> None:
 
 
 def test_two_answers_grow_at_once(book) -> None:
-    desk = Desk()
-    first = desk.open
+    history = ChatHistory()
+    first = history.open
     first.ask(book, "one?", SAMPLING, "", is_chat=True)
-    desk.start_new()
-    second = desk.open
+    history.start_new()
+    second = history.open
     second.ask(book, "a longer question " * 9, SAMPLING, "", is_chat=True)
     assert first.is_answering and second.is_answering
-    desk.start_new()
-    desk.remove_open(book)
+    history.start_new()
+    history.remove_open(book)
     assert not book.cancelled
     book.may_go_on.set()
     assert finished(first)[1] == finished(second)[1] == "1 messages"
@@ -89,13 +89,13 @@ def test_two_answers_grow_at_once(book) -> None:
 
 
 def test_stop_and_leaving_cancel_what_runs(book) -> None:
-    desk = Desk()
-    desk.open.stop(book)
-    desk.open.ask(book, "one?", SAMPLING, "", is_chat=True)
-    desk.stop_all(book)
-    assert book.cancelled == [desk.open.request_id]
+    history = ChatHistory()
+    history.open.stop(book)
+    history.open.ask(book, "one?", SAMPLING, "", is_chat=True)
+    history.stop_all(book)
+    assert book.cancelled == [history.open.request_id]
     book.may_go_on.set()
-    finished(desk.open)
+    finished(history.open)
 
 
 def test_an_error_leaves_the_question(book) -> None:
@@ -121,11 +121,11 @@ def test_without_a_chat_template_the_text_is_the_prompt(book) -> None:
 
 def test_what_a_browser_kept_comes_back(book) -> None:
     book.may_go_on.set()
-    desk = Desk()
-    desk.open.ask(book, "one?", SAMPLING, "", is_chat=True)
-    finished(desk.open)
-    kept = desk.saved()
-    other = Desk()
+    history = ChatHistory()
+    history.open.ask(book, "one?", SAMPLING, "", is_chat=True)
+    finished(history.open)
+    kept = history.saved()
+    other = ChatHistory()
     other.restore(copy.deepcopy(kept))
     other.restore(copy.deepcopy(kept))
     assert [item.title for item in other.conversations] == [NO_TITLE, "one?"]
@@ -141,9 +141,9 @@ def test_what_a_browser_kept_comes_back(book) -> None:
     ],
 )  # fmt: skip
 def test_what_is_malformed_is_left_out(kept) -> None:
-    desk = Desk()
-    desk.restore(kept)
-    assert len(desk.conversations) == 1
+    history = ChatHistory()
+    history.restore(kept)
+    assert len(history.conversations) == 1
 
 
 def test_settings_are_checked() -> None:

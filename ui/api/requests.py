@@ -17,7 +17,7 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     """One request for each of `n` answers. Errors: ApiError, PromptError, UsageError."""
     wanted = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(backend, body, wanted or backend.settings.max_tokens)
-    messages = [message.as_template_reads_it for message in body.messages]
+    messages = [message.for_template for message in body.messages]
     ids = await backend.prompt_ids([GenerateRequest(sampling, messages=messages)])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _copies(body, GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs))

@@ -99,7 +99,7 @@ class ChatMessage(_Request):
     content: str | list[ContentPart] | None = None
 
     @property
-    def as_template_reads_it(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, str]:
         """The message for a chat template."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)

@@ -33,7 +33,7 @@ async def detokenize(backend: Backend, body: DetokenizeRequest) -> dict[str, Any
 def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return tokenizer.encode(_short(body.prompt or ""), body.add_special_tokens)
-    messages = [message.as_template_reads_it for message in body.messages]
+    messages = [message.for_template for message in body.messages]
     text = tokenizer.render_chat(messages, body.add_generation_prompt)
     return tokenizer.encode(_short(text), False)  # the template writes special tokens itself
 

@@ -15,10 +15,10 @@ from actors.protocol.messages import Generation
 from actors.system import System
 from model.errors import HotcoldError
 from ui.page.chat_settings import ChatSettings, read_settings
-from ui.page.conversations import Conversation, Desk
+from ui.page.conversations import ChatHistory, Conversation
 
 _PAINT_S = 0.15
-_MOST_DESKS = 200
+_MOST_HISTORIES = 200
 _SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
 _TELL_PANEL = "() => { window.dispatchEvent(new Event('hotcold-run')) }"
 
@@ -30,7 +30,7 @@ class ChatTab:
         """Not `is_chat`: the model continues texts, because it has no chat template."""
         self._system = system
         self._is_chat = is_chat
-        self._desks: OrderedDict[str, Desk] = OrderedDict()  # by Gradio's session
+        self._histories: OrderedDict[str, ChatHistory] = OrderedDict()  # by Gradio's session
 
     def list_column(self) -> None:
         """The list of conversations."""
@@ -89,7 +89,7 @@ class ChatTab:
             None, None, None, js=_TELL_PANEL, **told,
         )  # fmt: skip
         self._stop.click(self._end_answer, None, None, **told)
-        page.load(self._open_desk, self._saved, **quick)
+        page.load(self._restore, self._saved, **quick)
         changes = [
             self._chatbot.undo(self._undo, None, **quick),
             self._new.click(self._start_new, None, **quick),
@@ -101,18 +101,18 @@ class ChatTab:
         self._list.input(self._choose, self._list, **answers)
         page.unload(self._leave)
 
-    def _desk(self, request: gr.Request) -> Desk:
+    def _history(self, request: gr.Request) -> ChatHistory:
         key = str(request.session_hash)
-        desk = self._desks.setdefault(key, Desk())
-        self._desks.move_to_end(key)
-        while len(self._desks) > _MOST_DESKS:
-            self._desks.popitem(last=False)[1].stop_all(self._system)
-        return desk
+        history = self._histories.setdefault(key, ChatHistory())
+        self._histories.move_to_end(key)
+        while len(self._histories) > _MOST_HISTORIES:
+            self._histories.popitem(last=False)[1].stop_all(self._system)
+        return history
 
-    def _view(self, desk: Desk, question: Any = None) -> tuple[Any, ...]:
+    def _view(self, history: ChatHistory, question: Any = None) -> tuple[Any, ...]:
         """Values of `outputs`, and of the question's field where it is to change."""
-        shown = desk.open
-        choices = [(item.title, item.id) for item in desk.conversations]
+        shown = history.open
+        choices = [(item.title, item.id) for item in history.conversations]
         return (
             [dict(message) for message in shown.messages],
             gr.Radio(choices=choices, value=shown.id),
@@ -121,42 +121,44 @@ class ChatTab:
             gr.skip() if question is None else question,
         )
 
-    async def _follow(self, desk: Desk, followed: Conversation) -> AsyncIterator[tuple[Any, ...]]:
+    async def _follow(
+        self, history: ChatHistory, followed: Conversation
+    ) -> AsyncIterator[tuple[Any, ...]]:
         """Paint the open conversation until `followed` has its answer, when something changes."""
         painted = None
         while followed.is_answering:
-            shown = desk.open
+            shown = history.open
             content = shown.messages[-1]["content"] if shown.messages else ""
             now = (shown.id, len(shown.messages), len(content), shown.is_answering)
             if now != painted:
                 painted = now
-                yield self._view(desk)
+                yield self._view(history)
             await asyncio.sleep(_PAINT_S)
-        yield self._view(desk)
+        yield self._view(history)
 
     async def _answer(
-        self, desk: Desk, question: str, settings: tuple[Any, ...]
+        self, history: ChatHistory, question: str, settings: tuple[Any, ...]
     ) -> AsyncIterator[tuple[Any, ...]]:
-        conversation = desk.open
+        conversation = history.open
         try:
             system_prompt, sampling = read_settings(settings)
         except HotcoldError as error:
             conversation.error = str(error)
-            yield self._view(desk, question)
+            yield self._view(history, question)
             return
         conversation.ask(self._system, question, sampling, system_prompt, self._is_chat)
-        yield self._view(desk, "")
-        async for view in self._follow(desk, conversation):
+        yield self._view(history, "")
+        async for view in self._follow(history, conversation):
             yield view
 
     async def _ask(
         self, request: gr.Request, question: str, *settings: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        desk = self._desk(request)
-        if not question.strip() or desk.open.is_answering:
-            yield self._view(desk)
+        history = self._history(request)
+        if not question.strip() or history.open.is_answering:
+            yield self._view(history)
             return
-        async for view in self._answer(desk, question.strip(), settings):
+        async for view in self._answer(history, question.strip(), settings):
             yield view
 
     async def _retry(
@@ -174,57 +176,57 @@ class ChatTab:
     async def _again(
         self, index: Any, question: str | None, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncIterator[tuple[Any, ...]]:
-        desk = self._desk(request)
-        if desk.open.is_answering or not 0 <= int(index) < len(desk.open.messages):
-            yield self._view(desk)
+        history = self._history(request)
+        if history.open.is_answering or not 0 <= int(index) < len(history.open.messages):
+            yield self._view(history)
             return
-        asked = desk.open.cut(int(index))
-        async for view in self._answer(desk, question or asked, settings):
+        asked = history.open.cut(int(index))
+        async for view in self._answer(history, question or asked, settings):
             yield view
 
     def _undo(self, event: gr.UndoData, request: gr.Request) -> tuple[Any, ...]:
-        desk = self._desk(request)
-        if desk.open.is_answering or not 0 <= int(event.index) < len(desk.open.messages):
-            return self._view(desk)
-        return self._view(desk, desk.open.cut(int(event.index)))
+        history = self._history(request)
+        if history.open.is_answering or not 0 <= int(event.index) < len(history.open.messages):
+            return self._view(history)
+        return self._view(history, history.open.cut(int(event.index)))
 
     def _end_answer(self, request: gr.Request) -> None:
-        self._desk(request).open.stop(self._system)
+        self._history(request).open.stop(self._system)
 
-    def _open_desk(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
-        desk = self._desk(request)
-        desk.restore(saved)
-        return self._view(desk)
+    def _restore(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
+        history = self._history(request)
+        history.restore(saved)
+        return self._view(history)
 
     def _start_new(self, request: gr.Request) -> tuple[Any, ...]:
-        desk = self._desk(request)
-        desk.start_new()
-        return self._view(desk)
+        history = self._history(request)
+        history.start_new()
+        return self._view(history)
 
     def _remove(self, request: gr.Request) -> tuple[Any, ...]:
-        desk = self._desk(request)
-        desk.remove_open(self._system)
-        return self._view(desk)
+        history = self._history(request)
+        history.remove_open(self._system)
+        return self._view(history)
 
     def _clear(self, request: gr.Request) -> tuple[Any, ...]:
-        desk = self._desk(request)
-        desk.clear_open(self._system)
-        return self._view(desk)
+        history = self._history(request)
+        history.clear_open(self._system)
+        return self._view(history)
 
     async def _choose(self, chosen: str, request: gr.Request) -> AsyncIterator[tuple[Any, ...]]:
-        desk = self._desk(request)
-        if desk.find(chosen) is not None:
-            desk.open_id = chosen
-        yield self._view(desk)
+        history = self._history(request)
+        if history.find(chosen) is not None:
+            history.open_id = chosen
+        yield self._view(history)
 
     def _save(self, request: gr.Request) -> list[dict[str, Any]]:
-        return self._desk(request).saved()
+        return self._history(request).saved()
 
     def _leave(self, request: gr.Request) -> None:
         """The visitor has closed the page: nobody reads the answers any more."""
-        desk = self._desks.pop(str(request.session_hash), None)
-        if desk is not None:
-            desk.stop_all(self._system)
+        history = self._histories.pop(str(request.session_hash), None)
+        if history is not None:
+            history.stop_all(self._system)
 
 
 def _status(conversation: Conversation) -> str:

@@ -92,7 +92,7 @@ class Conversation:
         return question
 
 
-class Desk:
+class ChatHistory:
     """One visitor's conversations, newest first, and which of them is open."""
 
     def __init__(self) -> None:

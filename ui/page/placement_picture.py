@@ -56,7 +56,7 @@ def placement_of(system: SystemConfig, config: ModelConfig, plan_file: str = "")
     chosen = plan_file or system.plan_path
     plan = load_plan(Path(chosen), identity, config) if chosen else None
     if plan is None:
-        names, owner = _dealt(system, config)
+        names, owner = _without_plan(system, config)
     else:
         names, owner = list(plan.device_names), plan.neuron_device
     profile = own_profile(path, identity, config)
@@ -65,7 +65,7 @@ def placement_of(system: SystemConfig, config: ModelConfig, plan_file: str = "")
     return Placement(device_shares(names, owner, counts), num_tokens, plan)
 
 
-def _dealt(system: SystemConfig, config: ModelConfig) -> tuple[list[str], np.ndarray]:
+def _without_plan(system: SystemConfig, config: ModelConfig) -> tuple[list[str], np.ndarray]:
     """Owners (L, N) int16 where no plan says them."""
     specs = [spec for spec in service_specs(system, config) if spec.neuron_ids is not None]
     owner = np.zeros((config.num_layers, config.ffn_size), np.int16)
