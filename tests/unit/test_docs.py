@@ -97,6 +97,10 @@ def _check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all((ROOT / word).exists() for word in words if "/" in word)
         options = [word for word in words if word.startswith("-")]
         assert set(options) <= {"-n0", "-n1", "-m", "-q", "-k", "-x"}
+        if "-m" in words:
+            settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+            markers = settings["ini_options"]["markers"]
+            assert words[words.index("-m") + 1] in {text.split(":")[0] for text in markers}
     elif "/" in program:
         source = (ROOT / program).read_text()
         assert os.access(ROOT / program, os.X_OK)
@@ -135,6 +139,8 @@ def test_command_in_prose_can_be_given(command: str, monkeypatch: pytest.MonkeyP
         "ray job submit --workingdir . -- python -m jobs.stop --system NAME",
         "ray job submit --working-dir . -- python -m jobs.stop --sistem NAME",
         "hotkold generate",
+        "pytest -m quik",
+        "pytest tests/no_such_folder",
     ],
 )
 def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
