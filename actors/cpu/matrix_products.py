@@ -178,7 +178,7 @@ class MatrixProducts:
     def each_thread(self, run: Callable[[int], None]) -> None:
         """Call run(thread) in every thread; returns when all have."""
         calls = [pool.submit(run, thread) for thread, pool in enumerate(self._pools)]
-        wait(calls)  # all of them, for the next product uses the same buffers
+        wait(calls)  # all of them: the next product uses the same buffers
         for call in calls:
             call.result()
         # For what is no product with weights. A thread of a Ray worker begins with one.

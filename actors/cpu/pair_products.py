@@ -31,7 +31,7 @@ class _Space:
         self._items = aligned_empty((0,), dtype)
 
     def shaped(self, *shape: int) -> np.ndarray:
-        """An array of that shape; what was got before lies in the same place."""
+        """An array of that shape; what was got before is in the same place."""
         count = int(np.prod(shape))
         if self._items.size < count:
             self._items = aligned_empty((count,), self._items.dtype)

@@ -23,7 +23,7 @@ from numba_kernels.load.convert import widen_kernel
 
 _ROWS, _WIDTH, _TOKENS, _TRIES = 256, 2048, 64, 7
 _MORE = 4
-# What is chosen must not change from start to start, for it changes the last bits of a prompt's
+# What is chosen must not change from start to start: it changes the last bits of a prompt's
 # results, and services that try at the same time disturb each other.
 _CLEARLY = 2.0
 

@@ -124,7 +124,7 @@ class ActiveRequest:
     def replay(self) -> None:
         """The KV cache is lost: its tokens go through the model again, cut as they were.
 
-        None is chosen anew, so neither the tokens nor the random numbers change.
+        None is chosen again, so neither the tokens nor the random numbers change.
         """
         self.num_done = 0
         self.chunk_sizes = self._cuts()
@@ -167,7 +167,7 @@ class ActiveRequest:
         return False
 
     def wants_logits(self, place: int) -> bool:
-        """Whether what follows the token at `place` is chosen, or was to be scored."""
+        """Whether what follows the token at `place` is chosen, or is scored."""
         return place == len(self.tokens) - 1 or self._prompt_logprobs.wants(place)
 
     def score(self, place: int, logits: np.ndarray) -> None:

@@ -113,7 +113,7 @@ class Engine:
         """Bring the hidden states of the tokens that were placed through one layer.
 
         Between layers only `hidden`, `positions` and `slots` matter.
-        Errors:  as of `step`
+        Errors:  those of `step`
         """
         wires, times = self.exchange.wires, self.times
         request = wires.requests[GPU]
@@ -136,7 +136,7 @@ class Engine:
             raise bad_layer(wires, layer, num_tokens, first)
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
-        """Logits of the last `num_logits` tokens after the last layer; as of `step`."""
+        """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
         wires = self.exchange.wires
         if num_logits == 0:
             return wires.logits[:0]

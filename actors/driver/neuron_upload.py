@@ -25,7 +25,7 @@ _UNKNOWN = -1  # how many rounds there are, before the first
 
 
 def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
-    """Let partials[0] be the whole FFN's output. Errors: as of `Exchange.ask`."""
+    """Let partials[0] be the whole FFN's output. Errors: as in `Exchange.ask`."""
     wires = exchange.wires
     services = range(wires.requests.shape[0])
     wires.requests[:, LAYER], wires.requests[:, NUM_TOKENS] = layer, num_tokens

@@ -71,7 +71,7 @@ class RequestQueue:
     def between_requests(self, function: Callable[[], _Result]) -> _Result:
         """Call `function` in the engine's thread where nothing runs. Errors: its own.
 
-        It is called anew where the KV cache is lost, or a service replaced for a NaN.
+        It is called again where the KV cache is lost, or a service replaced for a NaN.
         """
         job = _Job(function)
         self.submit(job)

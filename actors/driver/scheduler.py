@@ -21,7 +21,7 @@ from actors.protocol.kv_pool import KvPool
 from actors.telemetry.step_times import StepRecord, StepTimes
 from model.errors import HotcoldError, ServiceError
 
-_MOST_RECENT = 2048  # steps that are remembered, for who asks how fast it goes
+_MOST_RECENT = 2048  # steps that are remembered, to say how fast it goes
 
 
 class Turns:

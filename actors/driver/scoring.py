@@ -1,7 +1,7 @@
 """How well a mode predicts a text: one window of it, beside the dense model's answer on it.
 
 Windows go through kernels, in steps of few tokens: matrix products round 16-bit weights to
-bfloat16, which is more than what is to be measured.
+bfloat16, which is more than what is measured.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,7 @@ from actors.driver.engine import Engine
 
 @dataclass(frozen=True)
 class Batch:
-    """Who stands in a step, with how many tokens each."""
+    """Who is in a step, with how many tokens each."""
 
     requests: list[ActiveRequest]
     counts: list[int]

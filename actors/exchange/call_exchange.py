@@ -83,7 +83,7 @@ class Answer:
 
     @classmethod
     def read(cls, wires: Wires, service: int) -> "Answer":
-        """What stands in the wires after `service` has answered."""
+        """What is in the wires after `service` has answered."""
         outputs = {name: view.copy() for name, view in _outputs(wires, service).items()}
         return cls(wires.replies[service].copy(), outputs)
 

@@ -13,7 +13,7 @@ import numpy as np
 from actors.protocol.failures import AnswerFailed, ServiceLost
 from numba_kernels.serve.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
 
-_LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start anew
+_LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start again
 
 
 class Exchange(Protocol):
@@ -30,9 +30,9 @@ class Exchange(Protocol):
         ...
 
     def ask(self, services: Sequence[int]) -> int:
-        """Ask all `services` what stands in their request words; returns nanoseconds waited.
+        """Ask all `services` what is in their request words; returns nanoseconds waited.
 
-        When it ends, none of them works on the request any more, but for those that are lost.
+        When it ends, none of them works on the request any more, except those that are lost.
         Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
                  failed at this request and goes on
         """

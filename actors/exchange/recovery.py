@@ -21,7 +21,7 @@ class RecoveryPolicy:
         self._distrusted_s: dict[int, float] = {}
 
     def count(self, name: str, cause: str) -> None:
-        """A service failed and is to be replaced.
+        """A service failed and must be replaced.
 
         Errors:  ServiceError at the tenth failure within a minute, or the tenth replacement in a
                  row that failed itself, however long each took
@@ -42,7 +42,7 @@ class RecoveryPolicy:
         self._num_in_a_row = 0
 
     def doubts(self, service: int) -> bool:
-        """Whether numbers of `service` that are not finite are to be blamed on its process.
+        """Whether numbers of `service` that are not finite are its process's fault.
 
         A process is blamed once a minute. When a fresh one answers the same, the weights or the
         prompt are the cause, and replacing it again would only keep the others waiting.

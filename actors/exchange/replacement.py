@@ -101,7 +101,7 @@ class ServiceReplacer:
     def _end_old(self, service: int) -> ServiceProcess:
         """End what is left of the process; the one that Ray has put in its place.
 
-        Errors:  ServiceError where Ray does not; who has been left without so long will be again
+        Errors:  ServiceError where Ray does not; a service that waited so long will wait again
         """
         old, handle = self._processes[service], self._handles[service]
         has_asked = self._places[service].end(service, old)

@@ -112,7 +112,7 @@ class Service(ABC):
         ).start()
 
     def answer(self, question: Question) -> Answer:
-        """Answer a question that came as an actor call, by way of this process's own arena."""
+        """Answer a question that came as an actor call, through this process's own arena."""
         if self._calls is None:
             self._calls = ArenaExchange(self.wires, self)
         question.write(self.wires, self.index)
@@ -120,7 +120,7 @@ class Service(ABC):
         return Answer.read(self.wires, self.index)
 
     def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceError if a thread has failed for good: nothing will be answered any more."""
+        """Raise ServiceError if a thread has failed: nothing will be answered any more."""
         if self._broken:
             raise ServiceError(f"{self.explain(self.index)}; start again")
 
@@ -168,7 +168,7 @@ class Service(ABC):
             self.keeper.stay(thread)
 
     def _roam(self, thread: int) -> None:
-        """Let this thread use all of the service's cores: threads that torch starts do likewise."""
+        """Let this thread, and what torch starts from it, use all of the service's cores."""
         if self.thread_cores:
             pin_thread([core for cores in self.thread_cores for core in cores])
         elif self.keeper is not None:

@@ -44,7 +44,7 @@ def connect(address: str | None = None) -> None:
 def keep_stdout_clean() -> None:
     """Let Ray say nothing on standard output about processes that died: answers stand there.
 
-    What happened is told by our own errors and progress, and stands in Ray's logs. Ray has no
+    What happened is told by our own errors and progress, and is in Ray's logs. Ray has no
     option for it.
     """
     from ray._private import worker

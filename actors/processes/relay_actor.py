@@ -32,7 +32,7 @@ class RelayActor:
         return [self._arena_ref]
 
     def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:
-        """Ask the services that have a question, by their numbers. Errors: as of `Exchange.ask`."""
+        """Ask the services that have a question, by their numbers. Errors: as in `Exchange.ask`."""
         exchange = self._require_exchange()
         wires = exchange.wires
         for service, question in questions.items():

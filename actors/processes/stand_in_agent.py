@@ -1,6 +1,6 @@
 """A process that does nothing in place of an agent that a raylet insists on; it ends with it.
 
-It is run by its path, without site packages, and is to start in no time.
+It is run by its path, without site packages, so that it starts at once.
 """
 
 import ctypes

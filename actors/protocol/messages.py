@@ -36,7 +36,7 @@ class SystemConfig:
     gpu_memory_bytes: int = 0  # VRAM to use; 0: what is free, less a reserve
     num_hot_neurons: int = -1  # in the GPU service, of all layers; -1: the plan's
     num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
-    head_on_host: bool = False  # likewise
+    head_on_host: bool = False  # the head too
     neuron_upload_tokens: int = 0  # from so many on, prompts have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
@@ -148,7 +148,7 @@ class Generation:
     per_token_ms: dict[str, float] = field(default_factory=dict)
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # up and down
-    gates_computed: float = 0.0  # likewise the gate: all, or those that a predictor chose
+    gates_computed: float = 0.0  # gates: all, or those that a predictor chose
 
     @property
     def prefill_tokens_per_s(self) -> float:

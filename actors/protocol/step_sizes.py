@@ -28,7 +28,7 @@ def chunk_sizes(num_tokens: int, max_tokens: int) -> list[int]:
     """Sizes of a prompt's chunks for matrix products, each at most `max_tokens`.
 
     What they leave, fewer than MATRIX_TOKENS unless `max_tokens` is too, goes through kernels. The
-    cuts depend on these two numbers alone, for the two ways round differently.
+    cuts depend on these two numbers alone, because the two ways round differently.
     """
     sizes: list[int] = []
     while max_tokens >= MATRIX_TOKENS and num_tokens >= MATRIX_TOKENS:

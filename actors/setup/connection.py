@@ -62,7 +62,7 @@ class Connection:
         services: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of `services`, else of all. Errors: as of `await_each`."""
+        """Call a method of `services`, else of all. Errors: as in `await_each`."""
         asked = self.services if services is None else services
         names, handles = [self.names[s] for s in asked], [self.handles[s] for s in asked]
         return call_each(names, handles, method, *arguments, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ PARTS = ("attention", "head", "ffn", "predictor")
 
 @dataclass
 class StepTimes:
-    """Sums over some steps, in nanoseconds but for the counts.
+    """Sums over some steps, in nanoseconds except for the counts.
 
     A part's time is what its slowest service was busy; `exchange` is what the driver waited beyond
     that; the rest of `total` is the driver's own Python.

@@ -129,7 +129,7 @@ def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 def _within(
     room: int, wanted: SystemConfig, config: ModelConfig, sizes: _Sizes
 ) -> SystemConfig | None:
-    """The most of `wanted` that `room` bytes hold by reckoning; None where that is nothing."""
+    """The most of `wanted` that `room` bytes hold by calculation; None where that is nothing."""
     left = room - sizes.work
     head_on_host, num_host_layers = wanted.head_on_host, wanted.num_host_layers
     left -= 0 if head_on_host else sizes.head

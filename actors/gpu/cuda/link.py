@@ -1,5 +1,5 @@
 """Copies between the arena and a GPU, without a stop between: straight from and to the arena where
-it can be registered, else by way of pinned memory.
+it can be registered, else through pinned memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Link:
         self._device.copy_in(target[:num_rows], source)
 
     def readable(self, name: str, source: np.ndarray) -> np.ndarray:
-        """Bytes (n,) of the arena, where copies may read them; `name` as of `upload`."""
+        """Bytes (n,) of the arena, where copies may read them; `name` as in `upload`."""
         if not self.refusal:
             return source
         staged = self._staged(name, 1, source.size, source.dtype)[0]
@@ -56,7 +56,7 @@ class Link:
 
     def download(self, name: str, targets: Sequence[np.ndarray], source: Any) -> Callable[[], None]:
         """Put a copy of `source`, one row (n,) or two (2, n), on the stream, to as many arrays (n,)
-        of the arena. What is returned is to be called once the device has been waited for.
+        of the arena. Call what is returned once the device has been waited for.
         """
         if not self.refusal:
             self._device.copy_out(targets[0] if len(targets) == 1 else rows_of(*targets), source)

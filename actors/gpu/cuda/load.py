@@ -24,7 +24,7 @@ from numba_kernels.serve.serve_attention import AttentionArrays
 
 
 class CudaLoading:
-    """Has taken all that the service will need of the device's memory, but for its graphs."""
+    """Has taken all that the service will need of the device's memory, except for its graphs."""
 
     def __init__(self, device: Device, config: ModelConfig, spec: ServiceSpec) -> None:
         """`spec` is of a service with a GPU. Errors: DeviceMemoryError, CheckpointError."""

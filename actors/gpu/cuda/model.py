@@ -1,4 +1,4 @@
-"""The part of a model that lies in a GPU's memory: taken first, filled from the checkpoint later.
+"""The part of a model that is in a GPU's memory: taken first, filled from the checkpoint later.
 
 So what does not fit is found out before anything is read.
 """

@@ -49,7 +49,7 @@ from numba_kernels.serve.serve_attention import AttentionShape
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hot neurons that are under way: for which question, and what is to be done at the end."""
+    """Hot neurons that are under way: for which question, and what remains to do at the end."""
 
     question: tuple[int, int, bool]  # layer, tokens, all neurons
     event: Any
@@ -69,7 +69,7 @@ class CudaService(Service):
         activation: int,
         layout: ArenaLayout,
     ) -> None:
-        """Takes work space for requests of `layout`. `host` is to be set where the model lacks some
+        """Takes work space for requests of `layout`. `host` must be set where the model lacks some
         of attention and head.
 
         Errors:  DeviceMemoryError

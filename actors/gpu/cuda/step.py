@@ -29,7 +29,7 @@ def whole_step(num_tokens: int) -> int:
 
 
 def whole_length(length: int, most: int) -> int:
-    """Positions that a graph for sequences of `length` reckons with: a power of two of pages."""
+    """Positions that a graph for sequences of `length` counts with: a power of two of pages."""
     return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
 
 

@@ -13,7 +13,7 @@ from numba_kernels.serve.mailbox import Wires
 
 
 class TokenPositions:
-    """Copies places to the device; those of a step once, for they are the same for all layers."""
+    """Copies places to the device; those of a step once: they are the same for all layers."""
 
     def __init__(self, device: Device, work: StepWork, max_tokens: int) -> None:
         """`max_tokens` of a prompt."""
