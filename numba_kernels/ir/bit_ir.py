@@ -6,19 +6,10 @@ LLVM makes VPOPCNTQ of `ctpop` where the CPU has it, table look-ups by shuffle w
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.llvm_vectors import (
-    I64,
-    counted_loop,
-    item_pointer,
-    new_cell,
-    prefetch_line,
-    row_pointer,
-    whole_steps,
-)
+from numba_kernels.ir.vec import I64, Array, Ptr, Var, Vec, for_range, whole_steps
 
 INPUT_PLANES = 3
 MAX_WEIGHT_PLANES = 2
@@ -26,63 +17,50 @@ _WORDS = 8  # 64-bit words of one vector: a cache line
 _AHEAD_BYTES = 4096  # rows are read in order: so far before its use a line is asked for
 
 
-def _popcount(builder: Any, value: Any) -> Any:
-    name = "llvm.ctpop.i64" if value.type == I64 else f"llvm.ctpop.v{_WORDS}i64"
-    kind = ir.FunctionType(value.type, [value.type])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [value])
+def _popcount(words: Vec) -> Vec:
+    suffix = "i64" if words.lanes == 1 else f"v{words.lanes}i64"
+    return words.call(f"llvm.ctpop.{suffix}", words.value.type, words)
 
 
-def _sum_words(builder: Any, vector: Any) -> Any:
-    total = builder.extract_element(vector, ir.IntType(32)(0))
-    for i in range(1, _WORDS):
-        total = builder.add(total, builder.extract_element(vector, ir.IntType(32)(i)))
-    return total
-
-
-def _emit_row(builder: Any, row: Any, planes: list[Any], length: Any) -> tuple[Any, Any]:
+def _count_row(row: Ptr, planes: list[Ptr], length: Vec) -> tuple[Vec, Vec]:
     """Sum over planes k of 2**k * popcount(row ^ plane), as a vector and the rest beyond it."""
-    vector = ir.VectorType(I64, _WORDS)
-    zeros = ir.Constant(vector, [I64(0)] * _WORDS)
-    sums = [new_cell(builder, zeros) for _ in planes]
-    tails = [new_cell(builder, I64(0)) for _ in planes]
+    zeros, zero = (Vec.full(row.builder, 0, I64, lanes) for lanes in (_WORDS, 1))
+    sums, tails = [Var(zeros) for _ in planes], [Var(zero) for _ in planes]
 
-    def load(pointer: Any, index: Any, kind: Any) -> Any:
-        at = builder.bitcast(item_pointer(builder, pointer, index, 8), kind.as_pointer())
-        return builder.load(at, align=8, typ=kind)
+    def count(index: Vec, lanes: int, totals: list[Var]) -> None:
+        weights = (row + index * 8).load(I64, lanes)
+        for plane, total in zip(planes, totals, strict=True):
+            differing = weights ^ (plane + index * 8).load(I64, lanes)
+            total.set(total.get() + _popcount(differing))
 
-    def count(index: Any, kind: Any, cells: list[Any]) -> None:
-        weights = load(row, index, kind)
-        for plane, cell in zip(planes, cells, strict=True):
-            differing = _popcount(builder, builder.xor(weights, load(plane, index, kind)))
-            builder.store(builder.add(builder.load(cell, typ=kind), differing), cell)
+    def line(index: Vec) -> None:
+        (row + index * 8 + _AHEAD_BYTES).prefetch()
+        count(index, _WORDS, sums)
 
-    def line(index: Any) -> None:
-        prefetch_line(builder, item_pointer(builder, row, index, 8), _AHEAD_BYTES)
-        count(index, vector, sums)
-
-    whole = whole_steps(builder, length, _WORDS)
-    counted_loop(builder, I64(0), whole, _WORDS, line)
-    counted_loop(builder, whole, length, 1, lambda index: count(index, I64, tails))
-    total, rest = zeros, I64(0)
+    whole = whole_steps(length, _WORDS)
+    for_range(0, whole, _WORDS, line)
+    for_range(whole, length, 1, lambda index: count(index, 1, tails))
+    total, rest = zeros, zero
     for k in range(len(planes)):  # weighted before lanes are added up: that is done once then
-        shift = ir.Constant(vector, [I64(k)] * _WORDS)
-        total = builder.add(total, builder.shl(builder.load(sums[k], typ=vector), shift))
-        rest = builder.add(rest, builder.shl(builder.load(tails[k], typ=I64), I64(k)))
+        total += sums[k].get() << k
+        rest += tails[k].get() << k
     return total, rest
 
 
-def _emit_count(builder: Any, rows: list[Any], planes: list[Any], length: Any) -> Any:
+def _count_rows(rows: list[Ptr], planes: list[Ptr], length: Vec) -> Vec:
     """Sum over rows p and planes k of 2**(p + k) * popcount(row ^ plane), `length` words each.
 
     Rows one after the other, as they lie in memory: one stream reads faster than two.
     """
-    total, rest = _emit_row(builder, rows[0], planes, length)
+    total, rest = _count_row(rows[0], planes, length)
     for p, row in enumerate(rows[1:], start=1):
-        more, tail = _emit_row(builder, row, planes, length)
-        shift = ir.Constant(total.type, [I64(p)] * _WORDS)
-        total = builder.add(total, builder.shl(more, shift))
-        rest = builder.add(rest, builder.shl(tail, I64(p)))
-    return builder.add(_sum_words(builder, total), rest)
+        more, tail = _count_row(row, planes, length)
+        total += more << p
+        rest += tail << p
+    words = total[0]
+    for i in range(1, _WORDS):
+        words += total[i]
+    return words + rest
 
 
 def _weighted_count(num_weight_planes: int) -> Callable[..., Any]:
@@ -90,17 +68,12 @@ def _weighted_count(num_weight_planes: int) -> Callable[..., Any]:
         signature = types.int64(bits, types.int64, planes)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            struct = context.make_array(planes)(context, builder, value=args[2])
-            length = builder.extract_value(struct.shape, 1)
-            first = row_pointer(context, builder, bits, args[0], args[1])
-            rows = [
-                item_pointer(builder, first, builder.mul(I64(p), length), 8)
-                for p in range(num_weight_planes)
-            ]
-            inputs = [
-                row_pointer(context, builder, planes, args[2], I64(k)) for k in range(INPUT_PLANES)
-            ]
-            return _emit_count(builder, rows, inputs, length)
+            inputs = Array(context, builder, planes, args[2])
+            length = inputs.shape[1]
+            first = Array(context, builder, bits, args[0]).at(Vec(builder, args[1]))
+            rows = [first + length * (8 * p) for p in range(num_weight_planes)]
+            zero = Vec.full(builder, 0, I64)
+            return _count_rows(rows, inputs.rows(zero, 0, INPUT_PLANES), length).value
 
         return signature, codegen
 
