@@ -13,7 +13,13 @@ from actors.driver.active_request import Stream
 from actors.driver.driver import Driver
 from actors.driver.request_events import EventQueue, joined
 from actors.driver.text.token_logprobs import AnswerLogprobs, token_logprob
-from actors.protocol.messages import GenerateRequest, Grammar, TokenEvent, TokenLogprob
+from actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    Grammar,
+    TokenEvent,
+    TokenLogprob,
+)
 from model.errors import PromptError, UsageError
 from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
@@ -122,6 +128,10 @@ def test_events_of_a_request_are_joined_in_order() -> None:
         ("a", TokenEvent("y", None, 2)), ("b", problem),
     ]  # fmt: skip
     expected = [("a", TokenEvent("xy", None, 3)), ("b", TokenEvent("1")), ("b", problem)]
+    assert joined(events) == expected  # type: ignore[arg-type]
+    result = Generation("xyz", [1, 2, 3, 4], "length", 1, 0.1, 0.2)
+    events += [("a", TokenEvent("z", result, 1))]
+    expected[0] = ("a", TokenEvent("xyz", result, 4))
     assert joined(events) == expected  # type: ignore[arg-type]
 
 

@@ -99,11 +99,11 @@ def test_what_was_not_announced_is_not_scored(
     answer(wires, 4)  # but the request failed: nobody scores it
     team.announce(2, 2, "ffn_input", 5)
     answer(wires, 5)
-    assert team.score(0, 1) is None
-    assert team.score(2, 1) is None
-    layer = layers[2]
-    assert layer is not None
-    assert_same_scores(team.score(2, 2), alone(layer, wires.ffn_input[:2]))
+    for layer, num_tokens in ((0, 1), (0, 2), (2, 1)):
+        assert team.score(layer, num_tokens) is None
+    announced = layers[2]
+    assert announced is not None
+    assert_same_scores(team.score(2, 2), alone(announced, wires.ffn_input[:2]))
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])

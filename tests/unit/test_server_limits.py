@@ -51,12 +51,13 @@ class Client:
 
 
 def ask(
-    client: Client, path: str = "/v1/completions", **body: Any
+    client: Client, path: str = "/v1/completions", num_active: int = 0, **body: Any
 ) -> tuple[httpx.Response, Backend]:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
     system: Any = None
     backend = Backend(system, config, ServerSettings("demo", 1, 100, request_timeout_s=0.2))
     backend.client = client  # type: ignore[assignment]
+    backend.num_active = num_active
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
@@ -109,6 +110,16 @@ def test_more_than_the_queue_takes_is_refused() -> None:
     assert answer.status_code == 400 and client.num_submitted == 0
     answer, _ = ask(client, prompt=[1, 2], n=3)
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("num_active", "status"), [(1, 200), (2, 503), (3, 503)])
+def test_those_who_run_and_wait_leave_less_room(num_active: int, status: int) -> None:
+    """Two run and one waits at most; two more are asked for."""
+    client = Client(END)
+    answer, backend = ask(client, num_active=num_active, prompt=[1, 2], n=2)
+    assert answer.status_code == status
+    assert client.num_submitted == (2 if status == 200 else 0)
+    assert backend.num_active == num_active
 
 
 HEALTHY = {"status": "ok", "model": "demo", "device": "cpu"}

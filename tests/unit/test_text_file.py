@@ -145,5 +145,6 @@ def test_missing_files_tokenizers_and_foreign_ids(prompts: Prompts, tmp_path: Pa
 def test_windows() -> None:
     assert windows(10, 4) == [(0, 4), (4, 8), (8, 10)]
     assert windows(8, 4) == [(0, 4), (4, 8)]
+    assert windows(9, 4) == [(0, 4), (4, 8), (8, 9)]
     assert windows(3, 4) == [(0, 3)]
     assert windows(0, 4) == []
