@@ -53,7 +53,7 @@ _SLOW_IMPORTS = ["torch", "transformers", "numba", "scipy.optimize", "hypothesis
 _SUFFIXES = (".py", ".cu", ".cuh")
 _OLD_S = 1_600_000_000  # when every file of a copy was last changed, as far as caches can tell
 _LONGEST_S = 200.0  # of one fault's tests
-_LONGEST_TEST_S = 60  # with compiling
+_LONGEST_TEST_S = 25, 60  # of one test, the second where kernels are compiled
 _PASSED, _FAILED = 0, 1  # pytest's exit statuses; others say that tests did not run
 
 
@@ -194,12 +194,14 @@ def _run_tests(
     sys.path = [str(folder), *(p for p in sys.path if p and Path(p).resolve() != _HERE)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "tests")]:
         del sys.modules[name]
+    compiles = changed is not None and changed.relative_to(folder).parts[0].endswith("_kernels")
     if changed is not None and "numba_kernels" in changed.parts:
         _keep_kernels(folder / "numba_kernels", changed, cache)
     import pytest
 
-    options = ["-n0", "-q", "--tb=no", "-p", "no:cacheprovider", f"--timeout={_LONGEST_TEST_S}"]
-    options += ["-x"] if changed is not None else []
+    options = ["-n0", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    if changed is not None:
+        options += ["-x", f"--timeout={_LONGEST_TEST_S[compiles]}"]
     status = pytest.main([*options, f"--basetemp={spare / 'tests'}", *tests])
     sys.stdout.flush()
     os._exit(int(status))  # threads of a service that a fault has broken may never end

@@ -227,6 +227,15 @@ def test_damaged_file(content: bytes, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    """Programs differ in which of the two counts."""
+    file = tmp_path / "config.json"
+    for more in ('"num_hidden_layers": 2', '"rope_scaling": {"type": "linear", "type": "linear"}'):
+        file.write_text(json.dumps(LLAMA)[:-1] + f", {more}}}")
+        with pytest.raises(ConfigError, match=r"config\.json: key '\w+' is given twice"):
+            read_config(tmp_path)
+
+
 def test_the_model_is_named_by_its_directory(tmp_path: Path) -> None:
     cached = tmp_path / "models--org--repo-7b" / "snapshots" / "0123abc"
     for directory, name in ((tmp_path / "mine", "mine"), (cached, "org/repo-7b")):
