@@ -175,9 +175,7 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        room = self.generator.context_length
-        if len(ids) > room:
-            raise RequestError(f"a window of {len(ids)} tokens does not fit in a context of {room}")
+        self._require_room(len(ids))
         return self.between_requests(
             lambda: score_window(self.engine, ids, first, audit, self._queue.require_whole)
         )
@@ -187,12 +185,15 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        length, room = self._profiling.num_opening + len(ids), self.generator.context_length
-        if length > room:
-            raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
+        self._require_room(self._profiling.num_opening + len(ids))
         return self.between_requests(
             lambda: self._profiling.profile_window(ids, recorded, self._queue.require_whole)
         )
+
+    def _require_room(self, length: int) -> None:
+        room = self.generator.context_length
+        if length > room:
+            raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
 
     def change_services(
         self,

@@ -11,7 +11,7 @@ from actors.gpu.cuda.device import Device
 from actors.gpu.cuda.host_part import HostPart
 from actors.gpu.cuda.model import CudaModel, Share
 from actors.gpu.cuda.service import CudaService
-from actors.gpu.gpu_service import GpuService, attention_shape, cache_array, rope_array
+from actors.gpu.gpu_service import GpuService, cache_array, rope_array
 from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
@@ -19,7 +19,6 @@ from model.weights.attention import AttentionWeights
 from model.weights.check import weight_shapes
 from model.weights.embedding import HeadWeights
 from model.weights.memory import aligned_empty
-from numba_kernels.checks import activation_code
 from numba_kernels.serve.serve_attention import AttentionArrays
 
 
@@ -37,11 +36,7 @@ class CudaLoading:
         share = Share(self._gpu.first_layer, self._gpu.has_head, spec.neuron_ids or no_neurons)
         path = Path(spec.model_path)
         self._model = CudaModel(device, path, config, share, self._cache, spec.weight_dtype)
-        self._shape = attention_shape(config)
-        code, layout = activation_code(config.activation_fn), self._gpu.layout
-        self._service = CudaService(
-            "gpu", spec.index, device, self._model, self._shape, code, layout
-        )
+        self._service = CudaService("gpu", spec.index, device, self._model, self._gpu.layout)
         self._service.try_out()
 
     def fill(self, on_bytes: Callable[[int], None]) -> CudaService:
@@ -57,7 +52,8 @@ class CudaLoading:
         if arrays is not None:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
-            inner = GpuService("gpu", self.spec.index, self.spec.num_threads, self._shape, arrays)
+            spec, shape = self.spec, self._model.shape
+            inner = GpuService("gpu", spec.index, spec.num_threads, shape, arrays)
             self._service.host = HostPart(inner)
         return self._service
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.gpu.cuda.device import Device
+from actors.gpu.gpu_service import attention_shape, rope_array
 from actors.protocol.messages import CacheSpec
 from cuda_kernels.matrix import DeviceMatrix
 from model.config.model_config import ModelConfig
@@ -23,7 +24,8 @@ from model.weights.check import weight_shapes
 from model.weights.embedding import HeadWeights, read_head
 from model.weights.ffn import FfnWeights, ffn_layers
 from model.weights.tensor_reader import TensorReader
-from numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
+from numba_kernels.checks import activation_code
+from numba_kernels.decode.attention import PAGE_POSITIONS
 from numba_kernels.formats import is_quantized, row_width
 
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8": "q8", "q4": "q4"}
@@ -107,6 +109,8 @@ class CudaModel:
     ) -> None:
         """Errors: DeviceMemoryError, CheckpointError, UsageError."""
         self.config, self.share = config, share
+        self.shape = attention_shape(config)
+        self.activation = activation_code(config.activation_fn)  # as kernels take it
         self._device, self._path, self._dtype = device, path, weight_dtype
         shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
         attention, head, ffn = shapes
@@ -229,12 +233,10 @@ class CudaModel:
         )
 
     def _rope_table(self, cache: CacheSpec) -> Any:
-        rope = self.config.rope
-        if rope is None:
-            return self._device.empty((0, 2, 0), np.float32)
-        table = rope_table(rope.inv_freq(self.config.head_dim), cache.num_positions)
+        table = rope_array(self.config, cache)
         found = self._device.empty(table.shape, table.dtype)
-        self._device.upload(found, table)
+        if table.size:
+            self._device.upload(found, table)
         return found
 
 

@@ -17,7 +17,6 @@ from actors.protocol.step_sizes import KERNEL_TOKENS
 from cuda_kernels.matrix import DeviceMatrix
 from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import PAGE_POSITIONS
-from numba_kernels.serve.serve_attention import AttentionShape
 
 _BLOCK_BYTES = 64 << 20  # of widened weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
@@ -26,17 +25,9 @@ _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 class PromptWork:
     """Computes a layer or the head for many tokens, in arrays that come and go."""
 
-    def __init__(
-        self,
-        device: Device,
-        model: CudaModel,
-        shape: AttentionShape,
-        activation: int,
-        attention_scratch: Any,
-    ) -> None:
-        """`activation` is a code of `decode.ffn`; the scratch is of the longest sequence."""
-        self._device, self._model, self._shape = device, model, shape
-        self._activation = activation
+    def __init__(self, device: Device, model: CudaModel, attention_scratch: Any) -> None:
+        """The scratch is of the longest sequence."""
+        self._device, self._model, self._shape = device, model, model.shape
         self._scratch = attention_scratch
         self._wide: Any = None
 
@@ -73,9 +64,9 @@ class PromptWork:
         factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
         if counts is not None:
             alone = gates.copy()
-            self._device.activate(self._activation, alone, None)
+            self._device.activate(self._model.activation, alone, None)
             counts[:] = (alone != 0).sum(axis=0)
-        self._device.activate(self._activation, gates, factors)
+        self._device.activate(self._model.activation, gates, factors)
         self._combine(gates, part.down, out, add)
 
     def head(self, hidden: Any) -> Any:

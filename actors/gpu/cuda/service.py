@@ -44,7 +44,6 @@ from numba_kernels.serve.mailbox import (
     STREAM,
     next_request,
 )
-from numba_kernels.serve.serve_attention import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ class CudaService(Service):
         index: int,
         device: Device,
         model: CudaModel,
-        shape: AttentionShape,
-        activation: int,
         layout: ArenaLayout,
     ) -> None:
         """Takes work space for requests of `layout`. `host` must be set where the model lacks some
@@ -78,8 +75,8 @@ class CudaService(Service):
         self.device_name = f"cuda ({device.name})"
         self.host: HostPart | None = None
         self._device, self._model = device, model
-        self._work = StepWork(device, model, shape, activation, layout)
-        self._prompts = PromptWork(device, model, shape, activation, self._work.attention_scratch)
+        self._work = StepWork(device, model, layout)
+        self._prompts = PromptWork(device, model, self._work.attention_scratch)
         self._neuron_upload: NeuronUpload | None = None
         if layout.bundle_bytes:
             self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)

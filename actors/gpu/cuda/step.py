@@ -18,7 +18,6 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import PAGE_POSITIONS
-from numba_kernels.serve.serve_attention import AttentionShape
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -41,17 +40,9 @@ class StepWork:
     (slots, pages) int32 are one array, `place`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        model: CudaModel,
-        shape: AttentionShape,
-        activation: int,
-        layout: ArenaLayout,
-    ) -> None:
-        """`activation` is the code of numba_kernels.decode.ffn. Errors: DeviceMemoryError."""
-        self._device, self._model, self._shape = device, model, shape
-        self._activation = activation
+    def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
+        """Errors: DeviceMemoryError."""
+        self._device, self._model, self._shape = device, model, model.shape
         config, tokens, width = model.config, KERNEL_TOKENS, layout.width
         self.most_length = layout.pages_a_slot * PAGE_POSITIONS
 
@@ -138,7 +129,7 @@ class StepWork:
             part.down,
             no_bias,
             self.outputs(num_tokens)[1],
-            self._activation,
+            self._model.activation,
             keep_all,
             self._ffn_scratch,
             self.partial[:num_tokens],
