@@ -69,7 +69,9 @@ class Eight:
 
     def handle(self, service: int) -> Any:
         """The actor of a service, as its driver knows it."""
-        return ray.get(self.system._driver.__ray_call__.remote(lambda host: host._handles))[service]
+        return ray.get(
+            self.system._driver.__ray_call__.remote(lambda host: host._services.handles)
+        )[service]
 
     def in_service(self, service: int, function: Callable[[Any], None]) -> None:
         """Run a function in the process that a service has now, and in no later one.

@@ -332,6 +332,7 @@ def test_nothing_stays_behind(llama: TinyCheckpoint) -> None:
 
 
 def ours(new_files: set[str], found: dict[str, Any]) -> set[str]:
-    """Files that the script left; another Ray of this machine may come and go meanwhile."""
+    """Files that the script left; another Ray or a browser may come and go meanwhile."""
+    others = ("plasma", ".org.chromium.", ".com.google.")
     mapped = {name.removesuffix(" (deleted)") for name in found["mapped"]}
-    return (new_files & mapped) | {name for name in new_files if not name.startswith("plasma")}
+    return (new_files & mapped) | {name for name in new_files if not name.startswith(others)}
