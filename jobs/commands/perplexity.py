@@ -18,7 +18,7 @@ from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import SystemConfig
 from actors.setup.preflight import SystemOptions, check_memory, prepare_system
 from actors.system import System
-from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.console import json_option, print_json, transient_progress
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
 from jobs.support.text_file import read_text_ids
@@ -139,13 +139,11 @@ def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfi
 
 
 def _score(running: System, windows: list[list[int]], audit: bool) -> list[WindowScores]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = stderr_console()
-    hidden = not console.is_interactive
     scores: list[WindowScores] = []
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with transient_progress(*columns) as bar:
         task = bar.add_task("scoring", total=len(windows))
         for ids in windows:
             scores.append(running.call("score_window", ids, len(ids) // 2, audit))

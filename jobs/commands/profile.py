@@ -14,7 +14,7 @@ from jobs.profile.files import ProfileFiles
 from jobs.profile.report import LayerSummary, print_summary
 from jobs.profile.run import run_profile
 from jobs.profile.state import ProfileState, ProfileTask
-from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.console import json_option, print_json, transient_progress
 from jobs.support.text_file import TextIds, read_text_ids
 from model.config.model_config import ModelConfig
 from model.errors import UsageError
@@ -136,10 +136,7 @@ def _window(config: ModelConfig, window: int | None) -> int:
 
 
 def _read_text(path: Path, prompts: Prompts) -> TextIds:
-    from rich.progress import Progress
-
-    console = stderr_console()
-    with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
+    with transient_progress() as bar:
         task = bar.add_task("tokenizing", total=1.0)
         return read_text_ids(path, prompts, lambda share: bar.update(task, completed=share))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.console import json_option, print_json, transient_progress
 
 if TYPE_CHECKING:
     from model.config.model_config import ModelConfig
@@ -125,8 +125,6 @@ def _train(
     kind: str,
     target_recall: float,
 ) -> Predictors:
-    from rich.progress import Progress
-
     from model.files.artifact import artifact_path
     from predictors.inputs import read_inputs
     from predictors.training import gather, train_predictors
@@ -134,8 +132,7 @@ def _train(
     source = inputs_file or artifact_path(path, "inputs.safetensors")
     inputs = read_inputs(source, identity, config)
     made: list[tuple[AnyLayer, Quality]] = []
-    console = stderr_console()
-    with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
+    with transient_progress() as bar:
         task = bar.add_task("layers", total=config.num_layers)
         for layer in train_predictors(path, config, inputs, kind, target_recall):
             made.append(layer)

@@ -13,7 +13,7 @@ import click
 from actors.protocol.messages import SystemConfig
 from actors.system import System
 from jobs.profile.state import ProfileState
-from jobs.support.console import stderr_console
+from jobs.support.console import transient_progress
 from jobs.support.loading import running_system
 from jobs.support.text_file import windows
 
@@ -59,7 +59,6 @@ def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
     )
@@ -71,10 +70,8 @@ def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
         TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
     )
-    console = stderr_console()
     started = time.monotonic()
-    hidden = not console.is_interactive
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with transient_progress(*columns) as bar:
         task = bar.add_task("", total=num_tokens, completed=num_done, speed="")
 
         def show(done: int) -> None:

@@ -11,6 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
@@ -29,16 +30,23 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def transient_progress(*columns: ProgressColumn | str) -> Progress:
+    """Return a rich progress on standard error that leaves no trace; rich's columns without any.
+
+    It shows nothing in a file or a pipe, where it would leave an empty line.
+    """
+    from rich.progress import Progress
+
+    console = stderr_console()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+
+
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error; gives the function to call with bytes written and in all."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    console = stderr_console()
-    hidden = not console.is_interactive
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden
-    ) as progress:
+    with transient_progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda written, total: progress.update(task, completed=written, total=total)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
 
 from actors.protocol.messages import LoadProgress, SystemConfig
 from actors.system import System
-from jobs.support.console import stderr_console
+from jobs.support.console import transient_progress
 
 
 @contextmanager
@@ -20,9 +20,7 @@ def running_system(
     Errors:  HotcoldError
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    console = stderr_console()
-    hidden = not console.is_interactive  # it would leave an empty line in a file or a pipe
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with transient_progress(*columns) as bar:
         task = bar.add_task("starting Ray", total=None)
 
         told: set[str] = set()
@@ -30,7 +28,7 @@ def running_system(
         def show(progress: LoadProgress) -> None:
             on_progress(progress)
             for note in set(progress.notes) - told:
-                console.print(note, markup=False, highlight=False)
+                bar.console.print(note, markup=False, highlight=False)
             told.update(progress.notes)
             bar.update(
                 task,
