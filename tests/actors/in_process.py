@@ -54,7 +54,7 @@ class ThreadWatch:
 
 
 class CopyingExchange:
-    """As the exchange over actor calls, but for the calls: each service has an arena of its own."""
+    """The exchange over actor calls without the calls: each service has an arena of its own."""
 
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
         self.wires = layout.wires(layout.new_arena())

@@ -41,7 +41,7 @@ def _spawn(broken: str, spec: ServiceSpec, node_id: str | None) -> Any:
 
 
 def start_stand_in(system: SystemConfig, broken: Path) -> System:
-    """A system, loaded; `broken` is as of `StandInService`."""
+    """A system, loaded; `broken` is as in `StandInService`."""
     spawn = partial(_spawn, str(broken))
     driver = RemoteDriver.options(num_cpus=0, max_concurrency=64).remote(system, spawn, spawn_relay)
     handle = System(driver, owned=True)

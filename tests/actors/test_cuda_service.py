@@ -130,7 +130,7 @@ def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
 
 
 def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) -> None:
-    """Another mode, other tokens, or a layer asked again are computed anew."""
+    """Another mode, other tokens, or a layer asked again are computed again."""
     checkpoint = tiny("llama-relu")
     with CudaInProcess(checkpoint.path, hot=a_third) as system:
         engine, wires = system.engine("exact"), system.exchange.wires

@@ -244,7 +244,7 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
 
 
 def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
-    """A service that starts anew goes on where its predecessor ended."""
+    """A service that starts again goes on where its predecessor ended."""
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, 2, 1) as system:
         expected = system.logits("exact", checkpoint.ids, [1])

@@ -50,7 +50,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting
     before = subprocess.Popen(["sleep", "1000"])
     try:
         yield found
-        assert before.poll() is None  # no child of ours, but for Ray's, has been ended
+        assert before.poll() is None  # no child of ours, except for Ray's, has been ended
     finally:
         for process in (*found.left, before):
             process.kill()

@@ -52,7 +52,7 @@ def layer_tensors(path: Path, config: ModelConfig, name: str) -> list[np.ndarray
 
 
 class Oracle:
-    """Knows who fires: the pre-activation itself, but for neurons that it is told to keep quiet."""
+    """Knows who fires: the pre-activation itself, except of neurons that it keeps quiet."""
 
     def __init__(self, gate: np.ndarray, bias: np.ndarray, quiet: np.ndarray) -> None:
         self.gate, self.bias, self.quiet = gate, bias, quiet
@@ -161,7 +161,7 @@ def test_neurons_not_chosen_add_nothing(
 def test_services_for_which_nothing_is_chosen(
     tiny: Tiny, tmp_path: Path, variant: str, idle: list[int]
 ) -> None:
-    """Their partials are zero, but for the bias that belongs to no neuron; other ones do all."""
+    """Their partials are zero, except for the bias that belongs to no neuron; other ones do all."""
     checkpoint = tiny(variant)
     with InProcessSystem(checkpoint.path, 3, 1) as system:
         shards = system.shards()

@@ -132,7 +132,7 @@ def all_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
 def masked_model(
     system: InProcessSystem, choose: Callable[[int, np.ndarray], np.ndarray | None]
 ) -> tuple[PreTrainedModel, list[np.ndarray], list[np.ndarray]]:
-    """transformers' model, its neurons silenced but for the chosen; who fired and was chosen."""
+    """transformers' model, its neurons silenced except for the chosen; who fired and was chosen."""
     model = reference_model(system)
     layers = model.model.layers
     empty = np.empty((0, FFN_SIZE), bool)

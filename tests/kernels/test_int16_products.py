@@ -26,7 +26,7 @@ SHAPES = [(1, 1, 1), (5, 37, 71), (16, 6, 2), (33, 101, 1027), (70, 97, 1184), (
 def rounded(array: np.ndarray, most: int) -> np.ndarray:
     """Each group of 64 columns to whole multiples of its largest magnitude / most.
 
-    Quotients are float32, for where they lie in the middle between two numbers it matters.
+    Quotients are float32, because it matters where they are midway between two numbers.
     """
     found = np.zeros(array.shape)
     for first in range(0, array.shape[1], COLUMN_GROUP):

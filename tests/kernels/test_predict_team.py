@@ -65,7 +65,7 @@ def alone(layer: SignLayer, x: np.ndarray) -> np.ndarray:
 
 
 def assert_same_scores(found: np.ndarray | None, expected: np.ndarray) -> None:
-    """The same but for the rounding of a product that is fused with a sum, or is not."""
+    """The same except for the rounding of a product that is fused with a sum, or is not."""
     assert found is not None
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -150,7 +150,7 @@ def _is_ours(module: str) -> bool:
 
 
 def room_of(module: str) -> str:
-    """Return the room that a module of one of the packages stands in, without the package."""
+    """Return the room that a module of one of the packages is in, without the package."""
     package, *inner = module.split(".")
     known = ROOMS.get(package, {})
     while inner and ".".join(inner) not in known:

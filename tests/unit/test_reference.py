@@ -14,7 +14,7 @@ from tests.tiny_models import VARIANTS, VOCAB_SIZE, make_tiny
 
 
 def transformers_logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits (T, V) of transformers in float64, but for what it rounds to float32 itself."""
+    """Logits (T, V) of transformers in float64, except for what it rounds to float32 itself."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.from_numpy(ids)[None]).logits[0].numpy()

@@ -173,7 +173,7 @@ def test_every_placement_keeps_the_rules(problem: Problem) -> None:
 
 
 def check(problem: Problem, found: Solution) -> None:
-    """Budgets to the byte, the rule of least neurons, and the seconds, all counted anew."""
+    """Budgets to the byte, the rule of least neurons, and the seconds, all counted again."""
     where = found.assignment.group_device
     assert where.shape == problem.group_seconds.shape[:2]
     assert ((where >= 0) & (where < problem.num_devices)).all()
