@@ -54,6 +54,8 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 _OLD_S = 1_600_000_000  # when every file of a copy was last changed, as far as caches can tell
 _LONGEST_S = 200.0  # of one fault's tests
 _LONGEST_TEST_S = 25, 60  # of one test, the second where kernels are compiled
+_STATES = ("caught", "missed", "untested", "broken")
+_NO_TEST = "there is no such test"
 _PASSED, _FAILED = 0, 1  # pytest's exit statuses; others say that tests did not run
 
 
@@ -61,7 +63,9 @@ _PASSED, _FAILED = 0, 1  # pytest's exit statuses; others say that tests did not
 class Result:
     """What became of one fault; `failed` are the tests that noticed it."""
 
-    status: str  # "caught", "missed", or "broken" where fault or tests are not as listed
+    # "caught", "missed", "untested" where there is no such test, or "broken" where the fault has no
+    # place, or its tests fail without it
+    status: str
     seconds: float
     why: str = ""
     failed: tuple[str, ...] = ()
@@ -135,7 +139,7 @@ class Tree:
         if len(found) > 1:
             found = [file for file in found if file.stem == stem]
         if len(found) != 1:
-            raise LookupError(f"{len(found)} files have the test {test}")
+            raise LookupError(f"found in {len(found)} files" if found else _NO_TEST)
         return f"{found[0].relative_to(self.folder)}::{called}"
 
     def _test_files(self) -> list[Path]:
@@ -282,7 +286,8 @@ def try_fault(tree: Tree, runner: Runner, fault: Fault, unfit: dict[str, str]) -
     """Run the fault's tests with it."""
     started = time.monotonic()
     if bad := [f"{test}: {unfit[test]}" for test in fault.tests if test in unfit]:
-        return Result("broken", 0.0, bad[0])
+        is_missing = bad[0].endswith(_NO_TEST)
+        return Result("untested" if is_missing else "broken", 0.0, bad[0])
     try:
         with tree.sown(fault) as file:
             status, said = runner.run([*map(tree.test_id, fault.tests)], file, _LONGEST_S)
@@ -351,7 +356,7 @@ def table(report: Json) -> str:
     for commit in commits:
         run = report["commits"][commit]
         counts = Counter(result["status"] for result in run["faults"].values())
-        told = ", ".join(f"{counts[s]} {s}" for s in ("caught", "missed", "broken") if counts[s])
+        told = ", ".join(f"{counts[s]} {s}" for s in _STATES if counts[s])
         seconds = sum(result["seconds"] for result in run["faults"].values())
         lines.append(f"- {commit}, {run['date']}: {told}; {seconds / 60:.0f} minutes of one core")
     known = [fault for fault in FAULTS if any(_found(report, c, fault) for c in commits)]
@@ -379,7 +384,9 @@ def _counts(title: str, values: list[str], report: Json, known: list[Fault]) -> 
     for value in sorted(set(values)):
         own = [f for f, v in zip(known, values, strict=True) if v == value]
         found = [[_found(report, commit, fault) for fault in own] for commit in commits]
-        caught = [sum(bool(r) and r["status"] == "caught" for r in column) for column in found]
+        caught = [
+            sum(r is not None and r["status"] == "caught" for r in column) for column in found
+        ]
         lines.append(_row([value, str(len(own)), *map(str, caught)]))
     return lines
 
@@ -450,7 +457,8 @@ def _write(out: Path, commit: str, found: dict[str, Result]) -> None:
     report = json.loads(file.read_text()) if file.exists() else {"commits": {}}
     run = report["commits"].setdefault(commit, {"date": "", "faults": {}})
     run["date"] = date.today().isoformat()
-    run["faults"] |= {name: vars(result) for name, result in found.items()}
+    results = run["faults"] | {name: vars(result) for name, result in found.items()}
+    run["faults"] = {fault.name: results[fault.name] for fault in FAULTS if fault.name in results}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=1) + "\n")
     out.with_name(f"{out.name}.md").write_text(table(report))
