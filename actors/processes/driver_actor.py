@@ -28,10 +28,12 @@ from actors.processes.scaling import (
 )
 from actors.protocol.failures import RequestError, cause_of
 from actors.protocol.messages import (
+    LOADING_WEIGHTS,
     DriverLoad,
     Fitted,
     GenerateRequest,
     LoadProgress,
+    ServiceProgress,
     ServiceSpec,
     SystemConfig,
     TokenEvent,
@@ -50,6 +52,8 @@ from model.weights.check import stored_config
 from numba_kernels.serve.mailbox import OPERATION, PING, STOP
 from placement.memory import require_memory, weight_bytes
 
+_LOADING_KERNELS = "loading kernels"
+_PROGRESS_S = 1.0  # for the services to tell it; one that compiles may not answer
 _START_S = 60.0  # for a service's process to start
 
 
@@ -83,6 +87,7 @@ class DriverActor:
         self._services = Connection(system, specs, handles, self._policy)
         self._num_replaced_before: int | None = None  # before neurons were first counted
         self._stage = "starting services"
+        self._services_progress: list[ServiceProgress] = []
         self._notes: tuple[str, ...] = ()
         self._device_name = "cpu"  # of the GPU service
         self._driver: Driver | None = None
@@ -106,11 +111,11 @@ class DriverActor:
             node_id = None if self._system.hosts else self._node_id
             await_actors(self._services.handles, num_cpus, _START_S, node_id)
             self._services.call_each("ping", timeout_s=5.0)
-            self._stage = "loading weights"
+            self._stage = LOADING_WEIGHTS
             if self._system.device == "cuda":
                 self._fit_gpu()
             self._load_services()
-            self._stage = "compiling kernels"
+            self._stage = _LOADING_KERNELS
             if self._system.products is None:
                 self._system = replace(self._system, products=self._agree())
             self._services.open(arena_layout(self._system, self._config), self._spawn_relay)
@@ -152,14 +157,25 @@ class DriverActor:
 
     def progress(self) -> LoadProgress:
         """How far loading is; may be called while `load` runs."""
-        counts, stage = [], self._services.replacer.stage or self._stage
-        if stage not in ("starting services", "loading weights"):
+        stage = self._services.replacer.stage or self._stage
+        if stage == "starting services":
+            return LoadProgress(0, self._total_bytes, stage)
+        if stage not in (LOADING_WEIGHTS, _LOADING_KERNELS):
             return LoadProgress(self._total_bytes, self._total_bytes, stage, self._notes)
-        if stage == "loading weights":
-            calls = [handle.loaded_bytes.remote() for handle in self._services.handles]
-            with suppress(ray.exceptions.RayError):
-                counts = ray.get(calls, timeout=5)
-        return LoadProgress(sum(counts), self._total_bytes, stage)
+        calls = [handle.loaded.remote() for handle in self._services.handles]
+        with suppress(ray.exceptions.RayError):
+            self._services_progress = ray.get(calls, timeout=_PROGRESS_S)
+        services = self._services_progress
+        num_compiled = sum(each.num_compiled for each in services)
+        loaded_bytes = sum(each.loaded_bytes for each in services)
+        if stage == _LOADING_KERNELS:
+            loaded_bytes = self._total_bytes
+        if num_compiled and (
+            stage == _LOADING_KERNELS or any(each.is_compiling for each in services)
+        ):
+            dtype = self._system.weight_dtype or self._config.dtype
+            stage = f"compiling kernels for {dtype}, once: {num_compiled} so far"
+        return LoadProgress(loaded_bytes, self._total_bytes, stage, self._notes)
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Stream a request's tokens. Errors: PromptError, RequestError, ServiceError."""

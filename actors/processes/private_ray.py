@@ -28,6 +28,8 @@ _AGENT_PORTS = (
 _NO_PORT = 1  # nothing of ours listens there
 _WORKERS = "--num_prestart_python_workers"
 _WORKERS_AT_ONCE = "--maximum_startup_concurrency"
+# What workers import before anybody asks them for an actor; torch, which takes long, only services.
+_PRELOADED = {"RAY_preload_python_modules": "actors.launch,actors.processes.service_actor"}
 _starting = threading.Lock()
 
 
@@ -62,7 +64,7 @@ def _node_class(ray_node: ModuleType, folder: SessionFolder, num_workers: int) -
     """Ray's class of a node's processes, without those that a private one has no use for."""
     from ray._private import services
 
-    class PrivateNode(ray_node.Node):  # type: ignore[misc, name-defined]
+    class PrivateNode(ray_node.Node):  # type: ignore[name-defined]
         """The processes of a private Ray."""
 
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
@@ -109,6 +111,7 @@ def _with_command(start: Callable[..., Any], num_workers: int) -> Callable[..., 
         return f"{name}={num_workers}" if name in (_WORKERS, _WORKERS_AT_ONCE) else argument
 
     def start_changed(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | _PRELOADED
         return start([changed(argument) for argument in command], *args, **kwargs)
 
     return start_changed

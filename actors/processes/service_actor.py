@@ -15,9 +15,10 @@ import ray
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.service import Service
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
+from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
 from actors.setup.host_files import require_same_model, weight_bytes
+from actors.telemetry.compiling import CompileCounter
 from actors.telemetry.vitals import ServiceVitals, resident_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
@@ -44,6 +45,7 @@ class ServiceActor:
         if self._place is not None:
             pin_process(self._place.cores)
         self._loaded_bytes = 0
+        self._compiled = CompileCounter()
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
@@ -148,6 +150,11 @@ class ServiceActor:
     def loaded_bytes(self) -> int:
         """Bytes of weights read so far."""
         return self._loaded_bytes
+
+    def loaded(self) -> ServiceProgress:
+        """How far this service is."""
+        compiled = self._compiled
+        return ServiceProgress(self._loaded_bytes, compiled.num_begun, compiled.is_compiling)
 
     def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
         """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""

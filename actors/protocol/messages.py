@@ -206,6 +206,18 @@ class DriverLoad:
     device: str = "cpu"  # of the GPU service
 
 
+LOADING_WEIGHTS = "loading weights"  # the stage that counts bytes
+
+
+@dataclass(frozen=True)
+class ServiceProgress:
+    """How far a service is: bytes of weights, and kernels that were not in the cache."""
+
+    loaded_bytes: int
+    num_compiled: int  # with the one that is being compiled
+    is_compiling: bool
+
+
 @dataclass(frozen=True)
 class LoadProgress:
     """How far loading is, in bytes, and what is being done."""

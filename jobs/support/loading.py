@@ -3,11 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from actors.protocol.messages import LoadProgress, SystemConfig
+from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, SystemConfig
 from actors.system import System
 from jobs.support.console import transient_progress
+
+
+class _BytesColumn(DownloadColumn):
+    """Bytes of weights, in the stage that counts them."""
+
+    def render(self, task: Task) -> Text:
+        """See rich."""
+        return super().render(task) if task.fields["counts_bytes"] else Text()
 
 
 @contextmanager
@@ -19,9 +28,9 @@ def running_system(
     `on_progress` is told of it as well.
     Errors:  HotcoldError
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _BytesColumn(), TimeElapsedColumn())
     with transient_progress(*columns) as bar:
-        task = bar.add_task("starting Ray", total=None)
+        task = bar.add_task("starting Ray", total=None, counts_bytes=False)
 
         told: set[str] = set()
 
@@ -35,6 +44,7 @@ def running_system(
                 description=progress.stage,
                 completed=min(progress.loaded_bytes, progress.total_bytes),
                 total=progress.total_bytes,
+                counts_bytes=progress.stage == LOADING_WEIGHTS,
             )
 
         running = System.start(system, on_progress=show)

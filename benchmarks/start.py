@@ -1,0 +1,136 @@
+"""How long a start takes, from the command to the first text of the embedded model, and its parts.
+
+    python -m benchmarks.start [--runs 5] [--beside OTHER]
+
+Prints the median seconds of each part. `--beside` measures another checkout in turn with this one,
+without its parts, and prints this checkout's seconds over the other's. Run it once before, so that
+no kernel has to be compiled, on a machine that does nothing else.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+HERE = Path(__file__).resolve().parents[1]
+_QUESTION = "What does textwrap.dedent do?"
+_COMMAND = ("-m", "jobs.cli", "generate", "--chat", "--temperature", "0", "--prompt", _QUESTION)
+_FIRST, _ALL = "to the first text", "to the end of the command"
+
+
+def command_seconds(checkout: Path) -> dict[str, float]:
+    """Seconds from starting `hotcold generate` to its first text, and to its end."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, *_COMMAND],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        some = process.stdout.read(1)
+        first_s = time.perf_counter() - began
+        process.stdout.read()
+    if not some or process.returncode:
+        raise click.ClickException(f"{checkout}: `hotcold generate` failed")
+    return {_FIRST: first_s, _ALL: time.perf_counter() - began}
+
+
+def part_seconds() -> dict[str, float]:
+    """Seconds of each part of a start, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.start", "--one"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_parts() -> dict[str, float]:
+    """Start a system, ask for one token, stop; seconds of each part. Only once a process."""
+    began = time.perf_counter()
+    seconds: dict[str, float] = {}
+
+    def end_part(name: str) -> None:
+        nonlocal began
+        now = time.perf_counter()
+        seconds[name] = seconds.get(name, 0.0) + now - began
+        began = now
+
+    from actors.launch import start_local_ray
+    from actors.protocol.messages import GenerateRequest
+    from actors.setup.preflight import SystemOptions, prepare_system
+    from actors.setup.shards import arena_layout
+    from actors.system import System
+    from model.files.locate import locate_model
+    from model.sampling import SamplingParams
+
+    system, config = prepare_system(locate_model(None), SystemOptions())
+    end_part("imports of the command")
+    start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
+    end_part("Ray")
+    stage = "starting services"
+
+    def told(now: str) -> None:
+        nonlocal stage
+        if now != stage:
+            end_part(stage)
+            stage = now
+
+    running = System.start(system, on_progress=lambda progress: told(progress.stage))
+    end_part(stage)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    messages = [{"role": "user", "content": _QUESTION}]
+    running.complete(GenerateRequest(sampling, messages=messages))
+    end_part("a prompt, to its first token")
+    running.stop()
+    end_part("stopping the system")
+
+    import ray
+
+    ray.shutdown()
+    end_part("ending Ray")
+    return seconds
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each part over the runs that have it."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
+
+
+@click.command()
+@click.option("--runs", default=5, type=click.IntRange(1), show_default=True)
+@click.option("--beside", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--one", is_flag=True, hidden=True)
+def main(runs: int, beside: Path | None, one: bool) -> None:
+    """Print how long a start takes."""
+    if one:
+        click.echo(json.dumps(measure_parts()))
+        return
+    click.echo(f"{platform.machine()}, {os.cpu_count()} CPUs, {datetime.date.today()}, {runs} runs")
+    checkouts = [HERE] if beside is None else [HERE, beside.resolve()]
+    found: list[list[dict[str, float]]] = [[] for _ in checkouts]
+    for _ in range(runs):
+        for each, checkout in zip(found, checkouts, strict=True):
+            each.append(command_seconds(checkout))
+    here, *others = [medians(each) for each in found]
+    for name, seconds in here.items():
+        line = f"{seconds:6.2f} s {name}"
+        for other in others:
+            line += f"; {other[name]:.2f} s there, ratio {seconds / other[name]:.2f}"
+        click.echo(line)
+    for name, seconds in medians([part_seconds() for _ in range(runs)]).items():
+        click.echo(f"{seconds:6.2f} s   {name}")
+
+
+if __name__ == "__main__":
+    main()
