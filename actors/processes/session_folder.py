@@ -58,8 +58,10 @@ class SessionFolder:
 
 
 def base_folder() -> Path:
-    """Where such folders are: the temporary folder, unless its name is too long."""
-    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    """Where such folders are: as RAY_TMPDIR says, or the temporary folder if its name is short."""
+    if chosen := os.environ.get("RAY_TMPDIR"):
+        return Path(chosen)
+    base = tempfile.gettempdir()
     return Path(base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp")
 
 

@@ -80,6 +80,7 @@ def run(
         line = ["sh", "-c", 'exec "$@" <&-', "sh", *line]
     given = stdin.encode() if isinstance(stdin, str) else stdin
     with ray_folder() as folder:
+        made_at = folder.stat().st_mtime_ns
         done = subprocess.run(
             line, input=given, capture_output=True, env=environment(folder, changes),
             timeout=timeout_s, check=False,
@@ -88,7 +89,7 @@ def run(
             status=done.returncode,
             out=done.stdout.decode(),
             err=done.stderr.decode(),
-            started_ray=any(folder.iterdir()),
+            started_ray=folder.stat().st_mtime_ns != made_at,
             left=processes_left(folder),
         )
 

@@ -296,8 +296,16 @@ def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:
     assert "layer 0, neurons 30–59" in page.inner_text('#live [data-show="where"]')
     page.get_by_label("running mean").check()
     page.wait_for_function(
-        "document.querySelector('#live [data-count=computed]').innerText.includes('.')"
+        "document.querySelector('#live canvas').ariaLabel.includes('mean token')"
     )
+    mean, steps = page.evaluate(
+        """() => [
+            document.querySelector('#live [data-count=computed]').innerText,
+            Number(document.querySelector('#live [data-steps]').dataset.steps),
+        ]"""
+    )
+    assert float(mean.replace(",", "")) > 0
+    assert "." in mean or steps <= 1  # the mean of one step is that step
     for name in ("driver", "gpu", "cpu0", "cpu1"):  # silent while the machine is busy
         page.wait_for_function(
             "t => document.querySelector('#live [data-show=actors]').innerText.includes(t)",
