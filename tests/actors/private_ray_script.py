@@ -26,7 +26,7 @@ class Echo:
 def main() -> None:
     folders = set(SessionFolder.all())
     start_local_ray(2, 0)
-    said = ray.get(Echo.remote().say.remote("here"))
+    said = ray.get(Echo.remote().say.remote("here"))  # type: ignore[attr-defined]
     processes = psutil.Process().children(recursive=True)
     told = {
         "said": said,
