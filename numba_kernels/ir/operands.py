@@ -33,6 +33,7 @@ from numba_kernels.ir.llvm_vectors import (
 )
 from numba_kernels.ir.panel_ir import FloatPanel
 from numba_kernels.ir.quantized_ir import Row, ScaledSum, Vector, bits_of, emit_products
+from numba_kernels.ir.vec import Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
 _BLOCK = 8 * LANES  # weights that go to one of two sums
@@ -68,7 +69,8 @@ class Weights:
             return self.pointer(index)
         values = self.pointer(index)
         num_bytes = self.builder.mul(self.groups, I64(QUANT_GROUP * self.bits // 8))
-        return Row(values, item_pointer(self.builder, values, num_bytes, 1))
+        start = Ptr(self.builder, values)
+        return Row(start, start + Vec(self.builder, num_bytes))
 
     def products(self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()) -> list[Any]:
         """Every row times every vector, row by row; rows in `ahead` are prefetched in step.
@@ -76,9 +78,11 @@ class Weights:
         Each product is added up in one order, so it does not depend on the others.
         """
         if self.bits:
-            return emit_products(self.builder, self.bits, rows, vectors, self.groups, ahead)
-        products = _FloatProducts(self.builder, self.type.dtype, rows, vectors)
-        return products.emit(self.width, ahead)
+            groups = Vec(self.builder, self.groups)
+            products = emit_products(self.bits, rows, vectors, groups, ahead)
+            return [product.value for product in products]
+        floats = _FloatProducts(self.builder, self.type.dtype, rows, vectors)
+        return floats.emit(self.width, ahead)
 
     def panel(
         self, first_row: Any, vectors: list[Any], num_rows: int, num_tiles: int
@@ -99,10 +103,13 @@ class Weights:
         Rows in `ahead` are prefetched in step.
         """
         if self.bits:
-            scaled = ScaledSum(self.builder, self.bits, rows, factors, out)
-            scaled.emit(self.groups, ahead)
+            self._scaled(rows, factors, out).emit(Vec(self.builder, self.groups), ahead)
         else:
             _float_scaled_sum(self.builder, self.type.dtype, rows, factors, out, self.width, ahead)
+
+    def _scaled(self, rows: list[Any], factors: list[Any], out: Any) -> ScaledSum:
+        numbers = [Vec(self.builder, factor) for factor in factors]
+        return ScaledSum(self.bits, rows, numbers, Ptr(self.builder, out))
 
     def add_part(self, out: Any, rows: list[Any], factors: list[Any], part: Any) -> None:
         """`add_scaled` for one part of the columns; `out` (i8*) holds those alone.
@@ -113,7 +120,8 @@ class Weights:
         if self.bits:
             before = builder.mul(part, I64(-4 * PART_COLUMNS))
             whole_out = item_pointer(builder, out, before, 1)
-            ScaledSum(builder, self.bits, rows, factors, whole_out).emit_chunk(self.groups, part)
+            scaled = self._scaled(rows, factors, whole_out)
+            scaled.emit_chunk(Vec(builder, self.groups), Vec(builder, part))
             return
         first = builder.mul(part, I64(PART_COLUMNS))
         left = builder.sub(self.width, first)
@@ -141,7 +149,7 @@ class Vectors:
             self._row(kind, self.builder.extract_value(self.value, i), token)
             for i, kind in enumerate(self.kind.types)
         ]
-        return Vector(*parts)
+        return Vector(*(Ptr(self.builder, part) for part in parts))
 
     def _row(self, kind: Any, array: Any, token: Any) -> Any:
         return row_pointer(self.context, self.builder, kind, array, token)

@@ -2,13 +2,13 @@
 
 A `Vec` is a value of LLVM together with the builder that emits code: `a * b + c` emits a product
 and a sum of every lane. A number is a `Vec` of one lane; it, or a number of Python, meets a vector
-as in NumPy, in every lane. Integers are bits, which have no sign: `astype` takes them as signed,
-`>>`, `//` and `below` as unsigned. A `Ptr` is an address, counted in bytes.
+as in NumPy, in every lane. Integers are bits, which have no sign: `<`, `astype` and `shifted_right`
+take them as signed, `>>`, `//` and `below` as unsigned. A `Ptr` is an address, counted in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -72,6 +72,16 @@ class Vec:
         kind = ir.VectorType(dtype, lanes)
         return cls(builder, ir.Constant(kind, [dtype(number)] * lanes))
 
+    @classmethod
+    def of(cls, builder: Any, numbers: Sequence[Any], dtype: Any) -> Vec:
+        """A constant of these lanes."""
+        kind = ir.VectorType(dtype, len(numbers))
+        return cls(builder, ir.Constant(kind, [dtype(number) for number in numbers]))
+
+    def like(self, number: float) -> Vec:
+        """A constant of this type."""
+        return Vec.full(self.builder, number, self.dtype, self.lanes)
+
     def spread(self, lanes: int) -> Vec:
         """A vector with this number in every lane."""
         undefined = ir.Constant(ir.VectorType(self.dtype, lanes), ir.Undefined)
@@ -109,15 +119,44 @@ class Vec:
     def __rshift__(self, other: Vec | int) -> Vec:
         return self._both(other, "lshr", "")
 
+    def shifted_right(self, places: int) -> Vec:
+        """`>>` that keeps the sign."""
+        return self._both(places, "ashr", "")
+
+    def __neg__(self) -> Vec:
+        return Vec.full(self.builder, 0, self.dtype, self.lanes) - self
+
+    def __lt__(self, other: Vec | float) -> Vec:
+        return self._compared("<", other)
+
+    def __ge__(self, other: Vec | float) -> Vec:
+        return self._compared(">=", other)
+
+    def equals(self, other: Vec | float) -> Vec:
+        """A bit a lane."""
+        return self._compared("==", other)
+
+    def differs(self, other: Vec | int) -> Vec:
+        """A bit a lane."""
+        return self._compared("!=", other)
+
     def below(self, other: Vec | int) -> Vec:
         """`<` of numbers without sign."""
         a, b = self._operands(other)
         return Vec(self.builder, self.builder.icmp_unsigned("<", a, b))
 
+    def is_nan(self) -> Vec:
+        """A bit a lane."""
+        return Vec(self.builder, self.builder.fcmp_unordered("uno", self.value, self.value))
+
     def where(self, yes: Vec, no: Vec | float) -> Vec:
         """`yes` in lanes whose bit is set here, `no` in others, as numpy.where."""
         a, b = yes._operands(no)
         return Vec(self.builder, self.builder.select(self.value, a, b))
+
+    def minimum(self, other: Vec | int) -> Vec:
+        """The smaller one, of signed integers."""
+        return (self < other).where(self, other)
 
     def fma(self, factor: Vec, addend: Vec) -> Vec:
         """self * factor + addend, rounded once."""
@@ -145,12 +184,26 @@ class Vec:
             convert = builder.sext if signed else builder.zext
         return Vec(builder, convert(self.value, kind))
 
+    def take(self, places: Sequence[int], other: Vec | None = None) -> Vec:
+        """Lanes in another order; places from `lanes` on are those of `other`."""
+        second = self.value if other is None else other.value
+        indices = ir.Constant(ir.VectorType(I32, len(places)), [I32(place) for place in places])
+        return Vec(self.builder, self.builder.shuffle_vector(self.value, second, indices))
+
     def __getitem__(self, lane: int) -> Vec:
         return Vec(self.builder, self.builder.extract_element(self.value, I32(lane)))
 
     def with_lane(self, lane: int, number: Vec) -> Vec:
         """This vector with another number in one lane."""
         return Vec(self.builder, self.builder.insert_element(self.value, number.value, I32(lane)))
+
+    def sum(self) -> Vec:
+        """The sum of all lanes by halving, which is the same on every CPU."""
+        total = self
+        while total.lanes > 2:
+            half = total.lanes // 2
+            total = total.take(range(half)) + total.take(range(half, 2 * half))
+        return total[0] + total[1]
 
     def call(self, name: str, result: Any, *args: Vec) -> Vec:
         """A function of LLVM or an instruction of the CPU, by its intrinsic's name."""
@@ -169,6 +222,11 @@ class Vec:
     def _both(self, other: Vec | float, of_integers: str, of_floats: str) -> Vec:
         name = of_floats if isinstance(self.dtype, _FLOATS) else of_integers
         return Vec(self.builder, getattr(self.builder, name)(*self._operands(other)))
+
+    def _compared(self, sign: str, other: Vec | float) -> Vec:
+        is_float = isinstance(self.dtype, _FLOATS)
+        compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
+        return Vec(self.builder, compare(sign, *self._operands(other)))
 
 
 class Ptr:
@@ -193,6 +251,21 @@ class Ptr:
         """Write all items."""
         typed = self.builder.bitcast(self.value, vec.value.type.as_pointer())
         self.builder.store(vec.value, typed, align=align or item_bits(vec.dtype) // 8)
+
+    def load_masked(self, dtype: Any, mask: Vec) -> Vec:
+        """An item for each lane whose bit is set, read by itself; 0 in the others."""
+        kind = ir.VectorType(dtype, mask.lanes)
+        typed = Vec(self.builder, self.builder.bitcast(self.value, kind.as_pointer()))
+        name = f"llvm.masked.load.v{mask.lanes}{dtype.intrinsic_name}.p0"
+        nothing = Vec(self.builder, ir.Constant(kind, None))
+        return mask.call(name, kind, typed, Vec.full(self.builder, 1, I32), mask, nothing)
+
+    def store_masked(self, vec: Vec, mask: Vec) -> None:
+        """Write the items of lanes whose bit is set."""
+        typed = Vec(self.builder, self.builder.bitcast(self.value, vec.value.type.as_pointer()))
+        name = f"llvm.masked.store.v{vec.lanes}{vec.dtype.intrinsic_name}.p0"
+        align = Vec.full(self.builder, item_bits(vec.dtype) // 8, I32)
+        mask.call(name, ir.VoidType(), vec, typed, align, mask)
 
     def prefetch(self, locality: int = 3) -> None:
         """Ask for the line here, for reading: 3 into all caches, 2 into all but the first level."""

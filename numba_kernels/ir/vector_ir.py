@@ -35,6 +35,7 @@ from numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights, store_floa
 from numba_kernels.ir.panel_ir import read_through
 from numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
 from numba_kernels.ir.quantized_ir import Vector, bits_of
+from numba_kernels.ir.vec import Ptr, Vec
 
 # Rows and tokens of a tile: as many sums as registers hold beside a column of weights. 32 registers
 # of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
@@ -385,7 +386,7 @@ def quantize_vector(typingctx, x, token, into):
         source = row_pointer(context, builder, x, args[0], args[1])
         target = Vectors(context, builder, into, args[2]).vector(args[1])
         assert isinstance(target, Vector)
-        emit_quantize(builder, source, target, builder.udiv(width, I64(QUANT_GROUP)))
+        emit_quantize(Ptr(builder, source), target, Vec(builder, width) // QUANT_GROUP)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -402,7 +403,8 @@ def widen_row(typingctx, weights, row, out):
         pointer, _ = vector_pointer(context, builder, out, args[2])
         row = matrix.row(args[1])
         if matrix.bits:
-            emit_widened(builder, matrix.bits, row, matrix.groups, pointer, to_bfloat16)
+            out_at = Ptr(builder, pointer)
+            emit_widened(matrix.bits, row, Vec(builder, matrix.groups), out_at, to_bfloat16)
         else:
             _emit_float_row(builder, weights.dtype, row, matrix.width, pointer, to_bfloat16)
         return context.get_dummy_value()
