@@ -83,8 +83,23 @@ def open_page(browser, address) -> Iterator[Callable[..., Any]]:
 
 
 def ask(page: Any, question: str) -> None:
-    page.fill("#question textarea", question)
-    page.press("#question textarea", "Enter")
+    """Ask, again where the page has just been painted and lost what was in its field."""
+    from playwright.sync_api import TimeoutError as NotShown
+
+    count = page.locator("#chat .message").count()
+    for patience_ms in (30_000, 30_000, 60_000):
+        page.fill("#question textarea", question)
+        page.press("#question textarea", "Enter")
+        try:
+            page.wait_for_function(
+                "n => document.querySelectorAll('#chat .message').length > n",
+                arg=count,
+                timeout=patience_ms,
+            )
+            return
+        except NotShown:
+            continue
+    raise AssertionError(f"the page does not show the question {question!r}")
 
 
 def set_numbers(page: Any, values: dict[str, str]) -> None:
