@@ -27,6 +27,7 @@ class Connection:
     """The actors of all services; `open` and `attach` connect them once they have loaded."""
 
     exchange: Exchange
+    _layout: ArenaLayout
 
     def __init__(
         self,
