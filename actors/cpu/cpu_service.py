@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.cpu.matrix_products import MatrixProducts
-from actors.cpu.prompt_ffn import prompt_ffn
+from actors.cpu.late_products import LateProducts
 from actors.exchange.service import Service
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.neuron_bundles import BundleLayout, write_count
-from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from actors.telemetry.snapshot import bucket_of
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
@@ -59,7 +58,7 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(
+        self._products = LateProducts(
             self.num_threads, self.arrays.gate.dtype, self.thread_cores, layout.products
         )
         self._places = layout.bundles(self._arena)[self.index]
@@ -69,6 +68,16 @@ class CpuService(Service):
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
         self._scratch = new_scratch(self.num_threads, tokens, most, layout.width)
         self._buckets = NeuronBuckets(self.buckets, sizes.astype(np.uint32))
+
+    def prepare_prompts(self) -> None:
+        """See `Service.prepare_prompts`."""
+        import actors.cpu.prompt_ffn  # noqa: F401
+
+        self._products.get()
+
+    def use_products(self, choice: ProductChoice) -> None:
+        """See `Service.use_products`."""
+        self._products.choose(choice)
 
     def release(self) -> None:
         """End the threads of matrix products."""
@@ -116,13 +125,15 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
+        from actors.cpu.prompt_ffn import prompt_ffn  # it imports torch
+
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         x = self.wires.ffn_input[:num_tokens]
         partial = self.wires.partials[self.index, :num_tokens]
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
-            self._products,
+            self._products.get(),
             self.arrays,
             layer,
             x,
@@ -157,7 +168,7 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        self._products.each_thread(copy)
+        self._products.get().each_thread(copy)
         write_count(place, last - first)
         self.wires.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 

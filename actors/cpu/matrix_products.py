@@ -9,16 +9,10 @@ docs/lab_log.md has figures). Each thread converts and multiplies rows of its ow
 nothing but the input, which matters where they share no cache.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
-
-# OpenMP's threads otherwise spin for milliseconds after every loop of torch's, on cores that the
-# products need: 120 instead of 170 prompt tokens a second. It is read when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import torch
 
 from actors.cpu.pair_products import PairProducts, WordProducts
@@ -73,8 +67,19 @@ class MatrixProducts:
         self._pairs = PairProducts(num_threads, self.each_thread)
         self._words = WordProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
-        if dtype != np.float32:  # so that no prompt waits until these are compiled
-            row = np.zeros((1, row_items(dtype, QUANT_GROUP)), dtype)
+        self._dtype = dtype
+        self._try_out()
+
+    def choose(self, choice: ProductChoice) -> None:
+        """Multiply as `choice` says from now on; between two products."""
+        if choice != self._choice:
+            self._choice = choice
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """So that no prompt waits until the kernels are compiled."""
+        if self._dtype != np.float32:
+            row = np.zeros((1, row_items(self._dtype, QUANT_GROUP)), self._dtype)
             self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
             self.combine(torch.zeros(1, 1), row)
 

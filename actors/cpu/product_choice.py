@@ -7,6 +7,7 @@ float32; integer products of quantized weights compete with those that widen the
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from time import perf_counter
 
@@ -28,9 +29,20 @@ _MORE = 4
 _CLEARLY = 2.0
 
 
-@functools.cache
+_trying = threading.Lock()
+
+
 def choose_products() -> ProductChoice:
-    """Time one thread's products of each kind; takes a tenth of a second, once all is compiled."""
+    """Time one thread's products of each kind; takes a tenth of a second, once all is compiled.
+
+    The process's answer stays the same; threads that ask at the same time get the same.
+    """
+    with _trying:
+        return _choose()
+
+
+@functools.cache
+def _choose() -> ProductChoice:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -50,12 +50,16 @@ class Driver:
     """Runs requests on services that an exchange reaches."""
 
     def __init__(
-        self, system: SystemConfig, exchange: Exchange, shards: Sequence[Sequence[np.ndarray]] = ()
+        self,
+        system: SystemConfig,
+        exchange: Exchange,
+        shards: Sequence[Sequence[np.ndarray]] = (),
+        prepare_products: Callable[[], None] = lambda: None,
     ) -> None:
         """shards[s][l]: the neurons of layer l that CPU service s holds, in its loading order.
 
         Neurons that none of them holds are hot ones of the GPU service; without shards there are
-        none.
+        none. `prepare_products` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
         self._system = system
@@ -71,6 +75,7 @@ class Driver:
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
         self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
+        engine.prepare_products = self._profiling.prepare_products = prepare_products
         slots = exchange.wires.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()

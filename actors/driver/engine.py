@@ -4,7 +4,7 @@ A step may be run layer by layer: `place`, then `run_layer` for each, then `logi
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,8 @@ class Engine:
         self.embedding = embedding
         self.predictor = predictor
         self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
+        # Called before steps that services answer by matrix products, which they may not have yet.
+        self.prepare_products: Callable[[], None] = lambda: None
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.count_services()
         self.times = StepTimes()
@@ -100,7 +102,10 @@ class Engine:
         self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
     ) -> None:
         """Put a step's tokens where the layers find them. Shapes: (T,) each."""
-        wires, num_tokens = self.exchange.wires, len(token_ids)
+        num_tokens = len(token_ids)
+        if self._multiplies(num_tokens):
+            self.prepare_products()
+        wires = self.exchange.wires
         wires.positions[:num_tokens] = positions
         wires.slots[:num_tokens] = slots
         wires.hidden[:num_tokens] = self.embedding.lookup(
@@ -108,6 +113,10 @@ class Engine:
         )
         if not finite_rows(wires.hidden, num_tokens):
             raise bad_embedding(wires, num_tokens)
+
+    def _multiplies(self, num_tokens: int) -> bool:
+        """Whether services answer such a step by matrix products."""
+        return num_tokens >= MATRIX_TOKENS
 
     def run_layer(self, layer: int, num_tokens: int) -> None:
         """Bring the hidden states of the tokens that were placed through one layer.

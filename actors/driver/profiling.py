@@ -65,6 +65,9 @@ class ProfilingEngine(Engine):
         inputs, self._inputs = self._inputs, self._inputs[:, :0]
         return inputs
 
+    def _multiplies(self, num_tokens: int) -> bool:
+        return self._counts or super()._multiplies(num_tokens)
+
     def _ffn(self, layer: int, num_tokens: int) -> None:
         if not self._counts:
             super()._ffn(layer, num_tokens)

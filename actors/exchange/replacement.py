@@ -55,6 +55,10 @@ class ServiceReplacer:
         for service in range(len(self._specs)):
             self._expect(service, self._find(service))
 
+    def change_layout(self, layout: ArenaLayout) -> None:
+        """Fresh processes are attached with this one from now on."""
+        self._layout = layout
+
     def process_ids(self) -> list[int]:
         """Of the services' processes, in order, as far as they are known."""
         return [process.pid for _, process in sorted(self._processes.items())]

@@ -10,6 +10,7 @@ import numpy as np
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.protocol.arena import ArenaLayout
+from actors.protocol.step_sizes import ProductChoice
 from model.errors import ServiceError
 from numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
 from numba_kernels.serve.mailbox import (
@@ -70,6 +71,17 @@ class Service(ABC):
     @abstractmethod
     def release(self) -> None:
         """End what `prepare` started; called at a STOP request."""
+
+    @abstractmethod
+    def prepare_prompts(self) -> None:
+        """Import and compile what only long prompts need, if anything; beside what is served.
+
+        Without this the first long prompt does it, and waits.
+        """
+
+    @abstractmethod
+    def use_products(self, choice: ProductChoice) -> None:
+        """Multiply long prompts as `choice` says; called while none is being answered."""
 
     def attach(self, layout: ArenaLayout, arena: np.ndarray, wires: Wires | None = None) -> None:
         """Map the arena and start the threads; the arena may hold a request already.

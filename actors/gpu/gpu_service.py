@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from actors.cpu.cpu_service import CpuService, load_cpu_service
-from actors.cpu.matrix_products import MatrixProducts
+from actors.cpu.late_products import LateProducts
 from actors.exchange.service import Service
-from actors.gpu.prompt_attention import dense_attention, dense_head
+from actors.gpu.rope_cache import inv_freq
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import CacheSpec
-from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import load_attention
@@ -74,7 +74,7 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = MatrixProducts(
+        self._products = LateProducts(
             self.num_threads, self.arrays.qkv.dtype, self.thread_cores, layout.products
         )
         if self._hot is not None:
@@ -97,6 +97,20 @@ class GpuService(Service):
             ),
             counters=new_block_counters(NUM_COUNTERS, self.num_threads),
         )
+
+    def prepare_prompts(self) -> None:
+        """See `Service.prepare_prompts`."""
+        import actors.gpu.prompt_attention  # noqa: F401
+
+        self._products.get()
+        if self._hot is not None:
+            self._hot.prepare_prompts()
+
+    def use_products(self, choice: ProductChoice) -> None:
+        """See `Service.use_products`."""
+        self._products.choose(choice)
+        if self._hot is not None:
+            self._hot.use_products(choice)
 
     def release(self) -> None:
         """End the threads of matrix products."""
@@ -138,11 +152,13 @@ class GpuService(Service):
 
     def answer_in_python(self) -> None:
         """Attention, head or hot neurons for many tokens, by torch."""
+        from actors.gpu.prompt_attention import dense_attention, dense_head  # they import torch
+
         operation = self.wires.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            dense_attention(self._products, self.index, self.wires, self.shape, self.arrays)
+            dense_attention(self._products.get(), self.index, self.wires, self.shape, self.arrays)
         elif operation == HEAD:
-            dense_head(self._products, self.index, self.wires, self.shape, self.arrays)
+            dense_head(self._products.get(), self.index, self.wires, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
@@ -172,7 +188,7 @@ def rope_array(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
     """Cosines and sines of all positions; (0, 2, 0) for a model without rope."""
     if config.rope is None:
         return np.empty((0, 2, 0), np.float32)
-    return rope_table(config.rope.inv_freq(config.head_dim), cache.num_positions)
+    return rope_table(inv_freq(config.rope, config.head_dim), cache.num_positions)
 
 
 def load_gpu_service(

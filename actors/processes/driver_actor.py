@@ -1,4 +1,9 @@
-"""The driver's process: starts the services, watches their loading, serves requests."""
+"""The driver's process: starts the services, watches their loading, serves requests.
+
+What serves requests is imported while the services' processes start.
+"""
+
+from __future__ import annotations
 
 import os
 import threading
@@ -6,16 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from actors.driver.driver import Driver
-from actors.driver.profiling import counts_by_neuron
-from actors.driver.request_events import RequestEvent
-from actors.driver.scoring import WindowScores
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import RecoveryPolicy
 from actors.exchange.service_calls import await_each
@@ -26,7 +27,7 @@ from actors.processes.scaling import (
     move_gpu,
     scaled_system,
 )
-from actors.protocol.failures import RequestError, cause_of
+from actors.protocol.failures import RequestError, ServiceLost, cause_of
 from actors.protocol.messages import (
     LOADING_WEIGHTS,
     DriverLoad,
@@ -38,7 +39,6 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.protocol.step_sizes import ProductChoice
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
@@ -52,8 +52,14 @@ from model.weights.check import stored_config
 from numba_kernels.serve.mailbox import OPERATION, PING, STOP
 from placement.memory import require_memory, weight_bytes
 
+if TYPE_CHECKING:
+    from actors.driver.driver import Driver
+    from actors.driver.request_events import RequestEvent
+    from actors.driver.scoring import WindowScores
+
 _LOADING_KERNELS = "loading kernels"
 _PROGRESS_S = 1.0  # for the services to tell it; one that compiles may not answer
+_IDLE_S = 0.5  # between two looks; whoever has just started a system asks it at once
 _START_S = 60.0  # for a service's process to start
 
 
@@ -96,6 +102,8 @@ class DriverActor:
         self._vitals: VitalSigns | None = None
         self._failure: BaseException | None = None
         self._held_cpus: Any = None
+        self._stopping = threading.Event()
+        threading.Thread(target=_import_driver, name="imports", daemon=True).start()
 
     def load(self) -> None:
         """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
@@ -116,28 +124,45 @@ class DriverActor:
                 self._fit_gpu()
             self._load_services()
             self._stage = _LOADING_KERNELS
-            if self._system.products is None:
-                self._system = replace(self._system, products=self._agree())
             self._services.open(arena_layout(self._system, self._config), self._spawn_relay)
             self._services.attach(self._services.services)
             replacer = self._services.replacer
             self._exchange = RecoveringExchange(self._services.exchange, replacer, self._policy)
-            self._driver = Driver(self._system, self._exchange, self._services.shards)
+            from actors.driver.driver import Driver
+
+            shards = self._services.shards
+            self._driver = Driver(self._system, self._exchange, shards, self._prepare_products)
             self._services.ready()
             self._exchange.start()
             self._stage = "ready"
+            threading.Thread(target=self._prepare_prompts, name="prompts", daemon=True).start()
         except BaseException as error:
             self._failure = error
             self._kill()
             raise
 
-    def _agree(self) -> ProductChoice:
-        """How all services multiply prompts, also those that come later in the place of others.
+    def _prepare_products(self) -> None:
+        """Let the services agree how they multiply; in the engine's thread, for the system's life.
 
-        Each found out by trying; a fresh process might find otherwise, and round otherwise.
+        Errors:  RequestError where one cannot, CacheLost after the GPU service was replaced
         """
-        choices: list[ProductChoice] = self._services.call_each("choose_products")
-        return ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
+        while self._system.products is None:
+            try:
+                choice = self._services.agree_on_products()
+            except ServiceLost as error:
+                self._exchange.renew(error.service, cause_of(error))
+            else:
+                self._system = replace(self._system, products=choice)
+
+    def _prepare_prompts(self) -> None:
+        """Let services prepare for long prompts once nobody waits for them to answer."""
+        driver, num_steps = self._ready(), -1
+        while not self._stopping.wait(_IDLE_S):
+            load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
+            if num_steps == before and not (load.num_running or load.num_waiting):
+                for handle in self._services.handles:
+                    handle.prepare_prompts.remote()  # the first long prompt tells what fails
+                return
 
     def _fit_gpu(self) -> None:
         """Let the GPU service take what fits; the CPU services then load the rest."""
@@ -212,6 +237,8 @@ class DriverActor:
     def fired_counts(self) -> np.ndarray:
         """For how many profiled tokens each neuron has fired since the start: (L, N) int64."""
 
+        from actors.driver.profiling import counts_by_neuron
+
         def gather() -> np.ndarray:
             self._require_counts()
             specs = [spec for spec in self._services.specs if spec.neuron_ids is not None]
@@ -277,7 +304,10 @@ class DriverActor:
     def _change(self, new: Connection) -> None:
         """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
         new.replacer.take_over(0, self._services.replacer)
-        failure = ""
+        failure, products = "", self._system.products
+        if products is not None and new.system.products is None:  # agreed on while these loaded
+            new.system = replace(new.system, products=products)
+            new.use_products(products)
         try:
             move_gpu(self._exchange.inner, new)
         except HotcoldError as error:  # then a fresh GPU service comes to the new arena
@@ -331,6 +361,7 @@ class DriverActor:
 
     def stop(self) -> None:
         """End all threads, then the services' processes."""
+        self._stopping.set()
         self._services.replacer.close()
         try:
             if self._driver is not None:
@@ -351,3 +382,7 @@ class DriverActor:
         if self._driver is None:
             raise ServiceError("the system is still loading")
         return self._driver
+
+
+def _import_driver() -> None:
+    import actors.driver.driver  # noqa: F401

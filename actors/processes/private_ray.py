@@ -28,8 +28,10 @@ _AGENT_PORTS = (
 _NO_PORT = 1  # nothing of ours listens there
 _WORKERS = "--num_prestart_python_workers"
 _WORKERS_AT_ONCE = "--maximum_startup_concurrency"
-# What workers import before anybody asks them for an actor; torch, which takes long, only services.
-_PRELOADED = {"RAY_preload_python_modules": "actors.launch,actors.processes.service_actor"}
+# What workers import before anybody asks them for an actor.
+_PRELOADED = {
+    "RAY_preload_python_modules": "actors.launch,actors.cpu.cpu_service,actors.gpu.gpu_service"
+}
 _starting = threading.Lock()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,8 +99,23 @@ class ServiceActor:
 
         return choose_products()
 
+    def use_products(self, choice: ProductChoice) -> None:
+        """Multiply long prompts as `choice` says; returns once it is ready to."""
+        self._settle(0)
+        self._require_service().use_products(choice)
+
+    def prepare_prompts(self) -> None:
+        """Begin in the background what only long prompts need; what fails, fails there again."""
+        self._settle(0)
+        service = self._require_service()
+
+        def prepare() -> None:
+            with suppress(Exception):
+                service.prepare_prompts()
+
+        threading.Thread(target=prepare, name="prompts", daemon=True).start()
+
     def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
-        # Here, because they import torch: a second that only services need to spend.
         from actors.cpu.cpu_service import load_cpu_service
         from actors.gpu.gpu_service import load_gpu_service
 
@@ -165,6 +182,8 @@ class ServiceActor:
         else:
             arena = layout.new_arena()
         self._require_service().attach(layout, arena)
+        if layout.products is not None:
+            self.prepare_prompts()
 
     def ping(self) -> int:
         """The process id; an answer says that the process lives and its threads too.

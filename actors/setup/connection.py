@@ -1,6 +1,7 @@
 """A system's services and what the driver asks them through: arenas, doorbells, calls, relays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from actors.exchange.places import OwnPlace, Place
 from actors.exchange.recovery import RecoveryPolicy
 from actors.exchange.replacement import ServiceReplacer
 from actors.exchange.service_calls import await_each, call_each
-from actors.exchange.watch import ActorWatch
+from actors.exchange.watch import LOOK_S, ActorWatch
 from actors.protocol.arena import ArenaLayout
+from actors.protocol.failures import RequestError, ServiceLost, service_error
 from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.step_sizes import ProductChoice
 from actors.setup.hosts import SpawnRelay, start_relays
 from numba_kernels.serve.mailbox import OPERATION, PING
 
@@ -24,6 +27,7 @@ class Connection:
     """The actors of all services; `open` and `attach` connect them once they have loaded."""
 
     exchange: Exchange
+    _layout: ArenaLayout
 
     def __init__(
         self,
@@ -66,6 +70,46 @@ class Connection:
         asked = self.services if services is None else services
         names, handles = [self.names[s] for s in asked], [self.handles[s] for s in asked]
         return call_each(names, handles, method, *arguments, timeout_s=timeout_s)
+
+    def agree_on_products(self) -> ProductChoice:
+        """How all services multiply long prompts from now on, also those that come in their place.
+
+        Each found out by trying; a fresh process might find otherwise, and round otherwise.
+        Errors:  ServiceLost of one that died or is stuck; RequestError of one that cannot
+        """
+        choices: list[ProductChoice] = self._call_watched("choose_products")
+        choice = ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
+        self.use_products(choice)
+        return choice
+
+    def use_products(self, choice: ProductChoice) -> None:
+        """Let all services multiply so, and those in their place. Errors: as above."""
+        self._layout = replace(self._layout, products=choice)
+        self.replacer.change_layout(self._layout)
+        self._call_watched("use_products", choice)
+
+    def _call_watched(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all that may compile kernels.
+
+        Errors:  ServiceLost, RequestError
+        """
+        calls = [getattr(handle, method).remote(*arguments) for handle in self.handles]
+        self.watch.starting, before = True, self.watch.starting
+        try:
+            while len(ray.wait(calls, num_returns=len(calls), timeout=LOOK_S)[0]) < len(calls):
+                self.watch.check(self.services, 0.0)
+        finally:
+            self.watch.starting = before
+        return [self._answer(service, call) for service, call in enumerate(calls)]
+
+    def _answer(self, service: int, call: Any) -> Any:
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayError as error:
+            told = str(service_error(f"{self.names[service]} service", error))
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise RequestError(told) from error
+            raise ServiceLost(service, told) from error
 
     def open(self, layout: ArenaLayout, spawn_relay: SpawnRelay) -> None:
         """Make the arenas, one on every host, and start the other hosts' relays.

@@ -186,7 +186,8 @@ def test_idle_services_use_no_processor(running: System, llama: TinyCheckpoint) 
         assert set(after) == {"gpu", "cpu0", "cpu1"}
         return max(after[name] - before[name] for name in after)
 
-    assert min(used_while_idle() for _ in range(2)) < 0.1
+    # Once idle they prepare for long prompts, for seconds; then for nothing.
+    assert any(used_while_idle() < 0.1 for _ in range(6))
 
 
 def test_exchange_can_be_measured(running: System) -> None:

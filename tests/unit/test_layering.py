@@ -353,10 +353,18 @@ def test_allowed_imports_pass(path: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["jobs.commands.generate", "jobs.commands.serve", "actors.processes.driver_actor"]
+    "module",
+    [
+        "jobs.commands.generate",
+        "jobs.commands.serve",
+        "actors.launch",
+        "actors.driver.driver",
+        "actors.cpu.cpu_service",
+        "actors.gpu.gpu_service",
+    ],
 )
 def test_what_starts_does_not_wait_for_torch(module: str) -> None:
-    """It takes a second to import: services do it while they load."""
+    """It takes a second to import, and short prompts do without it."""
     program = f"import sys, {module}; print('torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True

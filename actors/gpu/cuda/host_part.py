@@ -12,6 +12,7 @@ from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.gpu.gpu_service import GpuService
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import AnswerFailed
+from actors.protocol.step_sizes import ProductChoice
 from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import CELLS_A_SERVICE, NUM_COMPUTED, OPERATION, STOP, Wires
 
@@ -35,6 +36,14 @@ class HostPart:
         )
         self._inner.attach(layout, arena, own)
         self._exchange = ArenaExchange(own, self._inner)
+
+    def prepare_prompts(self) -> None:
+        """See `Service.prepare_prompts`."""
+        self._inner.prepare_prompts()
+
+    def use_products(self, choice: ProductChoice) -> None:
+        """See `Service.use_products`."""
+        self._inner.use_products(choice)
 
     def ask(self) -> None:
         """Answer the service's request. Errors: RuntimeError with what went wrong, in one line."""

@@ -25,7 +25,7 @@ from actors.gpu.cuda.step import StepWork, whole_length, whole_step
 from actors.gpu.cuda.times import DeviceTimes
 from actors.gpu.cuda.token_positions import TokenPositions
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from cuda_kernels.device import GPU_FAILED, DeviceFailure
 from numba_kernels.serve.mailbox import (
     ATTENTION,
@@ -130,6 +130,16 @@ class CudaService(Service):
             self._neuron_upload.attach(layout, self._arena, self._link)
         if self.host is not None:
             self.host.attach(layout, self._arena, self.wires)
+
+    def prepare_prompts(self) -> None:
+        """See `Service.prepare_prompts`."""
+        if self.host is not None:
+            self.host.prepare_prompts()
+
+    def use_products(self, choice: ProductChoice) -> None:
+        """See `Service.use_products`."""
+        if self.host is not None:
+            self.host.use_products(choice)
 
     def release(self) -> None:
         """Let go of the arena."""

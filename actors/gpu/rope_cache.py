@@ -1,0 +1,59 @@
+"""A rope's angles per position, kept on disk.
+
+torch computes them, as it does for transformers, and rounds as no other library does: a start that
+finds them here does without importing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import llvmlite.binding
+import numpy as np
+
+from model.config.model_config import RopeConfig
+from model.files.whole_file import write_whole
+
+
+def inv_freq(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """See `RopeConfig.inv_freq`, which is asked where this machine has not kept its answer."""
+    path = cache_path(rope, head_dim)
+    found = _read(path, head_dim // 2)
+    if found is None:
+        found = rope.inv_freq(head_dim)
+        bits = found.astype("<f4").tobytes()
+        with contextlib.suppress(OSError):
+            write_whole(path, hashlib.sha256(bits).digest() + bits)
+    return found
+
+
+def cache_path(rope: RopeConfig, head_dim: int) -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache: of this rope, this torch and this processor."""
+    key = {
+        "rope": asdict(rope),
+        "head_dim": head_dim,
+        "torch": metadata.version("torch"),
+        "cpu": llvmlite.binding.get_host_cpu_name(),
+        "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hotcold" / "rope" / digest
+
+
+def _read(path: Path, size: int) -> np.ndarray | None:
+    """What was kept; None where nothing was, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, bits = content[:32], content[32:]
+    if len(bits) != 4 * size or hashlib.sha256(bits).digest() != digest:
+        return None
+    return np.frombuffer(bits, "<f4").astype(np.float32)
