@@ -147,6 +147,8 @@ def test_who_hears_late_beside_another_program_marks_the_bell() -> None:
 def test_every_waiter_is_woken() -> None:
     """Each by the bell, for none of them looks by itself before the test has failed."""
     cells, woken = new_cells(1), []
+    ring(cells, 0, np.int32(0))
+    wait_change(cells, 0, np.int32(0), 0, 0)  # now both are compiled, and the others sleep at once
 
     def wait() -> None:
         woken.append(int(wait_change(cells, 0, np.int32(0), 0, 10 * LONG)))
