@@ -217,7 +217,8 @@ def test_settings_reach_the_request(open_page, system) -> None:
     assert request.sampling == SamplingParams(3, 0.7, 5, 0.5, 0.1, seed=42)
     assert request.messages[0] == {"role": "system", "content": "Be brief."}
     page.fill("#seed textarea, #seed input", "no number")
-    ask(page, OTHER)
+    page.fill("#question textarea", OTHER)
+    page.press("#question textarea", "Enter")
     page.wait_for_function("document.querySelector('#status').innerText.includes('seed is')")
     assert page.input_value("#question textarea") == OTHER
 
