@@ -79,12 +79,6 @@ def round_to_bfloat16(builder: Any, floats: Any) -> Any:
     return builder.trunc(builder.lshr(rounded, whole(16)), kind(I16))
 
 
-def widen_floats(builder: Any, pointer: Any, offset_bytes: int) -> Any:
-    """Load a vector of float32 at `pointer` (i8*) + `offset_bytes`."""
-    at = builder.gep(pointer, [I64(offset_bytes)], source_etype=ir.IntType(8))
-    return widen(builder, types.float32, at, LANES)
-
-
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once; scalars or vectors."""
     name = "llvm.fma.f32" if a.type == F32 else f"llvm.fma.v{LANES}f32"

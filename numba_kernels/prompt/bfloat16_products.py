@@ -23,7 +23,6 @@ BUFFER_PAIRS = max(
     _LINEAR_ROWS * (_LINEAR_PAIRS + _PAD), _COMBINE_PAIRS * (_COMBINE_COLUMNS + _PAD)
 )
 MOST_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
-_HALF_A_TILE = TILE_ROWS // 2
 
 
 def num_groups(num_tokens: int) -> int:

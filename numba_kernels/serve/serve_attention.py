@@ -32,7 +32,7 @@ NUM_COUNTERS = 5
 
 
 class AttentionArrays(NamedTuple):
-    """Attention of all layers stacked, and the head; shapes as in model.weights.all_weights.
+    """Attention of all layers stacked, and the head; shapes as in model.weights.
 
     keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_table (P, 2, head_dim / 2) or
     (0, 2, 0) for positions 0..P-1
