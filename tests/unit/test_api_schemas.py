@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -93,6 +94,49 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
 )  # fmt: skip
 def test_malformed_bodies_are_refused(body: bytes) -> None:
     refused(CompletionRequest, body)
+
+
+BOMBS = {
+    "messages": (ChatRequest, b'{"messages":[%s]}', b"{}"),
+    "nested ids": (CompletionRequest, b'{"prompt":[%s]}', b"[1]"),
+    "empty lists": (CompletionRequest, b'{"prompt":[%s]}', b"[]"),
+    "wrong ids": (CompletionRequest, b'{"prompt":[%s]}', b"-1"),
+    "wrong nested ids": (CompletionRequest, b'{"prompt":[%s]}', b'[""]'),
+    "stop strings": (CompletionRequest, b'{"prompt":"a","stop":[%s]}', b"1"),
+    "biases": (CompletionRequest, b'{"prompt":"a","logit_bias":{%s}}', b'"a":"b"'),
+    "unknown": (CompletionRequest, b'{"prompt":[],"new":[%s]}', b"[]"),
+    "tokens": (DetokenizeRequest, b'{"tokens":[%s]}', b"-1"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_refusal_costs_no_more_than_a_few_times_the_request(name: str) -> None:
+    """Wrong items were all told of, those of a union once for each of its members."""
+    schema, frame, item = BOMBS[name]
+    body = frame % b",".join([item] * (180_000 // (len(item) + 1)))
+    tracemalloc.start()
+    try:
+        error = refused(schema, body)
+        assert tracemalloc.get_traced_memory()[1] < 60 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(error.body)) < 2000
+
+
+def test_what_is_long_in_a_request_is_cut_in_its_refusal() -> None:
+    for body in (
+        b'{"prompt":"a","logit_bias":{"%s":1}}' % (b"n" * 100_000),
+        b'{"prompt":"a","grammar":"%s"}' % (b"g" * 300_000),
+    ):
+        assert len(json.dumps(refused(CompletionRequest, body).body)) < 2000
+    assert len(as_api_error(PromptError("\\" * 100_000)).body["error"]["message"]) < 1100
+
+
+def test_brackets_and_commas_of_a_text_are_no_lists() -> None:
+    text = '{"a": [1, 2]}, "\\\\" ' * 30_000
+    assert parse(CompletionRequest, json.dumps({"prompt": text}).encode()).prompt == text
+    ids = [7] * 100_000
+    assert parse(CompletionRequest, json.dumps({"prompt": ids}).encode()).prompts == [ids]
 
 
 def test_tokenize_takes_one_of_two() -> None:

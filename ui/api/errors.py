@@ -7,6 +7,7 @@ from model.errors import HotcoldError, PromptError, PromptTooLongError, ServiceE
 
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5
+_MOST_CHARS = 1000  # of a message: what was asked may be in it
 
 
 class ApiError(Exception):
@@ -23,6 +24,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         """`param` names the field that is wrong, `code` what a program may look for."""
+        if len(message) > _MOST_CHARS:
+            message = f"{message[:_MOST_CHARS]} …"
         super().__init__(message)
         self.status = status
         self.message = message

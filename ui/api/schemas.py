@@ -3,6 +3,7 @@
 Types are strict: a number is no text. What a text means to the model is checked later.
 """
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -12,9 +13,19 @@ from ui.api.errors import ApiError
 _MOST_CHOICES = 128
 _MOST_TOP = 20
 _MOST_GRAMMAR_CHARS = 1 << 18
+_MOST_PROMPTS = 2048
+_MOST_NAME_CHARS = 50  # of a field that an error names
+_MOST_MESSAGES = 10_000
+_MOST_IDS = 1 << 20
+# Of a whole body, looked at before it is read: each costs memory many times its bytes.
+_MOST_NESTED = 20_000  # lists and objects
+_MOST_VALUES = 2 << 20
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
 
+# Lists end at their first wrong item: a body of wrong items would have an error for each.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_IDS, fail_fast=True)]
 _StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
@@ -58,7 +69,7 @@ class SamplingRequest(_Request):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=4)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=4, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -68,7 +79,7 @@ class SamplingRequest(_Request):
     # Not supported, but sent by many clients with the value that does nothing.
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingRequest":
@@ -96,7 +107,7 @@ class ChatMessage(_Request):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
     @property
     def for_template(self) -> dict[str, str]:
@@ -106,10 +117,15 @@ class ChatMessage(_Request):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
+_Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+]
+
+
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: _Messages
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
@@ -128,10 +144,10 @@ class CompletionRequest(SamplingRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[list[TokenId]], Field(min_length=1)]
-    )
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+    ) = Field(union_mode="left_to_right")
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
     echo: bool | None = None
@@ -150,7 +166,7 @@ class TokenizeRequest(_Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -165,7 +181,7 @@ class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=_MOST_IDS, fail_fast=True)]
 
 
 _Body = TypeVar("_Body", bound=_Request)
@@ -173,10 +189,22 @@ _Body = TypeVar("_Body", bound=_Request)
 
 def parse(schema: type[_Body], body: bytes) -> _Body:
     """Read a request's body. Errors: ApiError 400 that names the field."""
+    _require_plain(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
         raise _bad_request(error) from None
+
+
+def _require_plain(body: bytes) -> None:
+    """Raise ApiError 400 for a body that is small only as long as nobody reads it."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= _MOST_NESTED:
+        return
+    bare = _STRING.sub(b"", body)
+    if bare.count(b"[") + bare.count(b"{") > _MOST_NESTED:
+        raise ApiError(400, f"the request has more than {_MOST_NESTED} lists and objects in it")
+    if bare.count(b",") > _MOST_VALUES:
+        raise ApiError(400, f"the request has more than {_MOST_VALUES} values in it")
 
 
 def _bad_request(error: ValidationError) -> ApiError:
@@ -188,7 +216,7 @@ def _bad_request(error: ValidationError) -> ApiError:
         for part in problem["loc"]
         if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
     ]
-    param = ".".join(map(str, names)) or None
+    param = ".".join(str(name)[:_MOST_NAME_CHARS] for name in names) or None
     text = problem["msg"].removeprefix("Value error, ")
     message = f"{param}: {text}" if param else text
-    return ApiError(400, ascii(message)[1:-1][:300], param=param)
+    return ApiError(400, ascii(message)[1:-1], param=param)
