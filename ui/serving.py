@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ui.api.errors import unavailable
+from ui.connections import ConnectionLimits, Connections
 from ui.gate import Gate
 
 _END_S = 10.0
@@ -34,8 +35,6 @@ class LoadingGate:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await self._loading(scope["path"])(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1013, "reason": ""})
 
     def use(self, app: ASGIApp) -> None:
         """Hand requests to the application from now on."""
@@ -59,13 +58,15 @@ class ServerThread:
         keys: Sequence[str],
         local: bool,
         max_body_bytes: int,
+        limits: ConnectionLimits,
     ) -> None:
         """`listener` is bound. Serves until `stop`."""
         self._loading_gate = loading_gate
         gate = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
-        # h11 is there wherever uvicorn is; others are taken as they happen to be installed.
+        self._connections = Connections(limits)
+        made: Any = self._connections  # where uvicorn's types have a class
         config = uvicorn.Config(
-            gate, http="h11", ws="auto", lifespan="off", log_level="warning", access_log=False,
+            gate, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
         )  # fmt: skip
         # Defects are logged where they become answers; uvicorn would tell of them again, and of
@@ -105,8 +106,10 @@ class ServerThread:
 
     def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
+        watching = self._loop.create_task(self._connections.watch())
         try:
             self._loop.run_until_complete(self._server.serve([listener]))
+            watching.cancel()
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0.05))

@@ -70,6 +70,13 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
     show_default=True,
     help="Seconds that an answer may take.",
 )
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Connections that may be open at once.",
+)
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")
 @system_options
 def serve(
@@ -80,12 +87,14 @@ def serve(
     max_queue: int,
     max_tokens_limit: int | None,
     timeout_s: float,
+    max_connections: int,
     no_page: bool,
     **values: Any,
 ) -> None:
     """Serve MODEL (the embedded demo model without it) to browsers and OpenAI's clients."""
     _require_packages()
     from ui.api.backend import ServerSettings
+    from ui.connections import ConnectionLimits
     from ui.gate import is_loopback
     from ui.serving import LoadingGate, ServerThread
 
@@ -98,8 +107,9 @@ def serve(
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         server = ServerThread(
-            listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes
-        )
+            listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes,
+            ConnectionLimits(max_connections),
+        )  # fmt: skip
         stack.callback(server.stop)
         running = stack.enter_context(running_system(system, on_progress=_shown(loading_gate)))
         _serve(server, running, system, settings, url, no_page, signals)

@@ -104,9 +104,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "ui": {
         "api": set(),
-        "page": set(),
+        "page": {"api"},
         "gate": {"api"},
-        "serving": {"api", "gate"},
+        "connections": {"api"},
+        "serving": {"api", "connections", "gate"},
         "server": {"api", "page"},
     },
 }

@@ -1,0 +1,206 @@
+"""Clients that keep a server waiting, on real sockets, without a system."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ui import connections
+from ui.connections import ConnectionLimits
+from ui.serving import LoadingGate, ServerThread
+
+_PATIENCE_S = 30.0
+_LONG_S = 3600.0
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+
+
+@contextmanager
+def serving(app: Callable[..., Any], **limits: float) -> Iterator[Callable[[], socket.socket]]:
+    """connect() to a server of `app` whose clients may keep it waiting as long as `limits` say."""
+    patient = {"head_s": _LONG_S, "body_s": _LONG_S, "send_s": _LONG_S}
+    listener = socket.create_server(("127.0.0.1", 0))
+    gate = LoadingGate("demo")
+    gate.use(app)
+    allowed = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
+    server = ServerThread(listener, gate, [], True, 1 << 20, allowed)
+    made: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        made.append(socket.create_connection(listener.getsockname(), timeout=_PATIENCE_S))
+        return made[-1]
+
+    try:
+        yield connect
+    finally:
+        for one in made:
+            one.close()
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server ends the connection. Errors: TimeoutError if it does not."""
+    found = b""
+    try:
+        while piece := client.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def until_answered(client: socket.socket) -> bytes:
+    """What comes up to the body that `echo` returns."""
+    found = b""
+    while not found.endswith(b"\r\n\r\nabc") and (piece := client.recv(1 << 16)):
+        found += piece
+    return found
+
+
+def answered(client: socket.socket) -> bool:
+    """Whether a request is answered; its connection stays."""
+    client.sendall(HEAD + b"\r\nabc")
+    return until_answered(client).startswith(b"HTTP/1.1 200 ")
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body = (await receive()).get("body", b"")
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST / HTT", HEAD])
+def test_a_connection_that_does_not_ask_is_cut_off(begun: bytes) -> None:
+    with serving(echo, head_s=0.05) as connect:
+        client = connect()
+        client.sendall(begun)
+        assert read_to_end(client) == b""
+
+
+def test_a_head_that_drips_has_no_longer() -> None:
+    with serving(echo, head_s=0.05) as connect:
+        client, ended = connect(), threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.005):
+                try:
+                    client.sendall(b"G")
+                except OSError:
+                    return
+
+        threading.Thread(target=drip, daemon=True).start()
+        assert read_to_end(client) == b""
+        ended.set()
+
+
+def test_a_body_that_does_not_come_is_cut_off() -> None:
+    with serving(echo, body_s=0.05) as connect:
+        client = connect()
+        client.sendall(HEAD + b"\r\na")
+        assert b"abc" not in read_to_end(client)
+
+
+def test_a_connection_is_cut_off_after_its_last_answer_too() -> None:
+    with serving(echo, head_s=0.2) as connect:
+        client = connect()
+        client.sendall(HEAD + b"\r\nabc")
+        assert read_to_end(client).endswith(b"\r\n\r\nabc")
+
+
+def test_an_answer_may_take_as_long_as_it_takes() -> None:
+    """The connection that waits for an answer outlives one that began later and asked nothing."""
+    may_answer = threading.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.to_thread(may_answer.wait, _PATIENCE_S)
+        await echo(scope, receive, send)
+
+    with serving(slow, head_s=0.05, body_s=0.05, send_s=0.05) as connect:
+        asking = connect()
+        asking.sendall(HEAD + b"\r\nabc")
+        assert read_to_end(connect()) == b""
+        may_answer.set()
+        assert b"abc" in read_to_end(asking)
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """What it holds of the application ends with it."""
+    ended = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.ensure_future(receive())
+        while not gone.done():
+            piece = {"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True}
+            await send(piece)
+            await asyncio.sleep(0)
+        assert gone.result() == {"type": "http.disconnect"}
+        ended.set()
+
+    with serving(endless, send_s=0.05) as connect:
+        client = connect()
+        client.sendall(HEAD + b"\r\nabc")
+        assert ended.wait(_PATIENCE_S)
+
+
+def test_an_answer_that_nobody_reads_is_not_kept() -> None:
+    """The application is done with it, so nobody else would notice."""
+    sizes: list[int] = []
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-length", b"50000000"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * 50_000_000})
+        sizes.append(50_000_000)
+
+    with serving(large, send_s=0.05) as connect:
+        client = connect()
+        client.sendall(HEAD + b"\r\nabc")
+        select.select([client], [], [], _PATIENCE_S)
+        hang_up = select.poll()
+        hang_up.register(client, select.POLLERR)  # of a connection that was cut off
+        assert hang_up.poll(_PATIENCE_S * 1000)
+        assert sizes == [50_000_000]
+
+
+def test_who_waits_longest_without_asking_makes_room() -> None:
+    with serving(echo, most=2) as connect:
+        first, second = connect(), connect()
+        for client in (first, second):
+            assert answered(client)
+        third = connect()
+        assert read_to_end(first) == b""
+        for client in (third, second):
+            assert answered(client)
+
+
+def test_where_nobody_can_make_room_a_connection_is_refused() -> None:
+    asking_began, may_answer = threading.Event(), threading.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        asking_began.set()
+        await asyncio.to_thread(may_answer.wait, _PATIENCE_S)
+        await echo(scope, receive, send)
+
+    with serving(slow, most=1) as connect:
+        asking = connect()
+        asking.sendall(HEAD + b"\r\nabc")
+        assert asking_began.wait(_PATIENCE_S)
+        answer = read_to_end(connect())
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"too many connections" in answer
+        may_answer.set()
+        assert b"abc" in until_answered(asking)
