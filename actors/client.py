@@ -68,6 +68,12 @@ class AsyncClient:
             with suppress(HotcoldError, ray.exceptions.RayError):
                 self._system.cancel(request_id)
 
+    def stop(self, request_id: str) -> None:
+        """End a request within a token; its result is delivered, and says that it was cancelled."""
+        if request_id in self._readers:
+            with suppress(HotcoldError, ray.exceptions.RayError):
+                self._system.cancel(request_id)
+
     def _forget(self, request_id: str, submitted: asyncio.Future[None]) -> None:
         """Nobody waits for a request that has just been queued, or refused."""
         if submitted.exception() is None:

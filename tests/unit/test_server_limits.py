@@ -21,6 +21,9 @@ from actors.protocol.messages import (
 from model.errors import ServiceError
 from model.files.locate import DEMO_DIRECTORY
 from ui.api.backend import Backend, ServerSettings
+from ui.api.completions import CompletionRoute
+from ui.api.schemas import CompletionRequest, parse
+from ui.api.tokens import TokenTexts
 from ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
@@ -50,14 +53,19 @@ class Client:
         return DriverLoad(1, 2, 0.25)
 
 
-def ask(
-    client: Client, path: str = "/v1/completions", num_active: int = 0, **body: Any
-) -> tuple[httpx.Response, Backend]:
+def make_backend(client: Client, num_active: int = 0) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
     system: Any = None
     backend = Backend(system, config, ServerSettings("demo", 1, 100, request_timeout_s=0.2))
     backend.client = client  # type: ignore[assignment]
     backend.num_active = num_active
+    return backend
+
+
+def ask(
+    client: Client, path: str = "/v1/completions", num_active: int = 0, **body: Any
+) -> tuple[httpx.Response, Backend]:
+    backend = make_backend(client, num_active)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
@@ -104,6 +112,31 @@ def test_failures_of_the_system_are_told(error: Exception, status: int) -> None:
     assert backend.num_active == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_counted_before_anything_is_made_of_them(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def never(self: Backend, requests: Any) -> Any:
+        raise AssertionError("prompts of a request that is refused were encoded")
+
+    monkeypatch.setattr(Backend, "prompt_ids", never)
+    answer, backend = ask(Client(END), prompt=[[1]] * 2000, n=128, stream=stream)
+    assert answer.status_code == 400 and "takes 3 at once" in answer.json()["error"]["message"]
+    answer, _ = ask(Client(END), num_active=3, prompt=[1])
+    assert answer.status_code == 503
+    assert backend.num_active == 0
+
+
+def test_the_deadline_counts_what_comes_before_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stuck(self: Backend, requests: Any) -> Any:
+        assert self.num_active == 1, "no place was taken"
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Backend, "prompt_ids", stuck)
+    answer, backend = ask(Client(END), prompt=[1])
+    assert answer.status_code == 504 and backend.num_active == 0
+
+
 def test_more_than_the_queue_takes_is_refused() -> None:
     client = Client(END)
     answer, _ = ask(client, prompt=[1, 2], n=4)
@@ -120,6 +153,77 @@ def test_those_who_run_and_wait_leave_less_room(num_active: int, status: int) ->
     assert answer.status_code == status
     assert client.num_submitted == (2 if status == 200 else 0)
     assert backend.num_active == num_active
+
+
+def stalled(client: Client, events_before: int) -> tuple[Backend, list[int]]:
+    """A stream whose client reads `events_before` pieces; places taken when the next one waits."""
+    backend = make_backend(client)
+    app, places = create_app(backend), []
+    body = json.dumps({"prompt": [1, 2], "n": 2, "stream": True}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
+        "server": ("localhost", 80), "client": ("localhost", 1), "root_path": "",
+    }  # fmt: skip
+
+    async def run() -> None:
+        asked = iter([{"type": "http.request", "body": body, "more_body": False}])
+        num_sent = 0
+
+        async def receive() -> Any:
+            for message in asked:
+                return message
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            nonlocal num_sent
+            if num_sent == events_before:
+                places.append(backend.num_active)
+                await asyncio.Event().wait()
+            num_sent += 1
+
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    asyncio.run(run())
+    return backend, places
+
+
+@pytest.mark.parametrize("events_before", [0, 1, 2])
+def test_a_client_that_does_not_read_is_given_up_at_the_deadline(events_before: int) -> None:
+    client = Client(TokenEvent("a", None, 1))
+    backend, places = stalled(client, events_before)
+    assert places == [2]
+    assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
+
+
+def test_a_place_is_free_when_the_driver_has_delivered() -> None:
+    client = Client(TokenEvent("a", None, 1), END)
+    _, places = stalled(client, 1)
+    assert places == [0]
+    assert client.cancelled == []
+
+
+def test_a_stream_that_its_client_left_before_it_began_frees_its_places() -> None:
+    client = Client(TokenEvent("a", None, 1))
+    backend = make_backend(client)
+
+    async def run() -> None:
+        body = parse(CompletionRequest, b'{"prompt": [1], "stream": true}')
+        texts = TokenTexts(backend.prompts.tokenizer)
+        stream = await CompletionRoute(backend, texts).stream(body)
+        assert backend.num_active == 1
+
+        async def gone() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def full(message: Any) -> None:
+            await asyncio.Event().wait()
+
+        await stream({"type": "http"}, gone, full)
+        assert backend.num_active == 0 and client.cancelled == ["1"]
+
+    asyncio.run(run())
 
 
 HEALTHY = {"status": "ok", "model": "demo", "device": "cpu"}

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from model.config.build import read_config
 from model.sampling import SamplingParams, eos_ids
 from ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from ui.api.metrics import Metrics
+
+MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 
 
 @dataclass(frozen=True)
@@ -54,26 +56,36 @@ class Backend:
                 param="model", code="model_not_found",
             )  # fmt: skip
 
+    def require_few_tokens(self, requests: Sequence[GenerateRequest]) -> None:
+        """Refuse more new tokens than the server allows. Errors: ApiError 400."""
+        most = self.settings.max_tokens
+        for request in requests:
+            if (wanted := request.sampling.max_tokens) > most:
+                raise ApiError(
+                    400, f"max_tokens is {wanted}; this server allows {most}", param="max_tokens"
+                )
+
     async def prompt_ids(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
         """Token ids of each request, checked. Errors: PromptError."""
         return await asyncio.to_thread(lambda: [self.prompts.ids(one) for one in requests])
 
-    async def start(self, requests: Sequence[GenerateRequest]) -> "Answers":
-        """Queue requests of token ids, all or none.
+    async def start(self, count: int, make: MakeRequests) -> "Answers":
+        """Take `count` places, make that many requests of token ids, and queue them.
 
-        Errors:  ApiError 400 or 503 where there is no room, 504; PromptError, UsageError,
-                 ServiceError
+        The only way to an answer, for the API and for the page.
+        Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
+                 PromptError, UsageError, ServiceError
         """
-        if len(requests) > self.capacity:
+        if count > self.capacity:
             raise ApiError(
-                400, f"the request asks for {len(requests)} answers; this server takes "
+                400, f"the request asks for {count} answers; this server takes "
                 f"{self.capacity} at once",
             )  # fmt: skip
-        if self.num_active + len(requests) > self.capacity:
+        if self.num_active + count > self.capacity:
             raise unavailable("the queue is full; try again later", "queue_full")
-        answers = Answers(self, len(requests))
+        answers = Answers(self, count)
         try:
-            await answers.submit(requests)
+            await answers.submit(make)
         except BaseException:
             answers.close()
             raise
@@ -84,22 +96,28 @@ class Answers:
     """The answers to one HTTP request, as they come. `close` ends what still runs."""
 
     def __init__(self, backend: Backend, count: int) -> None:
-        """Takes `count` places in the queue."""
+        """Takes `count` places, each until the driver has delivered its result or `close`."""
+        self.requests: Sequence[GenerateRequest] = []
         self._backend = backend
         self._started = time.monotonic()
         self._last_at = [self._started] * count
         self._names: dict[int, str] = {}
         self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
         self._unfinished = set(range(count))
+        self._num_unread = count
+        self._is_stopped = False
         backend.num_active += count
 
     @property
-    def _deadline(self) -> float:
-        """By the loop's clock, which is the monotonic one."""
+    def deadline(self) -> float:
+        """Of all that is done for the client, sending too; by the loop's clock, the monotonic."""
         return self._started + self._backend.settings.request_timeout_s
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue the requests. Errors: PromptError, UsageError, ServiceError, ApiError 504."""
+    async def submit(self, make: MakeRequests) -> None:
+        """Make the requests and queue them.
+
+        Errors:  PromptError, UsageError, ServiceError, ApiError 400 and 504
+        """
 
         async def submit(index: int, request: GenerateRequest) -> None:
             deliver = partial(self._deliver, index)
@@ -107,9 +125,11 @@ class Answers:
             self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
 
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self.deadline):
+                self.requests = await make()
+                self._backend.require_few_tokens(self.requests)
                 async with asyncio.TaskGroup() as group:
-                    for index, request in enumerate(requests):
+                    for index, request in enumerate(self.requests):
                         group.create_task(submit(index, request))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -122,19 +142,26 @@ class Answers:
         Errors:  ApiError
         """
         try:
-            while self._unfinished:
-                async with asyncio.timeout_at(self._deadline):
+            while self._num_unread:
+                async with asyncio.timeout_at(self.deadline):
                     index, event = await self._events.get()
                 if isinstance(event, BaseException):
                     raise as_api_error(event)
-                self._count(index, event)
-                if event.result is not None and event.result.finish_reason == "cancelled":
-                    raise unavailable("the server is being stopped")
+                if event.result is not None:
+                    self._num_unread -= 1
+                    if event.result.finish_reason == "cancelled" and not self._is_stopped:
+                        raise unavailable("the server is being stopped")
                 yield index, event
         except TimeoutError:
             raise timed_out(self._backend.settings.request_timeout_s) from None
         finally:
             self.close()
+
+    def stop(self) -> None:
+        """End each answer within a token, with a result that says so."""
+        self._is_stopped = True
+        for index in self._unfinished & self._names.keys():
+            self._backend.client.stop(self._names[index])
 
     def close(self) -> None:
         """Cancel what has no result yet. May be called again."""
@@ -145,6 +172,13 @@ class Answers:
                 self._backend.metrics.add_abort()
 
     def _deliver(self, index: int, event: TokenEvent | BaseException) -> None:
+        """Take what the driver sends. A place is free at its end, whoever reads it when."""
+        if index not in self._unfinished:
+            return
+        if isinstance(event, BaseException) or event.result is not None:
+            self._leave(index)
+        if not isinstance(event, BaseException):
+            self._count(index, event)
         self._events.put_nowait((index, event))
 
     def _leave(self, index: int) -> None:
@@ -160,4 +194,3 @@ class Answers:
         self._last_at[index] = now
         if event.result is not None:
             metrics.add_result(event.result, now - self._started)
-            self._leave(index)

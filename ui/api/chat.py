@@ -6,6 +6,7 @@ from typing import Any
 from actors.protocol.messages import TokenEvent
 from ui.api import sse
 from ui.api.answer import Answer, collect, usage
+from ui.api.backend import Answers
 from ui.api.requests import chat_requests
 from ui.api.route import Route
 from ui.api.schemas import ChatRequest
@@ -17,8 +18,8 @@ class ChatRoute(Route):
 
     async def whole(self, body: ChatRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
-        requests = await chat_requests(self._backend, body)
-        answers = await collect(await self._backend.start(requests))
+        started = await self._start(body)
+        answers = await collect(started)
         choices = [
             {
                 "index": index,
@@ -30,11 +31,11 @@ class ChatRoute(Route):
             for index, answer in enumerate(answers)
         ]
         head = self._head("chatcmpl", "chat.completion")
-        return {**head, "choices": choices, "usage": usage(requests, answers, len(requests))}
+        return {**head, "choices": choices, "usage": usage(started.requests, answers, body.n or 1)}
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
-        requests = await chat_requests(self._backend, body)
+        started = await self._start(body)
 
         def choice(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -50,12 +51,15 @@ class ChatRoute(Route):
 
         return await self._chunks(
             body,
-            requests,
+            started,
             self._head("chatcmpl", "chat.completion.chunk"),
             choices_of,
-            lambda answers: usage(requests, answers, len(requests)),
-            [choice(i, {"role": "assistant", "content": ""}) for i in range(len(requests))],
+            lambda answers: usage(started.requests, answers, body.n or 1),
+            [choice(i, {"role": "assistant", "content": ""}) for i in range(body.n or 1)],
         )
+
+    async def _start(self, body: ChatRequest) -> Answers:
+        return await self._backend.start(body.n or 1, lambda: chat_requests(self._backend, body))
 
     def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
         """Without the end token, which is no content."""

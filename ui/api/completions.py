@@ -6,6 +6,7 @@ from typing import Any
 from actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
 from ui.api import sse
 from ui.api.answer import Answer, collect, usage
+from ui.api.backend import Answers
 from ui.api.requests import completion_requests
 from ui.api.route import Route
 from ui.api.schemas import CompletionRequest
@@ -17,8 +18,9 @@ class CompletionRoute(Route):
 
     async def whole(self, body: CompletionRequest) -> dict[str, Any]:
         """The whole answer. Errors: ApiError, HotcoldError."""
-        requests = await completion_requests(self._backend, body)
-        answers = await collect(await self._backend.start(requests))
+        started = await self._start(body)
+        answers = await collect(started)
+        requests = started.requests
         choices = [
             self._writer(body, request).choice(index, answer)
             for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
@@ -28,8 +30,8 @@ class CompletionRoute(Route):
 
     async def stream(self, body: CompletionRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
-        requests = await completion_requests(self._backend, body)
-        writers = [self._writer(body, request) for request in requests]
+        started = await self._start(body)
+        writers = [self._writer(body, request) for request in started.requests]
 
         def choices_of(index: int, event: TokenEvent) -> list[dict[str, Any]]:
             piece = Answer()
@@ -38,11 +40,15 @@ class CompletionRoute(Route):
 
         return await self._chunks(
             body,
-            requests,
+            started,
             self._head("cmpl", "text_completion"),
             choices_of,
-            lambda answers: _usage(body, requests, answers),
+            lambda answers: _usage(body, started.requests, answers),
         )
+
+    async def _start(self, body: CompletionRequest) -> Answers:
+        count = len(body.prompts) * (body.n or 1)
+        return await self._backend.start(count, lambda: completion_requests(self._backend, body))
 
     def _writer(self, body: CompletionRequest, request: GenerateRequest) -> "_Writer":
         echoed = self._prompt_text(body, request) if body.echo else ""
@@ -86,7 +92,7 @@ class _Writer:
 
 
 def _usage(
-    body: CompletionRequest, requests: list[GenerateRequest], answers: Sequence[Answer]
+    body: CompletionRequest, requests: Sequence[GenerateRequest], answers: Sequence[Answer]
 ) -> dict[str, int]:
     most = 0 if body.max_tokens == 0 else 1 << 31
     return usage(requests, answers, body.n or 1, most)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
-from ui.api.errors import ApiError
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 
 _LARGEST_SEED = (1 << 63) - 1
@@ -14,7 +13,7 @@ _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 
 
 async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateRequest]:
-    """One request for each of `n` answers. Errors: ApiError, PromptError, UsageError."""
+    """One request for each of `n` answers. Errors: PromptError, UsageError."""
     wanted = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(backend, body, wanted or backend.settings.max_tokens)
     messages = [message.for_template for message in body.messages]
@@ -27,7 +26,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     """One request for each of `n` answers to each prompt.
 
     Where no new token is wanted one is asked for nevertheless: it costs nothing beside the prompt.
-    Errors:  ApiError, PromptError, UsageError
+    Errors:  PromptError, UsageError
     """
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = _sampling(backend, body, max(wanted, 1))
@@ -65,11 +64,6 @@ def _copies(body: SamplingRequest, request: GenerateRequest) -> list[GenerateReq
 
 
 def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int) -> SamplingParams:
-    most = backend.settings.max_tokens
-    if max_tokens > most:
-        raise ApiError(
-            400, f"max_tokens is {max_tokens}; this server allows {most}", param="max_tokens"
-        )
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,

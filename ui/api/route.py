@@ -5,10 +5,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, TokenEvent
+from actors.protocol.messages import TokenEvent
 from ui.api import sse
 from ui.api.answer import Answer, first_then_rest
-from ui.api.backend import Backend
+from ui.api.backend import Answers, Backend
 from ui.api.errors import as_api_error
 from ui.api.schemas import SamplingRequest
 from ui.api.tokens import TokenTexts
@@ -35,7 +35,7 @@ class Route:
     async def _chunks(
         self,
         body: SamplingRequest,
-        requests: Sequence[GenerateRequest],
+        answers: Answers,
         head: dict[str, Any],
         choices_of: Callable[[int, TokenEvent], Iterable[dict[str, Any]]],
         usage_of: Callable[[Sequence[Answer]], dict[str, int]],
@@ -46,7 +46,6 @@ class Route:
         The answer has begun when this returns. What goes wrong later is the last event.
         Errors:  ApiError, HotcoldError
         """
-        answers = await self._backend.start(requests)
         events = await first_then_rest(answers)
         if body.has_usage_chunk:
             head = {**head, "usage": None}
@@ -55,7 +54,7 @@ class Route:
             return (sse.event({**head, "choices": [choice]}) for choice in choices)
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            done = [Answer() for _ in requests]
+            done = [Answer() for _ in answers.requests]
             try:
                 for chunk in chunks(opening):
                     yield chunk
@@ -68,7 +67,5 @@ class Route:
                 yield sse.DONE
             except Exception as error:
                 yield sse.event(as_api_error(error).body)
-            finally:
-                answers.close()
 
-        return sse.EventStream(pieces())
+        return sse.EventStream(pieces(), answers.deadline, answers.close)

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 _Result = TypeVar("_Result")
 
@@ -47,28 +47,48 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends what a generator yields, each piece at once; closes it in any case."""
+    """Sends what a generator yields, each piece at once; closes it in any case.
+
+    A client that reads nothing fills what lies between, and then each piece would wait for it.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncGenerator[bytes, None]) -> None:
-        """`content` yields whole events."""
+    def __init__(
+        self,
+        content: AsyncGenerator[bytes, None],
+        deadline: float | None = None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`content` yields whole events. After `deadline`, by the loop's clock, no piece waits.
+
+        `at_end` is called in any case; a generator that has not begun cannot clean up.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._content = content
+        self._deadline = deadline
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         try:
             await unless_gone(receive, self._send(send))
-        except ClientGoneError:
-            pass
+        except (ClientGoneError, TimeoutError):
+            pass  # an answer that is not whole ends its connection
         finally:
+            self._at_end()
             await self._content.aclose()
 
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+
+        async def in_time(message: Message) -> None:
+            async with asyncio.timeout_at(self._deadline):
+                await send(message)
+
+        start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
+        await in_time(start)
         async for piece in self._content:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await in_time({"type": "http.response.body", "body": piece, "more_body": True})
+        await in_time({"type": "http.response.body", "body": b"", "more_body": False})
