@@ -5,22 +5,20 @@ Until then the old services serve, and where new ones cannot be had they go on. 
 number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from actors.exchange.doorbell_exchange import Exchange
-from actors.exchange.recovery import RecoveryPolicy
 from actors.processes.cluster import await_actors
+from actors.processes.system_services import SystemServices
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.failures import cause_of
+from actors.protocol.messages import SystemConfig
 from actors.setup.connection import Connection
-from actors.setup.hosts import SpawnRelay
 from actors.setup.shards import arena_layout, service_specs
 from model.config.model_config import ModelConfig
-from model.errors import MemoryBudgetError, UsageError
+from model.errors import HotcoldError, MemoryBudgetError, UsageError
 from model.weights.memory import available_bytes
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import memory_need
@@ -28,6 +26,47 @@ from placement.memory import memory_need
 _START_S = 60.0
 _JOIN_S = 10.0
 _GIB = 1 << 30
+
+
+def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
+    """Serve with another number of CPU services; returns when they do. Requests go on.
+
+    Errors:  HotcoldError where they cannot be had: the old ones go on
+    """
+    driver = services.driver
+    with services.changing:
+        system = scaled_system(services.system, num_cpu_actors)
+        if num_cpu_actors == services.system.num_cpu_actors:
+            return services.system
+        old = services.connection
+        new = connect_more(services, system)
+        try:
+            driver.change_services(system, new.shards, lambda: _change(services, new))
+        except BaseException:
+            if services.connection is old:
+                new.kill(new.cpu_services)
+            raise
+        old.kill(old.cpu_services)
+        if services.held_cpus is None:
+            services.held_cpus = hold_cpus(system.num_threads, services.node_id)
+        return system
+
+
+def _change(services: SystemServices, new: Connection) -> None:
+    """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
+    new.replacer.take_over(0, services.connection.replacer)
+    failure, products = "", services.system.products
+    if products is not None and new.system.products is None:  # agreed on while these loaded
+        new.system = replace(new.system, products=products)
+        new.use_products(products)
+    try:
+        move_gpu(services.exchange.inner, new)
+    except HotcoldError as error:  # then a fresh GPU service comes to the new arena
+        failure = cause_of(error)
+    services.exchange.change(new.exchange, new.replacer)
+    services.system, services.connection = new.system, new
+    if failure:
+        services.exchange.renew(0, failure)
 
 
 def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
@@ -44,30 +83,24 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
     return replace(system, num_cpu_actors=num_cpu_actors, plan_path=plan_path)
 
 
-def connect_more(
-    system: SystemConfig,
-    config: ModelConfig,
-    gpu: Any,
-    spawn: Callable[[ServiceSpec, str | None], Any],
-    spawn_relay: SpawnRelay,
-    node_id: str | None,
-    policy: RecoveryPolicy,
-) -> Connection:
-    """Load and try out the CPU services of `system` beside whatever serves now.
+def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
+    """Load and try out the CPU services of `system` beside those that serve now.
 
     Their cores are those of the services that they replace: Ray is asked for none.
     Errors:  MemoryBudgetError, ServiceError, and what a service cannot load; none is left then
     """
+    config, node_id = services.config, services.node_id
     layout = arena_layout(system, config)
     _require_room(system, config, layout)
     specs = [replace(spec, reserves_cpus=False) for spec in service_specs(system, config)]
-    handles = [gpu, *(spawn(spec, node_id) for spec in specs[1:])]
-    new = Connection(system, specs, handles, policy)
+    gpu = services.connection.handles[0]
+    handles = [gpu, *(services.spawn(spec, node_id) for spec in specs[1:])]
+    new = Connection(system, specs, handles, services.policy)
     cpus = new.cpu_services
     try:
         await_actors(new.handles[1:], [0] * len(cpus), _START_S, node_id)
         new.call_each("load", services=cpus)
-        new.open(layout, spawn_relay)
+        new.open(layout, services.spawn_relay)
         new.attach(cpus)
         new.ready()
     except BaseException:

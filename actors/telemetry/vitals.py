@@ -59,10 +59,10 @@ class VitalSigns:
     def __init__(
         self,
         names: Sequence[str],
-        handles: Callable[[], Sequence[Any]],
+        handles: Sequence[Any],
         on_counts: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> None:
-        """`handles()` are the actors of `names`; `on_counts` receives what a service counted."""
+        """`handles` are the actors of `names`; `on_counts` receives what a service counted."""
         self._handles = handles
         self._on_counts = on_counts
         self._patients = [_Patient(name) for name in names]
@@ -70,9 +70,7 @@ class VitalSigns:
     def look(self) -> tuple[ActorHealth, ...]:
         """Collect answers that have come, ask again where it is time; the driver comes first."""
         now_s = time.monotonic()
-        for index, (patient, handle) in enumerate(
-            zip(self._patients, self._handles(), strict=True)
-        ):
+        for index, (patient, handle) in enumerate(zip(self._patients, self._handles, strict=True)):
             self._collect(index, patient, now_s)
             if patient.ref is None and (patient.last is None or now_s - patient.asked_s >= _ASK_S):
                 patient.ref, patient.asked_s = handle.vitals.remote(), now_s

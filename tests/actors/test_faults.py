@@ -70,7 +70,7 @@ class Eight:
     def handle(self, service: int) -> Any:
         """The actor of a service, as its driver knows it."""
         return ray.get(
-            self.system._driver.__ray_call__.remote(lambda host: host._services.handles)
+            self.system._driver.__ray_call__.remote(lambda host: host.services.connection.handles)
         )[service]
 
     def in_service(self, service: int, function: Callable[[Any], None]) -> None:
@@ -228,8 +228,8 @@ def test_after_ten_failures_it_gives_up(tiny: Tiny) -> None:
 
         def fail_often(host: Any) -> None:
             for _ in range(MOST_FAILURES - 2):
-                host._policy.count("gpu", "a test")
-                host._policy.recovered()
+                host.services.policy.count("gpu", "a test")
+                host.services.policy.recovered()
 
         ray.get(system._driver.__ray_call__.remote(fail_often))
         os.kill(before["cpu1"], signal.SIGKILL)

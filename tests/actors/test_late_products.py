@@ -22,7 +22,7 @@ from actors.cpu import matrix_products, product_choice
 from actors.cpu.late_products import LateProducts
 from actors.driver.driver import Driver
 from actors.gpu.rope_cache import cache_path, inv_freq
-from actors.processes.driver_actor import DriverActor
+from actors.processes.system_services import SystemServices
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import CacheLost, RequestError, ServiceLost
 from actors.protocol.messages import GenerateRequest, SystemConfig
@@ -229,8 +229,8 @@ def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
-    host: Any = DriverActor.__new__(DriverActor)
-    host._system = SystemConfig("somewhere")
+    host: Any = SystemServices.__new__(SystemServices)
+    host.system = SystemConfig("somewhere")
     choice, renewed = ProductChoice(True, False), []
     answers: list[Any] = [ServiceLost(1, "the cpu0 service died; start again"), choice]
 
@@ -246,11 +246,11 @@ def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
         def renew(self, service: int, cause: str) -> None:
             renewed.append((service, cause))
 
-    host._services, host._exchange = Services(), Exchange()
-    host._prepare_products()
-    host._prepare_products()  # agreed, for the system's life
+    host.connection, host.exchange = Services(), Exchange()
+    host.prepare_products()
+    host.prepare_products()  # agreed, for the system's life
     assert renewed == [(1, "the cpu0 service died")]
-    assert host._system.products == choice and not answers
+    assert host.system.products == choice and not answers
 
 
 @pytest.mark.timeout(300)
@@ -266,7 +266,9 @@ def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
     with System.start(config) as system:
 
         def of_services(function: Callable[[Any], Any]) -> list[Any]:
-            handles = system._driver.__ray_call__.remote(lambda host: host._services.handles)
+            handles = system._driver.__ray_call__.remote(
+                lambda host: host.services.connection.handles
+            )
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]
 
         system.complete(short)
@@ -286,7 +288,7 @@ def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
 def test_services_prepare_for_long_prompts_when_idle(tiny: Tiny) -> None:
     config = SystemConfig(str(tiny("llama-gqa", "float16").path), context_length=128)
     with System.start(config) as system:
-        found = system._driver.__ray_call__.remote(lambda host: host._services.handles)
+        found = system._driver.__ray_call__.remote(lambda host: host.services.connection.handles)
         for handle in ray.get(found):
             for _ in range(600):
                 made = handle.__ray_call__.remote(

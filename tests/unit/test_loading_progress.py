@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numba
+import pytest
+import ray
 from rich.progress import Progress
 
+from actors.processes.driver_actor import DriverActor
+from actors.processes.load_progress import LOADING_KERNELS, LoadingServices
+from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress
 from actors.telemetry.compiling import CompileCounter
 from jobs.support.loading import _BytesColumn
 
@@ -29,3 +37,55 @@ def test_bytes_are_shown_where_they_are_counted() -> None:
         bar.add_task("", total=2_000_000, completed=1_000_000, counts_bytes=counts_bytes)
         shown[counts_bytes] = _BytesColumn().render(bar.tasks[-1]).plain
     assert shown == {False: "", True: "1.0/2.0 MB"}
+
+
+class Loading:
+    """Stands in for a service's actor; without `told` it does not answer."""
+
+    told: ServiceProgress | None = None
+
+    @property
+    def loaded(self) -> Any:
+        return SimpleNamespace(remote=lambda: self)
+
+
+def answers(services: list[Loading], timeout: float) -> list[ServiceProgress]:
+    """Stands in for `ray.get`."""
+    told = [service.told for service in services if service.told is not None]
+    if len(told) < len(services):
+        raise ray.exceptions.GetTimeoutError
+    return told
+
+
+def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all services together, and kernels from the first that has to be compiled."""
+    monkeypatch.setattr(ray, "get", answers)
+    gpu, cpu = Loading(), Loading()
+    replacer = SimpleNamespace(stage="")
+    connection = SimpleNamespace(handles=[gpu, cpu], replacer=replacer)
+    driver: Any = DriverActor.__new__(DriverActor)
+    driver.services = SimpleNamespace(connection=connection, stage="", notes=("a note",))
+    driver._loading = LoadingServices(1000, "bfloat16")
+
+    def told(stage: str) -> LoadProgress:
+        driver.services.stage = stage
+        found = driver.progress()
+        assert isinstance(found, LoadProgress) and found.total_bytes == 1000
+        return found
+
+    compiling = "compiling kernels for bfloat16, once: 3 so far"
+    assert told("starting services") == LoadProgress(0, 1000, "starting services")
+    gpu.told, cpu.told = ServiceProgress(100, 0, False), ServiceProgress(250, 0, False)
+    assert told(LOADING_WEIGHTS) == LoadProgress(350, 1000, LOADING_WEIGHTS, ("a note",))
+    gpu.told, cpu.told = ServiceProgress(200, 1, False), ServiceProgress(250, 2, True)
+    assert told(LOADING_WEIGHTS) == LoadProgress(450, 1000, compiling, ("a note",))
+    cpu.told = None  # it compiles: what it said last holds
+    assert told(LOADING_WEIGHTS) == LoadProgress(450, 1000, compiling, ("a note",))
+    cpu.told = ServiceProgress(300, 2, False)  # all compiled, and weights are read on
+    assert told(LOADING_WEIGHTS) == LoadProgress(500, 1000, LOADING_WEIGHTS, ("a note",))
+    assert told(LOADING_KERNELS) == LoadProgress(1000, 1000, compiling, ("a note",))
+    gpu.told, cpu.told = ServiceProgress(500, 0, False), ServiceProgress(500, 0, False)
+    assert told(LOADING_KERNELS) == LoadProgress(1000, 1000, LOADING_KERNELS, ("a note",))
+    assert told("ready") == LoadProgress(1000, 1000, "ready", ("a note",))
+    replacer.stage = "restarting the cpu0 service"
+    assert told("ready").stage == replacer.stage

@@ -1,0 +1,195 @@
+"""The services of a driver's system, from their start to their end.
+
+What serves requests is imported while the services' processes start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from actors.exchange.recovering_exchange import RecoveringExchange
+from actors.exchange.recovery import RecoveryPolicy
+from actors.exchange.service_calls import await_each
+from actors.processes.cluster import await_actors
+from actors.processes.load_progress import LOADING_KERNELS
+from actors.protocol.failures import ServiceLost, cause_of
+from actors.protocol.messages import LOADING_WEIGHTS, Fitted, ServiceSpec, SystemConfig
+from actors.setup.connection import Connection
+from actors.setup.hosts import SpawnRelay, service_nodes
+from actors.setup.preflight import system_need
+from actors.setup.shards import arena_layout, service_specs
+from model.config.build import read_config
+from model.errors import HotcoldError, ServiceError
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from numba_kernels.serve.mailbox import OPERATION, STOP
+from placement.memory import require_memory
+
+if TYPE_CHECKING:
+    from actors.driver.driver import Driver
+
+_IDLE_S = 0.5  # between two looks; whoever has just started a system asks it at once
+_START_S = 60.0  # for a service's process to start
+
+
+class SystemServices:
+    """Starts, loads and connects them, makes the driver that asks them, and ends them.
+
+    connection: the services that serve now; `actors.processes.scaling` puts others in their place
+    exchange: how they are asked, the same for the system's life, once they have loaded
+    """
+
+    exchange: RecoveringExchange
+
+    def __init__(
+        self,
+        system: SystemConfig,
+        spawn: Callable[[ServiceSpec, str | None], Any],
+        spawn_relay: SpawnRelay,
+    ) -> None:
+        """`spawn` starts a service's actor, on a given node; services load all side by side.
+
+        `spawn_relay` starts one of those that other hosts have.
+        """
+        self.system = system
+        self.spawn, self.spawn_relay = spawn, spawn_relay
+        config = read_config(system.model_path)
+        self.config = stored_config(
+            Checkpoint(Path(system.model_path)), config, system.weight_dtype
+        )
+        specs = service_specs(system, self.config)
+        shares_arena = system.exchange == "arena"  # with whoever is on this process's node
+        self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
+        nodes = service_nodes(system, self.node_id)
+        handles = [spawn(spec, node) for spec, node in zip(specs, nodes, strict=True)]
+        self.policy = RecoveryPolicy()
+        self.connection = Connection(system, specs, handles, self.policy)
+        self.stage = "starting services"
+        self.notes: tuple[str, ...] = ()  # what is otherwise than was wanted
+        self.device_name = "cpu"  # of the GPU service
+        self.changing = threading.Lock()  # held while services are loaded
+        self.held_cpus: Any = None  # a placement group, once services have changed
+        self._driver: Driver | None = None
+        self._failure: BaseException | None = None
+        self._stopping = threading.Event()
+        threading.Thread(target=_import_driver, name="imports", daemon=True).start()
+
+    @property
+    def driver(self) -> Driver:
+        """What takes requests. Errors: ServiceError while services load."""
+        if self._driver is None:
+            raise ServiceError("the system is still loading")
+        return self._driver
+
+    def process_ids(self) -> dict[str, int]:
+        """By the services' names. Errors: ServiceError while they load."""
+        if self._driver is None:
+            raise ServiceError("the system is still loading")
+        pids = self.connection.replacer.process_ids()
+        return dict(zip(self.connection.names, pids, strict=True))
+
+    def load(self) -> None:
+        """Return when all is loaded and connected, to all who wait for it. Errors: HotcoldError."""
+        with self.changing:
+            if self._failure is not None:
+                raise self._failure
+            if self._driver is None:
+                self._load()
+
+    def _load(self) -> None:
+        try:
+            num_cpus = [0, *(spec.num_threads for spec in self.connection.specs[1:])]
+            node_id = None if self.system.hosts else self.node_id
+            await_actors(self.connection.handles, num_cpus, _START_S, node_id)
+            self.connection.call_each("ping", timeout_s=5.0)
+            self.stage = LOADING_WEIGHTS
+            if self.system.device == "cuda":
+                self._fit_gpu()
+            self._load_weights()
+            self.stage = LOADING_KERNELS
+            self.connection.open(arena_layout(self.system, self.config), self.spawn_relay)
+            self.connection.attach(self.connection.services)
+            replacer = self.connection.replacer
+            self.exchange = RecoveringExchange(self.connection.exchange, replacer, self.policy)
+            from actors.driver.driver import Driver
+
+            shards = self.connection.shards
+            self._driver = Driver(self.system, self.exchange, shards, self.prepare_products)
+            self.connection.ready()
+            self.exchange.start()
+            self.stage = "ready"
+            threading.Thread(target=self._prepare_prompts, name="prompts", daemon=True).start()
+        except BaseException as error:
+            self._failure = error
+            self._kill()
+            raise
+
+    def _fit_gpu(self) -> None:
+        """Let the GPU service take what fits; the CPU services then load the rest."""
+        fitted: Fitted
+        (fitted,) = self.connection.call_each("fit", self.system, services=[0])
+        self.system, self.device_name = fitted.system, fitted.device_name
+        self.notes = (fitted.note,) if fitted.note else ()
+        if self.system.device == "cpu":  # then it takes more of the host's memory
+            require_memory(system_need(self.system, self.config))
+        specs = service_specs(self.system, self.config)
+        self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
+
+    def _load_weights(self) -> None:
+        services = self.connection
+        loads = zip(services.handles, services.specs, strict=True)
+        await_each(services.names, [handle.load.remote(spec) for handle, spec in loads])
+
+    def prepare_products(self) -> None:
+        """Let the services agree how they multiply; in the engine's thread, for the system's life.
+
+        Errors:  RequestError where one cannot, CacheLost after the GPU service was replaced
+        """
+        while self.system.products is None:
+            try:
+                choice = self.connection.agree_on_products()
+            except ServiceLost as error:
+                self.exchange.renew(error.service, cause_of(error))
+            else:
+                self.system = replace(self.system, products=choice)
+
+    def _prepare_prompts(self) -> None:
+        """Let services prepare for long prompts once nobody waits for them to answer."""
+        driver, num_steps = self.driver, -1
+        while not self._stopping.wait(_IDLE_S):
+            load, before, num_steps = driver.load(), num_steps, driver.engine.num_steps
+            if num_steps == before and not (load.num_running or load.num_waiting):
+                for handle in self.connection.handles:
+                    handle.prepare_prompts.remote()  # the first long prompt tells what fails
+                return
+
+    def stop(self) -> None:
+        """End all threads, then the services' processes."""
+        self._stopping.set()
+        self.connection.replacer.close()
+        try:
+            if self._driver is not None:
+                self._driver.close()
+                self.exchange.wires.requests[:, OPERATION] = STOP
+                with suppress(HotcoldError):
+                    self.exchange.inner.ask(self.connection.services)
+                    self.connection.call_each("join", 2.0, timeout_s=5.0)
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        self.connection.kill()
+        if self.held_cpus is not None:
+            remove_placement_group(self.held_cpus)
+
+
+def _import_driver() -> None:
+    import actors.driver.driver  # noqa: F401
