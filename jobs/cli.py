@@ -7,9 +7,13 @@ the line, adds the traceback.
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -94,6 +98,31 @@ def main(
         return status
 
 
+def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
+    """Run this process's command line and end the process with its exit status.
+
+    What was left to the end (`atexit`) is done and what was written is flushed, both beyond the
+    reach of Ctrl-C. Then the process ends at once: C's `exit` would take apart what threads still
+    use. Where Ray's start was interrupted, Ray's `CoreWorkerProcess::HandleAtExit` does, and ends
+    in a segmentation fault.
+    """
+    try:
+        status = main(command=command, program=program)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # nobody reads it, its disk is full; or it has been closed
+            status = status or EXIT_FAILURE
+    os._exit(status)
+
+
 def _report(error: BaseException) -> tuple[str, int]:
     """Return the line to print (without the program's name) and the exit status."""
     match error:
@@ -124,4 +153,4 @@ def _print_error(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

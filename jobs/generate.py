@@ -14,7 +14,6 @@ With --system NAME the job uses the running system of that name, or starts it: f
 those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
 """
 
-import sys
 import time
 import uuid
 from collections import deque
@@ -29,7 +28,7 @@ import click
 
 from actors.protocol.messages import Generation
 from actors.system import System
-from jobs.cli import main
+from jobs.cli import run
 from jobs.requests.answer_file import AnswerFile
 from jobs.requests.cluster_system import job_system
 from jobs.requests.request_lines import RequestLine, read_requests
@@ -171,4 +170,4 @@ def _failure(line: RequestLine, problem: object) -> dict[str, Any]:
 
 if __name__ == "__main__":
     add_debug_option(generate)
-    sys.exit(main(command=generate, program="python -m jobs.generate"))
+    run(command=generate, program="python -m jobs.generate")

@@ -3,14 +3,13 @@
 ray job submit --working-dir . -- python -m jobs.stop --system NAME
 """
 
-import sys
 import time
 
 import click
 
 from actors.processes.cluster import connect
 from actors.system import System
-from jobs.cli import main
+from jobs.cli import run
 from jobs.support.lazy_group import add_debug_option
 from model.errors import ServiceError, UsageError
 
@@ -36,4 +35,4 @@ def stop(name: str) -> None:
 
 if __name__ == "__main__":
     add_debug_option(stop)
-    sys.exit(main(command=stop, program="python -m jobs.stop"))
+    run(command=stop, program="python -m jobs.stop")

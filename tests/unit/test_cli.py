@@ -169,6 +169,47 @@ def test_help_of_the_real_command_imports_nothing_heavy() -> None:
         assert name in done.stdout
 
 
+ENDING = """
+import atexit, os, signal, sys, time
+import click
+from jobs.cli import run
+
+class Crash:
+    def __del__(self, abort=os.abort):  # as Ray's destructors may at the end of Python
+        abort()
+
+def end():
+    os.kill(os.getpid(), signal.SIGINT)  # in the midst of the clean-up
+    time.sleep(0.01)
+    print("cleaned up")
+
+@click.command()
+@click.argument("how")
+def command(how):
+    sys.crash = Crash()
+    atexit.register(end)
+    print("an answer")
+    if how == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+run(command)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("interrupted", 130), ("done", 0)])
+def test_a_process_ends_without_taking_apart_what_threads_use(how: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, how],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.strip()) == (status, "")
+    assert done.stdout == "an answer\ncleaned up\n"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"], cli) == 0
