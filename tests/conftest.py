@@ -1,23 +1,19 @@
-"""Tiny checkpoints, written once a run, and what transformers says of them."""
+"""Which tests are quick, which come first, and what tests of several folders share."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
-from tests.tiny_models import VOCAB_SIZE, make_tiny
+from tests.tiny_checkpoint import GREEDY_TOKENS as GREEDY_TOKENS
+from tests.tiny_checkpoint import TinyCheckpoint
+from tests.tiny_models import make_tiny
 
-if TYPE_CHECKING:  # they take seconds to import, and not every process of a run needs them
-    import torch
-    from transformers import PreTrainedModel
-
-GREEDY_TOKENS = 64
 TESTS = Path(__file__).parent
 
 # `pytest -m quick`: all of these files and folders but what takes long, and one real answer.
@@ -70,6 +66,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What is imported and collected stays, so there is no garbage among it to look for.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that out of later looks for garbage, too."""
+    gc.freeze()
+    gc.enable()
+
+
 def is_below(path: Path, names: list[str]) -> bool:
     """Whether one of these files or folders is or holds `path`; a name may go on with ::."""
     own = path.relative_to(TESTS)
@@ -101,71 +107,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any("::" not in name or item.nodeid.endswith(name) for name in names):
             item.add_marker("quick")
     items.sort(key=lambda item: place(item.path))
-
-
-class TinyCheckpoint:
-    """A tiny checkpoint and transformers' answers on it, in float32, each computed once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @functools.cached_property
-    def ids(self) -> np.ndarray:
-        """A random prompt."""
-        return np.random.default_rng(11).integers(0, VOCAB_SIZE, 40)
-
-    @functools.cached_property
-    def logits(self) -> np.ndarray:
-        """Logits (T, V) of `ids`."""
-        import torch
-
-        return self._logits(torch.float32)
-
-    @functools.cached_property
-    def bfloat16_difference(self) -> float:
-        """How far transformers' own logits move when it computes in bfloat16, of the largest."""
-        import torch
-
-        difference = np.abs(self._logits(torch.bfloat16) - self.logits).max()
-        return float(difference / np.abs(self.logits).max())
-
-    @functools.cached_property
-    def greedy_ids(self) -> list[int]:
-        """The tokens that greedily follow the first ten of `ids`."""
-        import torch
-
-        prompt = torch.from_numpy(self.ids[:10])[None]
-        out = self._model().generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=GREEDY_TOKENS,
-            min_new_tokens=GREEDY_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return out[0, prompt.shape[1] :].tolist()
-
-    def most_likely_after(self, ids: list[int]) -> int:
-        """The token that greedily follows `ids`."""
-        import torch
-
-        with torch.no_grad():
-            return int(self._model()(torch.tensor([ids])).logits[0, -1].argmax())
-
-    def _logits(self, dtype: torch.dtype) -> np.ndarray:
-        import torch
-
-        with torch.no_grad():
-            return self._model(dtype)(torch.from_numpy(self.ids)[None]).logits[0].float().numpy()
-
-    def _model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """In float32 unless told otherwise."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        dtype = dtype or torch.float32
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
 
 
 @pytest.fixture(scope="module")

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import gguf
 import numpy as np
 from gguf import quants
-from transformers import PreTrainedModel
 
 from tests import tiny_models
+from tests.tiny_models import Variant
 
 _LLAMA = {"hidden_size": 64, "intermediate_size": 100}
 _OPT = {"hidden_size": 64, "ffn_dim": 92, "word_embed_proj_dim": 64}
 _FALCON = {"hidden_size": 96, "ffn_hidden_size": 104}
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "q-llama": lambda: tiny_models._llama(**_LLAMA, num_key_value_heads=2),
-    "q-llama-tied": lambda: tiny_models._llama(**_LLAMA, tie_word_embeddings=True, mlp_bias=True),
-    "q-llama-wide": lambda: tiny_models._llama(hidden_size=576, num_attention_heads=8),
-    "q-opt": lambda: tiny_models._opt(**_OPT),
-    "q-opt-postnorm": lambda: tiny_models._opt(
-        **(_OPT | {"word_embed_proj_dim": 32}), do_layer_norm_before=False
+MODELS: dict[str, Variant] = {
+    "q-llama": Variant(tiny_models._llama, **_LLAMA, num_key_value_heads=2),
+    "q-llama-tied": Variant(tiny_models._llama, **_LLAMA, tie_word_embeddings=True, mlp_bias=True),
+    "q-llama-wide": Variant(tiny_models._llama, hidden_size=576, num_attention_heads=8),
+    "q-opt": Variant(tiny_models._opt, **_OPT),
+    "q-opt-postnorm": Variant(
+        tiny_models._opt, **(_OPT | {"word_embed_proj_dim": 32}), do_layer_norm_before=False
     ),
-    "q-falcon": lambda: tiny_models._falcon(**_FALCON, activation="relu"),
-    "q-falcon-grouped": lambda: tiny_models._falcon(
-        **_FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
+    "q-falcon": Variant(tiny_models._falcon, **_FALCON, activation="relu"),
+    "q-falcon-grouped": Variant(
+        tiny_models._falcon, **_FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
 }
 FORMATS = {"q8": gguf.GGMLQuantizationType.Q8_0, "q4": gguf.GGMLQuantizationType.Q4_0}

@@ -6,10 +6,12 @@ the logits.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.kept import copy_kept, digest_of
 
 if TYPE_CHECKING:  # they take seconds to import
     import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # they take seconds to import
 
 VOCAB_SIZE = 101
 MAX_POSITIONS = 128
+Variant = functools.partial  # of a function that makes a model, with what it changes of its config
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
@@ -80,30 +83,30 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 _GROUPED: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
-VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama-relu": _llama,
-    "llama-silu": lambda: _llama(hidden_act="silu"),
-    "llama-gqa": lambda: _llama(num_key_value_heads=2),
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-attention-bias": lambda: _llama(attention_bias=True, num_key_value_heads=2),
-    "llama-mlp-bias": lambda: _llama(mlp_bias=True),
-    "llama-rope-theta": lambda: _llama(rope_parameters=_ROPES["theta"]),
-    "llama-rope-linear": lambda: _llama(rope_parameters=_ROPES["linear"]),
-    "llama-rope-llama3": lambda: _llama(rope_parameters=_ROPES["llama3"]),
-    "llama-rope-theta-old": lambda: _llama(rope_parameters=_ROPES["theta"]),
-    "llama-rope-linear-old": lambda: _llama(rope_parameters=_ROPES["linear"]),
-    "llama-rope-llama3-old": lambda: _llama(rope_parameters=_ROPES["llama3"]),
-    "llama-head-dim": lambda: _llama(head_dim=20, num_key_value_heads=1),
-    "opt-prenorm": _opt,
-    "opt-postnorm": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
-    "opt-nobias": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False),
-    "falcon-7b": lambda: _falcon(activation="gelu"),
-    "falcon-relu": _falcon,
-    "falcon-grouped": lambda: _falcon(**_GROUPED),
-    "falcon-grouped-1norm": lambda: _falcon(**_GROUPED, num_ln_in_parallel_attn=1),
-    "falcon-gelu": lambda: _falcon(**_GROUPED, activation="gelu", tie_word_embeddings=False),
-    "falcon-bias": lambda: _falcon(**_GROUPED, bias=True),
-    "falcon-sequential": lambda: _falcon(parallel_attn=False, multi_query=False, bias=True),
+VARIANTS: dict[str, Variant] = {
+    "llama-relu": Variant(_llama),
+    "llama-silu": Variant(_llama, hidden_act="silu"),
+    "llama-gqa": Variant(_llama, num_key_value_heads=2),
+    "llama-tied": Variant(_llama, tie_word_embeddings=True),
+    "llama-attention-bias": Variant(_llama, attention_bias=True, num_key_value_heads=2),
+    "llama-mlp-bias": Variant(_llama, mlp_bias=True),
+    "llama-rope-theta": Variant(_llama, rope_parameters=_ROPES["theta"]),
+    "llama-rope-linear": Variant(_llama, rope_parameters=_ROPES["linear"]),
+    "llama-rope-llama3": Variant(_llama, rope_parameters=_ROPES["llama3"]),
+    "llama-rope-theta-old": Variant(_llama, rope_parameters=_ROPES["theta"]),
+    "llama-rope-linear-old": Variant(_llama, rope_parameters=_ROPES["linear"]),
+    "llama-rope-llama3-old": Variant(_llama, rope_parameters=_ROPES["llama3"]),
+    "llama-head-dim": Variant(_llama, head_dim=20, num_key_value_heads=1),
+    "opt-prenorm": Variant(_opt),
+    "opt-postnorm": Variant(_opt, do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt-nobias": Variant(_opt, enable_bias=False, layer_norm_elementwise_affine=False),
+    "falcon-7b": Variant(_falcon, activation="gelu"),
+    "falcon-relu": Variant(_falcon),
+    "falcon-grouped": Variant(_falcon, **_GROUPED),
+    "falcon-grouped-1norm": Variant(_falcon, **_GROUPED, num_ln_in_parallel_attn=1),
+    "falcon-gelu": Variant(_falcon, **_GROUPED, activation="gelu", tie_word_embeddings=False),
+    "falcon-bias": Variant(_falcon, **_GROUPED, bias=True),
+    "falcon-sequential": Variant(_falcon, parallel_attn=False, multi_query=False, bias=True),
 }
 
 
@@ -114,11 +117,21 @@ def make_tiny(
 
     `dtype` is float32, float16 or bfloat16; about `shards` files are written where it is above 1.
     """
+    made = VARIANTS[variant]
+    is_old = variant.endswith("-old")
+    asked = made.func.__name__, sorted(made.keywords.items()), is_old, dtype, seed, shards
+    name = f"model-{digest_of(repr(asked))}"
+    copy_kept(name, Path(path), lambda kept: _write(made, kept, is_old, dtype, seed, shards))
+    return Path(path)
+
+
+def _write(
+    made: Variant, directory: Path, is_old: bool, dtype: str, seed: int, shards: int
+) -> None:
     import torch
 
-    directory = Path(path)
     torch.manual_seed(seed)
-    model = VARIANTS[variant]().eval()
+    model = made().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_random_like(name, parameter))
@@ -126,9 +139,8 @@ def make_tiny(
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     shard_bytes = num_bytes + 1 if shards == 1 else -(-num_bytes // shards)
     model.save_pretrained(directory, max_shard_size=shard_bytes)
-    if variant.endswith("-old"):
+    if is_old:
         _write_old_rope_keys(directory / "config.json")
-    return directory
 
 
 def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
     for name in ("RESERVE_BYTES", "LATE_BYTES", "_PRODUCTS_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
-    wide = {"wide": lambda: tiny_models._opt(ffn_dim=1500)}
+    wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
         path = make_tiny("wide", tmp_path / "model")
     return SystemConfig(

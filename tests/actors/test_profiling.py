@@ -126,9 +126,8 @@ def test_over_calls(tiny: Callable[..., TinyCheckpoint]) -> None:
 
 
 def test_more_than_ten_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        tiny_models.VARIANTS, "deep", lambda: tiny_models._llama(num_hidden_layers=12)
-    )
+    deep = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12)
+    monkeypatch.setitem(tiny_models.VARIANTS, "deep", deep)
     check_against_reference(make_tiny("deep", tmp_path))
 
 

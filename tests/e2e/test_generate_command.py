@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from jobs.cli import main
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -46,15 +44,6 @@ def command(local_ray: None, capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def greedy(model: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    out = reference.generate(
-        torch.tensor([prompt_ids]), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return list(out[0, len(prompt_ids) :].tolist())
-
-
 def test_greedy_ids_are_those_of_transformers(
     command: Command, tiny: Callable[..., TinyCheckpoint]
 ) -> None:
@@ -77,7 +66,7 @@ def test_greedy_ids_are_those_of_transformers(
 def test_a_question_from_a_pipe_ends_at_a_stop_text(
     command: Command, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = greedy(words, [5, 9, 2], 12)
+    expected = TinyCheckpoint(words).greedy_after([5, 9, 2], 12)
     stop = next(i for i in range(4, 12) if expected[i] not in expected[:i])
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w9\nw2\n"))
     lines, result = command(

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy.special import log_softmax
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jobs.cli import main
 from tests.e2e.commands import CHECKOUT, run
 from tests.e2e.word_model import add_tokenizer
+from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 DEMO = CHECKOUT / "demo"
@@ -57,11 +56,10 @@ def last_line(outcome: Outcome) -> dict[str, Any]:
 
 def perplexity(model: Path, windows: list[list[int]]) -> float:
     """By transformers in float32, of each window's second half."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    checkpoint = TinyCheckpoint(model)
     nll: list[float] = []
     for ids in windows:
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids])).logits[0].double().numpy()
+        logits = checkpoint.logits_of(ids).astype(np.float64)
         log_p, first = log_softmax(logits, axis=-1), len(ids) // 2
         nll += [-log_p[at, ids[at + 1]] for at in range(first, len(ids) - 1)]
     return math.exp(np.mean(nll))
@@ -69,6 +67,8 @@ def perplexity(model: Path, windows: list[list[int]]) -> float:
 
 def test_the_demo_model(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Windows cut as llama.cpp cuts them: the text opens with bos, and so does each window."""
+    from transformers import PreTrainedTokenizerFast
+
     size = 128
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO)
     ids = tokenizer(HELD_OUT.read_text("utf-8")[:10_000])["input_ids"]

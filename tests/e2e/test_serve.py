@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shlex
@@ -11,12 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import jsonschema
 import numpy as np
-import openai
 import psutil
 import pytest
-import torch
+from scipy.special import log_softmax
 
 from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
@@ -43,8 +42,14 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """OpenAI's package, which takes seconds to import."""
+    return importlib.import_module("openai")
+
+
 @pytest.fixture
-def client(server: Server) -> Any:
+def client(openai: Any, server: Server) -> Any:
     """OpenAI's client; its types know the fields of OpenAI alone."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
 
@@ -146,7 +151,7 @@ def test_seed_and_n(client: Any) -> None:
 
 def _reference_log_softmax(ids: list[int]) -> np.ndarray:
     """Of the demo's float64 reference, (T, V)."""
-    return torch.log_softmax(torch.from_numpy(reference_logits(DEMO_DIRECTORY, ids)), -1).numpy()
+    return log_softmax(reference_logits(DEMO_DIRECTORY, ids), axis=-1)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -196,6 +201,8 @@ def test_logprobs_of_an_answer_are_the_references(client: Any, tokenizer: Tokeni
 
 
 def test_json_schema_and_grammar(client: Any) -> None:
+    import jsonschema
+
     schema = {
         "type": "object",
         "properties": {
@@ -244,7 +251,7 @@ def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) ->
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
 
 
-def test_errors_in_openais_form(server: Server, client: Any) -> None:
+def test_errors_in_openais_form(openai: Any, server: Server, client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")
     assert missing.value.code == "model_not_found"
@@ -281,7 +288,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Server, client: Any) -> 
     assert 'finished_reason="abort"' in text
 
 
-def test_beyond_the_queue_are_told_to_come_later(server: Server, client: Any) -> None:
+def test_beyond_the_queue_are_told_to_come_later(openai: Any, server: Server, client: Any) -> None:
     held = client.completions.create(model="demo", **LONG, n=12, stream=True)
     try:
         next(iter(held))
@@ -318,7 +325,7 @@ def test_a_second_start_says_who_runs(server: Server) -> None:
     assert f"port {port}" in done.err and "another program" in done.err
 
 
-def test_drains_once_asked_and_needs_its_key() -> None:
+def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
     with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": "secret other"}) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic e"}):
@@ -343,7 +350,7 @@ def test_drains_once_asked_and_needs_its_key() -> None:
             httpx.get(f"{server.url}/health")
 
 
-def test_a_second_ctrl_c_stops_at_once() -> None:
+def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
     with serving("--kv-tokens", "2048") as server:
         client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
         streams = [

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.config.build import build_config, read_config
 from model.config.model_config import RopeConfig
@@ -109,6 +107,9 @@ def test_several_eos_ids_and_dtype_spellings() -> None:
     ],
 )
 def test_inv_freq_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope))
     config = read_config(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)

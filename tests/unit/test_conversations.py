@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gradio")
-
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from model.errors import ServiceError, UsageError
+from model.errors import ServiceError
 from model.sampling import SamplingParams
-from ui.page.chat_settings import read_settings
 from ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 
 SAMPLING = SamplingParams(temperature=0.0)
@@ -144,12 +141,3 @@ def test_what_is_malformed_is_left_out(kept) -> None:
     history = ChatHistory()
     history.restore(kept)
     assert len(history.conversations) == 1
-
-
-def test_settings_are_checked() -> None:
-    good = (" Be brief. ", 0.5, 3, 0.9, 0.1, " 7 ", 12)
-    assert read_settings(good) == ("Be brief.", SamplingParams(12, 0.5, 3, 0.9, 0.1, seed=7))
-    assert read_settings((None, 0.5, 3, 0.9, 0.1, "", 12))[1].seed is None
-    for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
-        with pytest.raises(UsageError):
-            read_settings((*good[:index], value, *good[index + 1 :]))

@@ -182,7 +182,7 @@ def test_an_attention_of_another_width(tmp_path: Path) -> None:
     """hidden_size is whole groups, the heads together are not."""
     import tests.tiny_models as tiny
 
-    tiny.VARIANTS["q-odd-heads"] = lambda: tiny._llama(hidden_size=64, head_dim=20)
+    tiny.VARIANTS["q-odd-heads"] = tiny.Variant(tiny._llama, hidden_size=64, head_dim=20)
     try:
         path = make_tiny("q-odd-heads", tmp_path)
     finally:

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from model.reference import reference_logits
+from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VARIANTS, VOCAB_SIZE, make_tiny
-
-
-def transformers_logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits (T, V) of transformers in float64, except for what it rounds to float32 itself."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.from_numpy(ids)[None]).logits[0].numpy()
 
 
 def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
@@ -29,7 +21,7 @@ def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path)
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, 90)
-    expected = transformers_logits(tmp_path, ids)
+    expected = TinyCheckpoint(tmp_path).logits_of(ids)
     assert relative_difference(reference_logits(tmp_path, ids), expected) < 2e-5
 
 
@@ -39,7 +31,7 @@ def test_half_precision_and_shards(variant: str, dtype: str, tmp_path: Path) -> 
     make_tiny(variant, tmp_path, dtype=dtype, shards=4)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     ids = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20)
-    expected = transformers_logits(tmp_path, ids)
+    expected = TinyCheckpoint(tmp_path).logits_of(ids)
     assert relative_difference(reference_logits(tmp_path, ids), expected) < 2e-5
 
 

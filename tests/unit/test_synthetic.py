@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 
 from model.config.model_config import WeightDtype
@@ -31,9 +30,9 @@ GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, output_loading_info=True
-    )
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 
@@ -220,8 +219,10 @@ def test_density_out_of_range(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_named_shapes_are_what_transformers_takes(shape: SyntheticShape) -> None:
+    from transformers import AutoConfig
+
     config = config_json(shape, "float16")
-    loaded = transformers.AutoConfig.for_model(**config)
+    loaded = AutoConfig.for_model(**config)
     assert loaded.hidden_size == shape.hidden
     assert loaded.num_hidden_layers == shape.layers
     if shape.family != "opt":

@@ -13,7 +13,6 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from model.errors import ConfigError, HotcoldError, PromptError
 from model.text.tokenizer import Tokenizer
@@ -173,6 +172,8 @@ def chat(path: Path, template: str | list[dict[str, str]] | None) -> Tokenizer:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_chat_equals_transformers(add_generation_prompt: bool, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     ours = chat(tmp_path, CHATML)
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(

@@ -1,0 +1,39 @@
+"""Parts of the page that no browser is needed for, but gradio, which takes seconds to import."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from actors.protocol.messages import SystemConfig
+from model.config.build import read_config
+from model.errors import UsageError
+from model.files.locate import DEMO_DIRECTORY
+from model.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gradio() -> None:
+    pytest.importorskip("gradio")
+
+
+def test_settings_are_checked() -> None:
+    from ui.page.chat_settings import read_settings
+
+    good = (" Be brief. ", 0.5, 3, 0.9, 0.1, " 7 ", 12)
+    assert read_settings(good) == ("Be brief.", SamplingParams(12, 0.5, 3, 0.9, 0.1, seed=7))
+    assert read_settings((None, 0.5, 3, 0.9, 0.1, "", 12))[1].seed is None
+    for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
+        with pytest.raises(UsageError):
+            read_settings((*good[:index], value, *good[index + 1 :]))
+
+
+def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:
+    from ui.page.placement_picture import placement_of
+    from ui.page.placement_tab import placement_html
+
+    system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
+    found = placement_of(system, read_config(DEMO_DIRECTORY))
+    root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
+    assert len(root.findall(".//polyline")) == len(root.findall(".//tbody/tr")) == 3
