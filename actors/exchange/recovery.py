@@ -1,9 +1,11 @@
 """What to do about services that fail: how often one is replaced, and when it is enough."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
+from actors.protocol.failures import is_killed_for_memory
 from model.errors import ServiceError
 
 MOST_FAILURES = 10
@@ -19,14 +21,24 @@ class RecoveryPolicy:
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
         self._num_in_a_row = 0
         self._distrusted_s: dict[int, float] = {}
+        self._is_starved = False  # the failure that is being mended was for want of memory
+        self._fed_s = -math.inf  # when the last of those was mended
 
     def count(self, name: str, cause: str) -> None:
         """A service failed and must be replaced.
 
         Errors:  ServiceError at the tenth failure within a minute, or the tenth replacement in a
-                 row that failed itself, however long each took
+                 row that failed itself, however long each took; or where a process was killed for
+                 want of memory and soon after it had been replaced one was killed so again
         """
         now = self._clock()
+        if is_killed_for_memory(cause):
+            if self._is_starved or now - self._fed_s <= WINDOW_S:
+                raise ServiceError(
+                    f"{cause}, again within a minute; free memory, or start again with a smaller "
+                    "model, --dtype or --context"
+                )
+            self._is_starved = True
         self._failures.append(now)
         self._num_in_a_row += 1
         in_a_minute = len(self._failures) == MOST_FAILURES and now - self._failures[0] <= WINDOW_S
@@ -40,6 +52,8 @@ class RecoveryPolicy:
     def recovered(self) -> None:
         """A failed service was replaced by one that answers."""
         self._num_in_a_row = 0
+        if self._is_starved:
+            self._is_starved, self._fed_s = False, self._clock()
 
     def doubts(self, service: int) -> bool:
         """Whether numbers of `service` that are not finite are its process's fault.

@@ -1,10 +1,19 @@
 """The operating system's view of a service's process, where it runs on the driver's node."""
 
+import os
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
+from actors.protocol.failures import KILLED_FOR_MEMORY
+from actors.protocol.ray_memory import MONITOR_EVERY_MS
+
 _GONE_S = 30.0
+_TOLD_LOOKS, _LOOK_S = 20, 0.1
+_WAITS_FOR_DISK = "D"
+_STATE, _MAJOR_FAULTS = 0, 9  # words of /proc/PID/stat after the program's name in parentheses
 
 
 class ServiceProcess:
@@ -15,6 +24,8 @@ class ServiceProcess:
         self.pid = pid
         self._process: psutil.Process | None = None
         self._is_local = is_local
+        self._num_oom_kills = _num_oom_kills() if is_local else 0
+        self._num_read_back = 0
         if is_local:
             with suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(pid)  # with its start: a pid may be used again
@@ -34,6 +45,23 @@ class ServiceProcess:
         """Whether it was stopped by a signal; False where that cannot be seen from here."""
         return self._status() == psutil.STATUS_STOPPED
 
+    def is_paging(self) -> bool:
+        """Whether it waits for its disk, or has had pages read from it since the last call.
+
+        Such a process is slow, not stuck. False where that cannot be seen from here.
+        """
+        if self._process is None:
+            return False
+        state, num_read_back = _state_and_major_faults(self.pid)
+        before, self._num_read_back = self._num_read_back, num_read_back
+        return state == _WAITS_FOR_DISK or num_read_back > before
+
+    def how_it_ended(self) -> str:
+        """Of one that is gone: that it died, or that it was killed for want of memory."""
+        if self._is_local and (_num_oom_kills() > self._num_oom_kills or killed_by_ray(self.pid)):
+            return KILLED_FOR_MEMORY
+        return "died"
+
     def kill(self) -> None:
         """End it, stopped or not, and wait: until then it may write to the arena."""
         if self._process is None:
@@ -50,3 +78,41 @@ class ServiceProcess:
             return str(self._process.status())
         except psutil.NoSuchProcess:
             return None
+
+
+def killed_by_ray(pid: int) -> bool:
+    """Whether Ray's memory monitor killed a worker process; False where Ray does not tell."""
+    if os.environ.get(MONITOR_EVERY_MS) == "0":
+        return False
+    with suppress(Exception):  # none of this is Ray's public interface
+        from ray._private.state import state
+        from ray.core.generated.common_pb2 import WorkerExitType
+        from ray.core.generated.gcs_pb2 import WorkerTableData
+
+        for _ in range(_TOLD_LOOKS):
+            rows = state._connect_and_get_accessor().get_worker_table()
+            workers = [WorkerTableData.FromString(row) for row in rows]
+            found = [worker for worker in workers if worker.pid == pid]
+            if not any(worker.is_alive for worker in found):
+                kinds = [worker.exit_type for worker in found]
+                return WorkerExitType.Value("NODE_OUT_OF_MEMORY") in kinds
+            time.sleep(_LOOK_S)  # until Ray has noticed
+    return False
+
+
+def _num_oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory, of the machine or of a cgroup."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def _state_and_major_faults(pid: int) -> tuple[str, int]:
+    """A process's state, and how many pages its threads have waited for; ("", 0) of none."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[_STATE], int(words[_MAJOR_FAULTS])
+    return "", 0

@@ -32,16 +32,17 @@ class Pulse:
         self._ref: Any = None
         self._num_looks = 0
 
-    def look(self, patience: int) -> Any | None:
+    def look(self, patience: int, *, counts: bool = True) -> Any | None:
         """The answer if it has come since the last look, else None.
 
+        A look that does not count is of an actor that is known to be slow.
         Errors:  ServiceError if the actor is dead or has let `patience` looks pass
         """
         if self._ref is None:
             self._ref, self._num_looks = self._call(), 0
         done, _ = ray.wait([self._ref], timeout=0)
-        if not done and self._num_looks < patience:
-            self._num_looks += 1
+        if not done and (self._num_looks < patience or not counts):
+            self._num_looks += counts
             return None
         ref, self._ref = self._ref, None
         try:
@@ -91,12 +92,13 @@ class ActorWatch:
         patience = STARTING_LOOKS if self.starting else _PATIENCE_LOOKS
         if process is not None:
             if process.is_gone():
-                raise ServiceError(f"the {name} died; start again")
+                raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
             if process.is_stopped():
                 patience = _STOPPED_LOOKS
-        pid = self._pulses[service].look(patience)
+        is_paging = process is not None and process.is_paging()
+        pid = self._pulses[service].look(patience, counts=not is_paging)
         if process is not None and pid not in (None, process.pid):
-            raise ServiceError(f"the {name} died; start again")
+            raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
 
     def _new_pulse(self, service: int) -> Pulse:
         return Pulse(self._names[service], self._handles[service].ping.remote)

@@ -5,6 +5,7 @@ import ray
 from cuda_kernels.device import GPU_FAILED
 from model.errors import HotcoldError, ServiceError
 
+KILLED_FOR_MEMORY = "was killed for want of memory"
 _WANT_OF_MEMORY = ("MemoryError", "OutOfMemory", "out of memory", "t allocate memory")
 
 
@@ -69,6 +70,11 @@ def is_want_of_memory(text: str) -> bool:
     return any(mark in text for mark in _WANT_OF_MEMORY)
 
 
+def is_killed_for_memory(text: str) -> bool:
+    """Whether a service's end is told to be the system's way of getting memory."""
+    return KILLED_FOR_MEMORY in text
+
+
 def is_lost_device(text: str) -> bool:
     """Whether an error's text tells that the process's GPU is of no use to it any more."""
     return GPU_FAILED in text
@@ -85,7 +91,7 @@ def service_error(name: str, error: BaseException) -> HotcoldError:
             return cause
         return ServiceError(f"the {name} failed: {first_line(cause)}")
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return ServiceError(f"the {name} was stopped for want of memory; use a smaller model")
+        return ServiceError(f"the {name} {KILLED_FOR_MEMORY}; start again")
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return ServiceError(f"the {name} does not answer: it is stopped or stuck; start again")
     return ServiceError(f"the {name} died ({first_line(error)}); start again")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -48,34 +49,57 @@ def aligned_empty(
     return whole[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def available_bytes() -> int:
-    """Return the bytes that can be used without swapping: the system's, capped by the cgroup's."""
-    free = _meminfo_available()
-    for limit, used, stat in _CGROUP_FILES:
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that can be used without swapping: the system's, capped by the cgroups'."""
+    free = _meminfo("MemAvailable", root)
+    for limit_bytes, folder, used in _cgroup_limits(root):
         try:
-            limit_bytes = int(Path(limit).read_text())
-            used_bytes = int(Path(used).read_text())
-            lines = (line.split() for line in Path(stat).read_text().splitlines())
+            used_bytes = int((folder / used).read_text())
+            lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
             stats = {name: int(value) for name, value in lines}
         except (OSError, ValueError):
-            continue  # no such cgroup version, or no limit ("max")
+            continue
         prefix = "total_" if "total_inactive_file" in stats else ""
         cache = sum(stats.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
         free = min(free, max(0, limit_bytes - used_bytes + cache))
     return free
 
 
-_CGROUP_FILES = [
-    tuple(f"/sys/fs/cgroup/{name}" for name in ("memory.max", "memory.current", "memory.stat")),
-    tuple(
-        f"/sys/fs/cgroup/memory/{name}"
-        for name in ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    ),
+def usable_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that there are for this process's cgroup, in use or not."""
+    total = _meminfo("MemTotal", root)
+    return min([total, *(limit_bytes for limit_bytes, _, _ in _cgroup_limits(root))])
+
+
+# Of a cgroup version: its line in /proc/self/cgroup, its place, and the files of limit and use.
+_CGROUP_VERSIONS = [
+    ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
+    (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 ]
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path, str]]:
+    """Limits of this process's cgroup and of those above it: bytes, folder, the file of its use.
+
+    In a container the path may be the host's, which is not to be seen: then its top counts.
+    """
+    try:
+        own = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        own = []
+    for mark, top, limit, used in _CGROUP_VERSIONS:
+        inner = [line.partition(mark)[2].strip("/") for line in own if mark in line]
+        path = PurePosixPath(inner[0] if inner else "")
+        for each in (path, *path.parents):
+            folder = root / top / each
+            with contextlib.suppress(OSError, ValueError):  # no such folder, or no limit ("max")
+                yield int((folder / limit).read_text()), folder, used
+            if str(each) == ".":
+                break
+
+
+def _meminfo(name: str, root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise MemoryBudgetError("/proc/meminfo has no MemAvailable line; Linux 3.14 or later is needed")
+    raise MemoryBudgetError(f"/proc/meminfo has no {name} line; Linux 3.14 or later is needed")

@@ -15,7 +15,13 @@ from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
 from actors.exchange.replacement import ServiceReplacer
 from actors.exchange.service_process import ServiceProcess
-from actors.protocol.failures import AnswerFailed, CacheLost, NotFiniteError, ServiceLost
+from actors.protocol.failures import (
+    KILLED_FOR_MEMORY,
+    AnswerFailed,
+    CacheLost,
+    NotFiniteError,
+    ServiceLost,
+)
 from actors.protocol.messages import Generation, ServiceSpec, SystemConfig
 from model.errors import ServiceError
 from numba_kernels.serve.mailbox import Wires
@@ -225,6 +231,26 @@ def test_ten_failed_replacements_are_enough_however_slow() -> None:
         for _ in range(MOST_FAILURES):
             now[0] += 100
             policy.count("gpu", "no file")
+
+
+def test_a_service_that_memory_is_taken_from_is_replaced_once() -> None:
+    now = [0.0]
+    policy, cause = RecoveryPolicy(lambda: now[0]), f"the cpu0 service {KILLED_FOR_MEMORY}"
+    policy.count("cpu0", cause)
+    now[0] += 500  # a large model's loading
+    policy.recovered()
+    now[0] += WINDOW_S / 2
+    policy.count("gpu", "the gpu service died")
+    policy.recovered()
+    with pytest.raises(ServiceError, match=f"{KILLED_FOR_MEMORY}, again within a minute; free"):
+        policy.count("cpu0", cause)
+    policy = RecoveryPolicy(lambda: now[0])
+    policy.count("cpu0", cause)
+    policy.recovered()
+    now[0] += WINDOW_S + 1
+    policy.count("cpu0", cause)
+    with pytest.raises(ServiceError, match="again within a minute"):  # while it was being replaced
+        policy.count("cpu0", cause)
 
 
 def test_a_service_is_doubted_once_a_minute() -> None:

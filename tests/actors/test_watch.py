@@ -1,0 +1,86 @@
+"""Services that do not answer: which of them are lost, and what is said of it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors.exchange import service_process
+from actors.exchange.service_process import ServiceProcess
+from actors.exchange.watch import ActorWatch
+from actors.protocol.failures import ServiceLost, is_killed_for_memory
+
+LOOKS = 500  # ten times what a silent service is given
+
+
+@pytest.fixture
+def child() -> Iterator[psutil.Process]:
+    """A process that stands in for a service's."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, child: psutil.Process) -> ActorWatch:
+    """Of one service in `child`, which leaves all pings unanswered."""
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+
+    def get(ref: Any, timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError()
+
+    monkeypatch.setattr(ray, "get", get)
+    watch = ActorWatch(["cpu0"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
+    watch.expect(0, ServiceProcess(child.pid, is_local=True))
+    watch.starting = False
+    return watch
+
+
+Stat = Callable[[int], tuple[str, int]]
+
+
+def stat_of(*states: tuple[str, int]) -> Stat:
+    """What the system says of a process, look after look; the last for ever."""
+    told = list(states)
+    return lambda pid: told.pop(0) if len(told) > 1 else told[0]
+
+
+def test_a_service_that_swaps_is_slow_not_lost(
+    watch: ActorWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = [("S", n) for n in range(LOOKS)]
+    waiting = [("D", LOOKS)] * LOOKS
+    told = stat_of(*reading, *waiting, ("S", LOOKS))
+    monkeypatch.setattr(service_process, "_state_and_major_faults", told)
+    for _ in range(2 * LOOKS):
+        watch.check([0], 0.0)
+    with pytest.raises(ServiceLost, match="the cpu0 service does not answer"):
+        for _ in range(LOOKS):
+            watch.check([0], 0.0)
+
+
+def test_the_system_tells_state_and_faults(child: psutil.Process) -> None:
+    state, num_faults = service_process._state_and_major_faults(child.pid)
+    assert state in "RS" and num_faults >= 0
+    assert service_process._state_and_major_faults(1 << 30) == ("", 0)
+
+
+@pytest.mark.parametrize("who", ["kernel", "ray", "nobody"])
+def test_a_loss_for_want_of_memory_is_told_as_such(
+    who: str, watch: ActorWatch, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = service_process._num_oom_kills()
+    killed = [child.pid] if who == "ray" else []
+    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: pid in killed)
+    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: before + (who == "kernel"))
+    child.kill()
+    psutil.wait_procs([child])
+    with pytest.raises(ServiceLost, match="the cpu0 service") as found:
+        watch.check([0], 0.0)
+    assert is_killed_for_memory(str(found.value)) == (who != "nobody")
