@@ -14,6 +14,8 @@ from actors.processes.private_ray import init_private
 from actors.processes.relay_actor import RelayActor
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.ray_memory import MONITOR_EVERY_MS
+from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from actors.setup.hosts import node_ids
 
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
@@ -34,16 +36,21 @@ RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
 def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
 
-    Its object store holds the arena and little else: weights live in the actors.
-    Errors:  those of `ray.init`, of any kind
+    Its object store holds the arena and little else: weights live in the actors. All of it is taken
+    of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
+    Errors:  MemoryBudgetError where /dev/shm is too small; those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
+    # What fits was checked; Ray would kill services while there are megabytes for them.
+    os.environ.setdefault(MONITOR_EVERY_MS, "0")
+    store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes)
+    require_shared_memory(store_bytes)
     options = {
         "address": "local",
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "include_dashboard": False,
-        "object_store_memory": max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes),
+        "object_store_memory": store_bytes,
         "logging_level": "error",
         "log_to_driver": False,
         "namespace": NAMESPACE,
@@ -55,6 +62,10 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
         _end(_children() - others)
         _init(options)
     keep_stdout_clean()
+    for process in _children() - others:
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == "raylet":
+                reserve_object_store(process.pid)
 
 
 def _init(options: dict[str, Any]) -> None:

@@ -58,6 +58,9 @@ class System:
                 arena_bytes = arena_layout(system, config).num_bytes
                 num_gpus = 0 if system.device == "cpu" else 1
                 start_local_ray(system.num_threads, arena_bytes, num_gpus)
+            except HotcoldError:
+                ray.shutdown()  # of what had started
+                raise
             except Exception as error:  # Ray raises many kinds, none of them its own
                 raise ServiceError(f"Ray could not be started: {error}") from error
         try:

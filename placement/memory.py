@@ -63,19 +63,22 @@ def require_memory(
     need: MemoryNeed,
     budget_bytes: int | None = None,
     quantized: Iterable[tuple[str, MemoryNeed]] = (),
+    kept_bytes: int = 0,
 ) -> None:
     """Raise MemoryBudgetError, with the bytes needed and free, if `need` does not fit.
 
     `quantized` is what each --dtype would need, the preferred first. It is looked at only then: the
-    error names the first that fits.
+    error names the first that fits. `kept_bytes`: of what is available, these must stay free.
     """
-    free = available_bytes()
+    free = max(0, available_bytes() - kept_bytes)
     if budget_bytes is not None:
         free = min(free, budget_bytes)
     if need.total_bytes <= free:
         return
     weights = need.attention_bytes + need.head_bytes + need.ffn_bytes
     what = "free" if budget_bytes is None or free < budget_bytes else "allowed by --cpu-memory"
+    if kept_bytes and what == "free":
+        what += f" besides the {_gib(kept_bytes)} that Ray's memory monitor keeps so"
     raise MemoryBudgetError(
         f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "
         f"{_gib(weights)} weights, {_gib(need.kv_cache_bytes)} KV cache, "

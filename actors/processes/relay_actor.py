@@ -4,14 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.exchange.places import withdraw_request
 from actors.exchange.service_process import ServiceProcess
 from actors.exchange.watch import ActorWatch
 from actors.protocol.arena import ArenaLayout
+from actors.protocol.shared_memory import put_arena
 from model.errors import ServiceError
 
 
@@ -26,9 +25,8 @@ class RelayActor:
 
     def open_arena(self, layout: ArenaLayout) -> list[Any]:
         """Put an arena into this host's object store; its ref in a list, so that it stays a ref."""
-        self._arena_ref = ray.put(layout.new_arena())
-        wires = layout.wires(ray.get(self._arena_ref))
-        self._exchange = ArenaExchange(wires, self._watch)
+        self._arena_ref, arena = put_arena(layout.new_arena())
+        self._exchange = ArenaExchange(layout.wires(arena), self._watch)
         return [self._arena_ref]
 
     def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:

@@ -15,11 +15,11 @@ from actors.processes.system_services import SystemServices
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import cause_of
 from actors.protocol.messages import SystemConfig
+from actors.protocol.ray_memory import free_bytes
 from actors.setup.connection import Connection
 from actors.setup.shards import arena_layout, service_specs
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, MemoryBudgetError, UsageError
-from model.weights.memory import available_bytes
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import memory_need
 
@@ -131,7 +131,7 @@ def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
 def _require_room(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
     need = memory_need(config, 1, 2, system.num_cpu_actors, layout.num_bytes)
     needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
-    free = available_bytes()
+    free = free_bytes()
     if needed > free:
         raise MemoryBudgetError(
             f"{system.num_cpu_actors} new CPU services need {needed / _GIB:.2f} GiB beside the old "

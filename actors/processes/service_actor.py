@@ -19,7 +19,7 @@ from actors.exchange.service import Service
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
-from actors.setup.host_files import require_same_model, weight_bytes
+from actors.setup.host_files import require_room, require_same_model, weight_bytes
 from actors.telemetry.compiling import CompileCounter
 from actors.telemetry.vitals import ServiceVitals, resident_bytes
 from model.config.build import read_config
@@ -83,7 +83,9 @@ class ServiceActor:
         self.spec = self.spec if spec is None else spec
         require_same_model(self.spec)
         config = read_config(self.spec.model_path)
-        self._settle(weight_bytes(self.spec, config))
+        num_bytes = weight_bytes(self.spec, config)
+        require_room(self.spec, num_bytes)
+        self._settle(num_bytes)
         service = self._loader(config)(self._count)
         # One that waits for a GPU goes where a core is free: all of them have threads that work.
         if self._place is not None and self.spec.gpu is None:

@@ -22,6 +22,7 @@ from actors.processes.cluster import await_actors
 from actors.processes.load_progress import LOADING_KERNELS
 from actors.protocol.failures import ServiceLost, cause_of
 from actors.protocol.messages import LOADING_WEIGHTS, Fitted, ServiceSpec, SystemConfig
+from actors.protocol.ray_memory import kept_bytes
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
@@ -139,7 +140,8 @@ class SystemServices:
         self.system, self.device_name = fitted.system, fitted.device_name
         self.notes = (fitted.note,) if fitted.note else ()
         if self.system.device == "cpu":  # then it takes more of the host's memory
-            require_memory(system_need(self.system, self.config))
+            need = system_need(self.system, self.config)
+            require_memory(need, kept_bytes=kept_bytes())
         specs = service_specs(self.system, self.config)
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
 

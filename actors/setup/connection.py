@@ -18,6 +18,7 @@ from actors.exchange.watch import LOOK_S, ActorWatch
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import RequestError, ServiceLost, service_error
 from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.shared_memory import put_arena
 from actors.protocol.step_sizes import ProductChoice
 from actors.setup.hosts import SpawnRelay, start_relays
 from numba_kernels.serve.mailbox import OPERATION, PING
@@ -119,8 +120,8 @@ class Connection:
         """
         self._layout, arena, arena_refs = layout, layout.new_arena(), []
         if self.shares_arena:
-            arena_refs = [ray.put(arena)]
-            arena = ray.get(arena_refs[0])  # its views keep the pages mapped
+            arena_ref, arena = put_arena(arena)
+            arena_refs = [arena_ref]
         wires = layout.wires(arena)
         if not self.shares_arena:
             self.exchange = CallExchange(wires, self.watch, self.names, self.handles)

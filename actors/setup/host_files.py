@@ -6,13 +6,13 @@ import socket
 from pathlib import Path
 
 from actors.protocol.messages import ServiceSpec
+from actors.protocol.ray_memory import free_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import CheckpointError, HotcoldError, MemoryBudgetError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
-from model.weights.memory import available_bytes
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 
@@ -37,10 +37,23 @@ def require_same_model(spec: ServiceSpec) -> None:
             f"the {spec.name} service, on {host}: {spec.model_path} is another model than on the "
             f"driver's host; {copy}"
         )
-    if num_bytes > available_bytes():
+    if num_bytes > (free := free_bytes()):
         raise MemoryBudgetError(
             f"the {spec.name} service, on {host}, needs {num_bytes / 1e9:.2f} GB of memory, "
-            f"{available_bytes() / 1e9:.2f} GB are free; give more --hosts, or leave this one out"
+            f"{free / 1e9:.2f} GB are free; give more --hosts, or leave this one out"
+        )
+
+
+def require_room(spec: ServiceSpec, num_bytes: int) -> None:
+    """The system as a whole was found to fit; one that comes in a lost one's place may not.
+
+    `num_bytes`: of the service's weights.
+    Errors:  MemoryBudgetError
+    """
+    if spec.gpu is None and num_bytes > (free := free_bytes()):
+        raise MemoryBudgetError(
+            f"the {spec.name} service needs {num_bytes / 1e9:.2f} GB of memory, {free / 1e9:.2f} "
+            "GB are free; free memory, or use a smaller model or --dtype"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.protocol.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
+from actors.protocol.ray_memory import kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
@@ -101,6 +102,7 @@ def check_memory(
         with_extra(system_need(system, config)),
         options.cpu_memory_bytes,
         ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
+        kept_bytes(),
     )
 
 

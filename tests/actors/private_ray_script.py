@@ -13,6 +13,8 @@ import ray
 
 from actors.launch import start_local_ray
 from actors.processes.session_folder import SessionFolder
+from actors.protocol.ray_memory import MONITOR_EVERY_MS
+from actors.protocol.shared_memory import is_reserved
 
 
 @ray.remote(num_cpus=0)
@@ -28,8 +30,11 @@ def main() -> None:
     start_local_ray(2, 0)
     said = ray.get(Echo.remote().say.remote("here"))  # type: ignore[attr-defined]
     processes = psutil.Process().children(recursive=True)
+    raylet = next(process for process in processes if process.name() == "raylet")
     told = {
         "said": said,
+        "has_memory": is_reserved(raylet.pid),
+        "monitor_every_ms": raylet.environ()[MONITOR_EVERY_MS],
         "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
         "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
     }

@@ -16,6 +16,7 @@ import ray
 
 from actors import launch
 from actors.processes import session_folder
+from model.errors import MemoryBudgetError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 
@@ -73,3 +74,10 @@ def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
         with pytest.raises(Exception, match=errors[0][:20]):
             launch.start_local_ray(1, 0)
         assert len(found.left) == (4 if errors[0] == TIMED_OUT else 2)
+
+
+def test_shared_memory_is_looked_for_before_ray_starts(monkeypatch) -> None:
+    with starting(monkeypatch) as found:
+        with pytest.raises(MemoryBudgetError, match="shared memory are needed, and /dev/shm has"):
+            launch.start_local_ray(1, 1 << 60)
+        assert not found.left

@@ -74,6 +74,8 @@ def test_it_starts_only_what_is_needed() -> None:
     counts = {kind: len(of_kind(told, kind)) for kind in kinds}
     assert counts == {"gcs_server": 1, "raylet": 1, "stand_in_agent": 2, "ray::": 3}
     assert len(told["processes"]) == 7
+    assert told["has_memory"]  # of /dev/shm, all that its object store may fill
+    assert told["monitor_every_ms"] == "0"
 
 
 def test_all_end_with_an_owner_that_was_killed_and_its_folder_with_the_next_start(

@@ -115,12 +115,12 @@ def test_what_cannot_be_had_leaves_all_as_it_was(tiny: Tiny) -> None:
         def without_memory(host: Any) -> None:
             import actors.processes.scaling
 
-            actors.processes.scaling.available_bytes = lambda: 1 << 20
+            actors.processes.scaling.free_bytes = lambda: 1 << 20
 
         def with_memory(host: Any) -> None:
             import actors.processes.scaling
 
-            actors.processes.scaling.available_bytes = lambda: 1 << 40
+            actors.processes.scaling.free_bytes = lambda: 1 << 40
 
         before = system.call("processes")
         ray.get(system._driver.__ray_call__.remote(without_memory))
