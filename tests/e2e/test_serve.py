@@ -304,8 +304,8 @@ def test_beyond_the_queue_are_told_to_come_later(openai: Any, server: Server, cl
 def test_malformed_requests_harm_nobody(server: Server) -> None:
     await_that(lambda: server.metric("vllm:num_requests_running") == 0)
     done = run_benchmark("api_fuzz", "--url", server.url, "--requests", 200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    assert done.status == 0, done.out + done.err
+    found = json.loads(done.out)
     assert found["requests"] >= 200 and found["generations_same"] > 0
     assert set(found["statuses"]) <= {"200", "400", "404", "405", "413"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from cuda_kernels import device
 from cuda_kernels.device import first_gpu
-from tests.benchmark_programs import output_of
+from tests.benchmark_programs import output_of, run_benchmark
 
 XML = """<testsuites><testsuite>
 <testcase classname="tests.gpu" name="good"/>
@@ -30,7 +30,7 @@ def test_the_report_says_what_ran_and_what_failed(tmp_path: Path) -> None:
     for name in ("kernels", "falcon"):
         (tmp_path / f"{name}.done").touch()
     (tmp_path / "falcon.json").write_text('{"runs": {"hotcold 8 GiB": {"tokens_per_s": 30.0}}}')
-    report = json.loads(output_of("gpu_report", tmp_path))
+    report = json.loads(output_of(run_benchmark("gpu_report", tmp_path)))
     assert report["device"] == [{"name": "a GPU"}]
     stages = report["stages"]
     assert stages["kernels"]["tests"] == {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_programs import error_of, output_of
+from tests.benchmark_programs import error_of, output_of, run_benchmark, run_in_own_process
 
 # Prints a row for each run asked for; notes how it was called.
 BENCH = """
@@ -89,7 +89,7 @@ def test_every_build_is_measured_by_itself(gguf_file: Path, tmp_path: Path) -> N
     builds = ["--llama-bench", fast, "--llama-bench", slow]
     sizes = ["--threads", 3, "--tokens", 40, "--batch", 2, "--batch", 4]
     prompts = ["--prompt-tokens", 128, "--prompt-tokens", 512]
-    lines = output_of("llama_cpp", gguf_file, *builds, *sizes, *prompts).splitlines()
+    lines = output_of(run_benchmark("llama_cpp", gguf_file, *builds, *sizes, *prompts)).splitlines()
     found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     assert [each["name"] for each in found] == ["fast", "slow"]
     assert [each["decode"] for each in found] == [20.0, 10.0]
@@ -111,20 +111,22 @@ def test_every_build_is_measured_by_itself(gguf_file: Path, tmp_path: Path) -> N
 
 def test_a_lone_llama_bench_decodes_no_batches(gguf_file: Path, tmp_path: Path) -> None:
     program = _build(tmp_path / "one", 1.0, batched=False)
-    found = json.loads(output_of("llama_cpp", gguf_file, "--llama-bench", program))
+    found = json.loads(output_of(run_benchmark("llama_cpp", gguf_file, "--llama-bench", program)))
     assert found["batch"] == {}
-    text = error_of("llama_cpp", gguf_file, "--llama-bench", program, "--batch", 4)
+    text = error_of(run_benchmark("llama_cpp", gguf_file, "--llama-bench", program, "--batch", 4))
     assert "llama-batched-bench beside llama-bench" in text
 
 
 def test_errors_take_a_line(gguf_file: Path, tmp_path: Path) -> None:
     program = _program(tmp_path / "bin" / "llama-bench", FAILING)
-    assert error_of("llama_cpp", gguf_file, "--llama-bench", program).endswith(": last words")
+    assert error_of(run_benchmark("llama_cpp", gguf_file, "--llama-bench", program)).endswith(
+        ": last words"
+    )
     missing = tmp_path / "nothing"
-    text = error_of("llama_cpp", gguf_file, "--llama-bench", missing)
+    text = error_of(run_benchmark("llama_cpp", gguf_file, "--llama-bench", missing))
     assert text.endswith(f"{missing} is no program; give the path of a llama-bench")
     if find_spec("llama_cpp") is None:
-        assert "give --llama-bench" in error_of("llama_cpp", gguf_file)
+        assert "give --llama-bench" in error_of(run_benchmark("llama_cpp", gguf_file))
 
 
 def test_llama_cpp_python_stands_in(gguf_file: Path, tmp_path: Path) -> None:
@@ -132,11 +134,13 @@ def test_llama_cpp_python_stands_in(gguf_file: Path, tmp_path: Path) -> None:
     modules.mkdir()
     (modules / "llama_cpp.py").write_text(LLAMA_CPP)
     run = ["--threads", 2, "--tokens", 3, "--prompt-tokens", 16]
-    found = json.loads(output_of("llama_cpp", gguf_file, *run, modules=modules))
+    found = json.loads(output_of(run_in_own_process("llama_cpp", gguf_file, *run, modules=modules)))
     assert (found["name"], found["build"]) == ("llama-cpp-python", "1.2.3")
     assert found["decode"] > 0 and list(found["prefill"]) == ["16"]
     direct = ["-m", "some.gguf", "-t", 2, "-p", "16,0", "-n", 3, "-r", 2, "-o", "jsonl"]
-    said = output_of("llama_python", *direct, "--no-warmup", modules=modules).splitlines()
+    said = output_of(
+        run_in_own_process("llama_python", *direct, "--no-warmup", modules=modules)
+    ).splitlines()
     assert said[0] == "['some.gguf', 16, 2]"
     rows = [json.loads(line) for line in said if line.startswith("{")]
     assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(16, 0), (0, 3)]

@@ -14,7 +14,7 @@ from model.synthetic.shape import SyntheticShape
 from numba_kernels.formats import Q4, Q8
 from numba_kernels.load.convert import to_float32
 from numba_kernels.load.quantize import quantize_rows
-from tests.benchmark_programs import error_of, output_of
+from tests.benchmark_programs import error_of, output_of, run_benchmark
 
 gguf = pytest.importorskip("gguf")
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _written(model: Path, dtype: str, folder: Path) -> dict[str, np.ndarray]:
     """The file's tensors, dequantized to float32 by gguf itself; their formats are checked."""
     out = folder / "model.gguf"
-    output_of("llama_gguf", model, out, "--dtype", dtype)
+    output_of(run_benchmark("llama_gguf", model, out, "--dtype", dtype))
     assert not list(folder.glob("*.part"))
     found = {}
     for tensor in gguf.GGUFReader(str(out)).tensors:
@@ -141,15 +141,17 @@ def test_an_opt_is_a_llama_of_equal_bytes(models: Path, tmp_path: Path) -> None:
     rounding = 32 // 2 * 3 * 64 * 2  # to the nearest multiple of 32 neurons
     assert abs(by_part["ffn"] - 2 * 2 * config.ffn_size * 64) <= rounding
     assert found["output.weight"].shape == (config.vocab_size, 64)
-    said = output_of("llama_gguf", models / "opt", tmp_path / "other.gguf")
+    said = output_of(run_benchmark("llama_gguf", models / "opt", tmp_path / "other.gguf"))
     assert "160 neurons of three matrices for 256 of two" in said
 
 
 def test_what_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     make_model(tmp_path / "b", SHAPES["llama"], dtype="bfloat16")
     out = tmp_path / "model.gguf"
-    assert "is in bfloat16; give a model in float16" in error_of("llama_gguf", tmp_path / "b", out)
+    assert "is in bfloat16; give a model in float16" in error_of(
+        run_benchmark("llama_gguf", tmp_path / "b", out)
+    )
     make_model(tmp_path / "narrow", SyntheticShape("llama", 48, 64, 4, 4, 12, 64, 64, 1))
-    text = error_of("llama_gguf", tmp_path / "narrow", out, "--dtype", "q8")
+    text = error_of(run_benchmark("llama_gguf", tmp_path / "narrow", out, "--dtype", "q8"))
     assert "rows of 48 weights" in text and "f16" in text
     assert not out.exists() and not list(tmp_path.glob("*.part"))

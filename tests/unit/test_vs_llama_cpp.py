@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,22 @@ import pytest
 
 from model.synthetic.make import make_model
 from model.synthetic.shape import SyntheticShape
-from tests.benchmark_programs import ROOT, error_of, output_of, rows_of, table_of
+from tests.benchmark_programs import (
+    error_of,
+    output_of,
+    rows_of,
+    run_benchmark,
+    run_in_own_process,
+    table_of,
+)
 from tests.unit.test_llama_cpp_driver import _build
 
 ROUND_OF_HOTCOLD = """
-import json
 from actors.protocol.messages import Generation
 from benchmarks.hotcold_side import batch_report
 results = [Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=5.0),
            Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=10.0, queued_s=1.0)]
-print(json.dumps(batch_report(results)))
+report = batch_report(results)
 """
 
 
@@ -107,9 +111,9 @@ def test_rows_have_ratios_of_each_round_and_the_better_build(tmp_path: Path) -> 
 
 
 def test_requests_of_a_batch_are_summed() -> None:
-    command = [sys.executable, "-c", ROUND_OF_HOTCOLD]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    report = json.loads(done.stdout)
+    names: dict[str, Any] = {}
+    exec(ROUND_OF_HOTCOLD, names)
+    report = names["report"]
     # 20 tokens from 0.5 s, when the first one was there, to 11.5 s; at 2 and 1 tokens a second.
     assert report["tokens_per_s"] == pytest.approx(20 / 11)
     assert report["slowest_share"] == pytest.approx(1 / 1.5)
@@ -118,9 +122,9 @@ def test_requests_of_a_batch_are_summed() -> None:
 def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
     make_model(tmp_path / "model", SyntheticShape("llama", 64, 96, 4, 4, 16, 64, 64, 1))
     bench = ["--llama-bench", _build(tmp_path / "build", 1.0), "--threads", 1]
-    text = error_of("vs_llama_cpp", tmp_path / "model", *bench, "--mode", "sign")
+    text = error_of(run_benchmark("vs_llama_cpp", tmp_path / "model", *bench, "--mode", "sign"))
     assert "hotcold train-predictors" in text
-    assert "config.json" in error_of("vs_llama_cpp", tmp_path, *bench)
+    assert "config.json" in error_of(run_benchmark("vs_llama_cpp", tmp_path, *bench))
 
 
 @pytest.mark.slow
@@ -135,7 +139,9 @@ def test_a_whole_run(how: list[str], tmp_path: Path) -> None:
     sizes = ["--rounds", 2, "--load-rounds", 0, "--tokens", 8, "--batch", 2, "--prompt-tokens", 40]
     out, kept = tmp_path / "results" / "out", tmp_path / "kept"
     files = ["--out", out, "--gguf-folder", kept]
-    said = output_of("vs_llama_cpp", tmp_path / "model", *bench, *sizes, *files, *how)
+    said = output_of(
+        run_in_own_process("vs_llama_cpp", tmp_path / "model", *bench, *sizes, *files, *how)
+    )
     assert said.strip() == out.with_name("out.md").read_text().strip()
     assert [path.name for path in kept.iterdir()] == ["model-f16.gguf"]
     report = json.loads(out.with_name("out.json").read_text())
