@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import re
 import runpy
 import shlex
+import signal
 import sys
 import tomllib
 import warnings
@@ -64,7 +66,11 @@ def _parse_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
     """Let `python -m module` parse `words`; `--help` behind them keeps it from doing anything."""
     monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, monkeypatch.context() as patch:
+        # Programs end their process at once, and this one is to go on.
+        patch.setattr(os, "_exit", sys.exit)
+        patch.setattr(atexit, "_run_exitfuncs", lambda: None)
+        patch.setattr(signal, "signal", lambda *_: None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert not ended.value.code, f"python -m {module} refuses {shlex.join(words)}"
 
