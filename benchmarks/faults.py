@@ -1,39 +1,47 @@
-"""Services killed and stopped at random moments while requests run: what becomes of the tokens.
+"""Faults at random moments while requests run: what becomes of the tokens.
 
-    python -m benchmarks.faults --faults 200 --out benchmarks/results/faults
+    python -m benchmarks.faults --faults 1000 --out benchmarks/results/faults
 
 Half of the faults come over one long generation after another, half over a batch of eight requests
-with prompts of 1 to 400 tokens, greedy and drawn. Each is a kill -9 or a SIGSTOP of a service drawn
-at random. Every answer is compared with that of an undisturbed run of the same system. The time to
-recover is from the fault to the first token after the silence that it caused, without time in which
-this process did not run either: of a machine that was suspended, or busy with others. Faults keep
-the pace that the system allows: fewer than ten in a minute.
+with prompts of 1 to 400 tokens, greedy and drawn. Each is of a kind of `benchmarks.fault_kinds`:
+services killed, stopped and paused, the driver or everything paused, memory taken, /dev/shm full,
+another number of CPU services. Which, and what it does, its number and `--seed` say; `--only` takes
+the kinds that are named. Every answer is compared with that of an undisturbed run of the same
+system, with as many CPU services. One that ran with two numbers of them added up in two orders: it
+must be as long.
+
+The time to recover is from the end of what was done to the first token after it, or after the
+silence where a service was lost, without time in which this process did not run either: of a
+machine that was suspended, or busy with others. Faults keep the pace that the system allows: fewer
+than ten lost services in a minute. In the end no slot and no page of the KV cache may be lent.
 """
 
 import itertools
-import os
-import signal
+import math
+import random
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import click
 import numpy as np
 
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
+from benchmarks.fault_kinds import KINDS, SCALED, Kind, possible_kinds
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from model.errors import HotcoldError
 from model.files.locate import locate_model
 from model.sampling import SamplingParams
 
-_SERVICES = ("gpu", "cpu0", "cpu1")
-_SIGNALS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _A_MINUTE_S, _MOST_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
 _TICK_S, _LONGEST_TICK_S = 0.02, 0.2
+_SILENCE_S = 0.5  # that a lost service causes
 _SETTLED_S = 0.6  # a fault is over when tokens have come for so long
 _LONGEST_RECOVERY_S = 300.0
 _PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
@@ -43,10 +51,17 @@ _PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
 class Fault:
     """One fault; moments by a `RunningClock`, in seconds."""
 
-    service: str
+    number: int
     kind: str
-    moment_s: float
+    over_s: float
     recovered_s: float
+
+
+class Era(NamedTuple):
+    """A time with one number of CPU services; 0 while it is changed."""
+
+    began_at: int  # the number of the fault that changed it
+    num_services: int
 
 
 class RunningClock:
@@ -68,12 +83,19 @@ class RunningClock:
 class Load:
     """Requests that start again as soon as they have ended, until told to stop."""
 
-    def __init__(self, system: System, requests: list[GenerateRequest]) -> None:
+    def __init__(
+        self, system: System, requests: list[GenerateRequest], *, is_scaled: bool = False
+    ) -> None:
         """Run each request alone first, for the tokens that it must give."""
         self._system = system
         self._requests = requests
         self.clock = RunningClock()
-        self._expected = [system.complete(request).ids for request in requests]
+        self._expected = {2: [system.complete(request).ids for request in requests]}
+        if is_scaled:  # another order of additions
+            system.call("scale", 1)
+            self._expected[1] = [system.complete(request).ids for request in requests]
+            system.call("scale", 2)
+        self.era = Era(-1, 2)
         self._stopping = threading.Event()
         self._moments: deque[float] = deque(maxlen=100_000)  # of tokens, of all requests
         self._lock = threading.Lock()
@@ -101,9 +123,15 @@ class Load:
 
     def _run(self, number: int) -> None:
         while not self._stopping.is_set():
+            before = self.era
             try:
                 found = self._complete(self._requests[number])
-                problem = "" if found.ids == self._expected[number] else "other tokens"
+                expected = self._expected[before.num_services or 2][number]
+                is_as_before = self.era == before and before.num_services > 0
+                is_right = found.ids == expected or (
+                    not is_as_before and len(found.ids) == len(expected)
+                )
+                problem = "" if is_right else f"other tokens, {before} to {self.era}"
             except HotcoldError as error:
                 problem = str(error)
             with self._lock:
@@ -139,43 +167,94 @@ def _requests(count: int, context: int) -> list[GenerateRequest]:
     return found
 
 
-def _inject(system: System, load: Load, random: np.random.Generator) -> Fault:
-    """One fault at a random moment; returns when tokens flow again."""
-    pids = system.call("processes")
-    service, kind = str(random.choice(_SERVICES)), str(random.choice(list(_SIGNALS)))
-    time.sleep(float(random.uniform(0.05, 0.5)))
-    moment = load.clock.now_s
-    os.kill(pids[service], _SIGNALS[kind])
-    while True:
+def _inject(
+    system: System, load: Load, kind: Kind, number: int, chance: random.Random
+) -> Fault | None:
+    """One fault at a random moment; returns when tokens flow again, None where they do not."""
+    processes: dict[str, int] = system.call("processes")
+    time.sleep(chance.uniform(0.05, 0.5))
+    began_s = load.clock.now_s
+    if kind.name == SCALED:
+        load.era = Era(number, 0)
+    kind.do(system, processes, chance)
+    if kind.name == SCALED:
+        load.era = Era(number, len(system.call("processes")) - len(("driver", "gpu")))
+    over_s = load.clock.now_s if kind.loses is not True else began_s
+    while not load.wrong:
         time.sleep(0.05)
         now, moments = load.clock.now_s, load.moments()
-        if load.wrong:
-            return Fault(service, kind, moment, now)
-        after = [moment, *(at for at in moments if at > moment)]
+        after = [over_s, *(at for at in moments if at > over_s)]
         gaps = [(later - at, later) for at, later in itertools.pairwise(after)]
-        longest = max(gaps, default=(0.0, now))
-        if longest[0] > 0.5 and after[-1] - longest[1] > _SETTLED_S:
-            return Fault(service, kind, moment, longest[1])
-        if now - moment > _LONGEST_RECOVERY_S:
-            load.wrong.append(f"no token for long after {kind} of {service}")
+        silence_s, first_s = max(gaps, default=(0.0, now))
+        is_noticed = silence_s > _SILENCE_S or kind.loses is not True
+        if gaps and is_noticed and (after[-1] - first_s if kind.loses else 1.0) > _SETTLED_S:
+            return Fault(number, kind.name, over_s, first_s if kind.loses else after[1])
+        if now - over_s > _LONGEST_RECOVERY_S:
+            load.wrong.append(f"no token for long after fault {number}, {kind.name}")
+    return None
 
 
-def _part(system: System, load: Load, num_faults: int, seed: int, lately: deque[float]) -> Json:
-    random, faults = np.random.default_rng(seed), list[Fault]()
+class Pace:
+    """When the next fault of a kind may come, by what the system allows."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_MOST_A_MINUTE)
+        self._last: dict[str, float] = {}
+
+    def allows(self, kind: Kind) -> bool:
+        """Whether that kind may come now; taken as done if so."""
+        now = time.monotonic()
+        if now - self._last.get(kind.name, -math.inf) < kind.rest_s:
+            return False
+        if kind.loses is not False:
+            if len(self._losses) == _MOST_A_MINUTE and now - self._losses[0] < _A_MINUTE_S:
+                return False
+            self._losses.append(now)
+        self._last[kind.name] = now
+        return True
+
+
+def _part(
+    system: System, load: Load, names: list[str], numbers: range, seed: int, pace: Pace
+) -> Json:
+    faults: list[Fault] = []
     load.start()
-    while len(faults) < num_faults and not load.wrong:
-        if len(lately) == _MOST_A_MINUTE:
-            time.sleep(max(0.0, lately[0] + _A_MINUTE_S - time.monotonic()))
-        lately.append(time.monotonic())
-        faults.append(_inject(system, load, random))
-        fault = faults[-1]
-        took_s = fault.recovered_s - fault.moment_s
-        click.echo(f"{len(faults)}: {fault.kind} of {fault.service}: {took_s:.2f} s", err=True)
+    for number in numbers:
+        chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
+        kind = next(kind for kind in _drawn(names, chance) if pace.allows(kind))
+        fault = _inject(system, load, kind, number, chance)
+        if fault is None:
+            break
+        faults.append(fault)
+        took_s = fault.recovered_s - fault.over_s
+        click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
     load.stop()
-    if load.wrong:
-        click.echo("; ".join(load.wrong), err=True)
-    took = [[f.kind, f.service, f.recovered_s - f.moment_s] for f in faults]
-    return {"faults": took, "right": load.num_right, "wrong": load.wrong}
+    system.call("scale", 2)
+    leaks = _leaks(system)
+    if load.wrong or leaks:
+        click.echo("; ".join([*load.wrong, leaks]), err=True)
+    took = [[f.kind, f.number, f.recovered_s - f.over_s] for f in faults]
+    return {"faults": took, "right": load.num_right, "wrong": load.wrong, "leaks": leaks}
+
+
+def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
+    """Kinds, drawn until one is allowed; where none is, after a while."""
+    for count in itertools.count():
+        if count and count % (4 * len(names)) == 0:
+            time.sleep(0.5)
+        yield KINDS[chance.choice(names)]
+
+
+def _leaks(system: System) -> str:
+    """What nobody uses and is still lent: requests, pages of the KV cache; "" for nothing."""
+    end_s = time.monotonic() + _SETTLED_S * 10
+    while time.monotonic() < end_s:
+        load = system.call("driver_load")
+        if not (load.num_running or load.num_waiting or load.kv_cache_usage):
+            return ""
+        time.sleep(0.1)
+    lent = f"{load.kv_cache_usage:.1%} of the KV cache"
+    return f"{load.num_running} requests that run, {load.num_waiting} that wait, {lent}"
 
 
 def table_of(report: Json) -> str:
@@ -189,12 +268,18 @@ def table_of(report: Json) -> str:
     ]
     for name, part in report["parts"].items():
         answers = f"{part['right']} | {len(part['wrong'])}"
-        for kind in _SIGNALS:
+        for kind in KINDS:
             took = [seconds for what, _, seconds in part["faults"] if what == kind]
             if took:
                 spread = f"{median(took):.2f} | {max(took):.2f}"
                 lines.append(f"| {name} | {kind} | {len(took)} | {answers} | {spread} |")
-    lines += ["", "Seconds are from the fault to the next token, of any request."]
+    every = [seconds for part in report["parts"].values() for _, _, seconds in part["faults"]]
+    if every:
+        lines += ["", f"{len(every)} faults, seed {report['seed']}: median {median(every):.2f} s, "
+                  f"worst {max(every):.2f} s."]  # fmt: skip
+    leaks = [part["leaks"] for part in report["parts"].values() if part["leaks"]]
+    lines += ["", "Seconds are from the fault's end to the next token, of any request. "
+              f"Left lent in the end: {'; '.join(leaks) or 'no request, no page'}."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -202,10 +287,14 @@ def table_of(report: Json) -> str:
 @click.option("--faults", type=click.IntRange(min=2), default=200, show_default=True)
 @click.option("--exchange", type=click.Choice(["arena", "calls"]), default="arena")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--only", type=click.Choice(list(KINDS)), multiple=True, help="Only these kinds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
 @table_option(table_of)
-def main(faults: int, exchange: str, seed: int, out: Path | None) -> None:
-    """Kill and stop services while requests run, and compare what they answer."""
+def main(faults: int, exchange: str, seed: int, only: tuple[str, ...], out: Path | None) -> None:
+    """Do a system harm while requests run, and compare what they answer."""
+    names = [name for name in possible_kinds() if not only or name in only]
+    if not names:
+        raise click.ClickException(f"not permitted here: {', '.join(only)}")
     path = locate_model(None)
     config = SystemConfig(
         str(path),
@@ -216,14 +305,18 @@ def main(faults: int, exchange: str, seed: int, out: Path | None) -> None:
         exchange=exchange,
     )
     parts: Json = {}
-    lately: deque[float] = deque(maxlen=_MOST_A_MINUTE)
+    pace, half = Pace(), faults // 2
+    spans = {1: range(half), 8: range(half, faults)}
     with System.start(config) as system:
         for name, count in (("one long generation", 1), ("batch of eight", 8)):
-            load = Load(system, _requests(count, config.context_length))
-            parts[name] = _part(system, load, faults // 2, seed + count, lately)
-    report = where_and_when(path, config.num_threads) | {"parts": parts, "exchange": exchange}
+            requests = _requests(count, config.context_length)
+            load = Load(system, requests, is_scaled=SCALED in names)
+            parts[name] = _part(system, load, names, spans[count], seed, pace)
+    report = where_and_when(path, config.num_threads) | {
+        "parts": parts, "exchange": exchange, "seed": seed,
+    }  # fmt: skip
     write_report(report, table_of(report), out)
-    if any(part["wrong"] for part in parts.values()):
+    if any(part["wrong"] or part["leaks"] for part in parts.values()):
         raise click.ClickException("some answers differ; see the report")
 
 
