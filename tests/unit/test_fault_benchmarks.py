@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_programs import error_of, rows_of, table_of
+from tests.benchmark_programs import error_of, rows_of, run_benchmark, table_of
 
 BEFORE_RAY, BEFORE_OUTPUT, IN_OUTPUT, AFTER = (
     "before Ray",
@@ -89,6 +89,5 @@ def test_faults_are_counted_by_load_and_kind(leaks: str, tmp_path: Path) -> None
 
 
 def test_an_unknown_kind_of_fault_is_refused() -> None:
-    assert "'earthquake' is not one of 'kill -9', 'SIGSTOP'" in error_of(
-        "faults", "--only", "earthquake"
-    )
+    told = error_of(run_benchmark("faults", "--only", "earthquake"))
+    assert "'earthquake' is not one of 'kill -9', 'SIGSTOP'" in told
