@@ -36,6 +36,7 @@ NOT_QUICK = [
     "unit/test_llama_cpp_driver.py",
     "unit/test_llama_gguf.py",
     "unit/test_machine.py",
+    "unit/test_page_parts.py",
     "unit/test_quantize_command.py",
     "unit/test_quantized_weights.py",
     "unit/test_reference.py",

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from actors.protocol.failures import RequestError
 from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
@@ -125,6 +124,8 @@ def test_only_the_logits_asked_for(tiny: Tiny) -> None:
 
 def fired_neurons(checkpoint: TinyCheckpoint) -> int:
     """How many neurons transformers' own activation function leaves above zero, in all."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
     counts = []
     for layer in model.model.layers:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from actors.cpu.cpu_service import CpuService
 from actors.driver.driver import Driver
@@ -61,6 +60,8 @@ def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callab
 
 def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Counts (L, N), and the FFN inputs (L, T, d) of each window, by transformers."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     config = read_config(path)
     layers = next(

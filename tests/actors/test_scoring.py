@@ -6,12 +6,12 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.driver.driver import Driver
 from actors.driver.engine import Engine
@@ -28,6 +28,9 @@ from predictors.predictor import NeuronPredictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 Tiny = Callable[..., TinyCheckpoint]
 SIZE = 37
@@ -50,6 +53,8 @@ def llama(tiny: Tiny) -> Iterator[InProcessSystem]:
 
 
 def reference_model(system: InProcessSystem) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(system.path, dtype=torch.float32).eval()
 
 
