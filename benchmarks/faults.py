@@ -215,11 +215,19 @@ class Pace:
 
 
 def _part(
-    system: System, load: Load, names: list[str], numbers: range, seed: int, pace: Pace
+    system: System,
+    load: Load,
+    names: list[str],
+    numbers: range,
+    seed: int,
+    pace: Pace,
+    end_s: float,
 ) -> Json:
     faults: list[Fault] = []
     load.start()
     for number in numbers:
+        if time.monotonic() > end_s:
+            break
         chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
         kind = next(kind for kind in _drawn(names, chance) if pace.allows(kind))
         fault = _inject(system, load, kind, number, chance)
@@ -287,10 +295,20 @@ def table_of(report: Json) -> str:
 @click.option("--faults", type=click.IntRange(min=2), default=200, show_default=True)
 @click.option("--exchange", type=click.Choice(["arena", "calls"]), default="arena")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--minutes", type=float, default=math.inf, help="Fewer faults, if this is over.")
+@click.option("--context", default=4096, show_default=True, help="Of the long generation.")
 @click.option("--only", type=click.Choice(list(KINDS)), multiple=True, help="Only these kinds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
 @table_option(table_of)
-def main(faults: int, exchange: str, seed: int, only: tuple[str, ...], out: Path | None) -> None:
+def main(
+    faults: int,
+    exchange: str,
+    seed: int,
+    minutes: float,
+    context: int,
+    only: tuple[str, ...],
+    out: Path | None,
+) -> None:
     """Do a system harm while requests run, and compare what they answer."""
     names = [name for name in possible_kinds() if not only or name in only]
     if not names:
@@ -300,8 +318,8 @@ def main(faults: int, exchange: str, seed: int, only: tuple[str, ...], out: Path
         str(path),
         num_cpu_actors=2,
         num_threads=2,
-        context_length=4096,
-        kv_positions=8 * 4096,
+        context_length=context,
+        kv_positions=8 * context,
         exchange=exchange,
     )
     parts: Json = {}
@@ -311,7 +329,8 @@ def main(faults: int, exchange: str, seed: int, only: tuple[str, ...], out: Path
         for name, count in (("one long generation", 1), ("batch of eight", 8)):
             requests = _requests(count, config.context_length)
             load = Load(system, requests, is_scaled=SCALED in names)
-            parts[name] = _part(system, load, names, spans[count], seed, pace)
+            end_s = time.monotonic() + minutes * 30  # half of them
+            parts[name] = _part(system, load, names, spans[count], seed, pace, end_s)
     report = where_and_when(path, config.num_threads) | {
         "parts": parts, "exchange": exchange, "seed": seed,
     }  # fmt: skip
