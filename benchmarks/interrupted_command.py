@@ -13,7 +13,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +165,7 @@ class _Running:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def attend(self, until) -> None:  # type: ignore[no-untyped-def]
+    def attend(self, until: Callable[[], bool]) -> None:
         """Wait for `until()`, typing what a conversation at a terminal needs.
 
         Errors:  RuntimeError where it never comes
