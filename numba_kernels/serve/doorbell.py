@@ -43,18 +43,22 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 @intrinsic
 def atomic_load(typingctx, cells, index):
-    """cells[index], seen with all that was written before it was stored (acquire)."""
+    """cells[index], seen with all that was written before it was stored.
+
+    In one order with all other atomic loads, stores and additions (sequentially consistent): who
+    stores one word and then loads another relies on it.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _word(context, builder, cells, *args)
-        return builder.load_atomic(pointer, "acquire", 4, typ=_i32)
+        return builder.load_atomic(pointer, "seq_cst", 4, typ=_i32)
 
     return types.int32(cells, types.int64), codegen
 
 
 @intrinsic
 def atomic_store(typingctx, cells, index, value):
-    """cells[index] = value, after all that was written before (release)."""
+    """cells[index] = value, after all that was written before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[2], _word(context, builder, cells, *args[:2]), "seq_cst", 4)

@@ -14,12 +14,16 @@ from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
+from llvmlite import binding
+from numba import njit, types
 
 from numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
     RUNG_US,
+    atomic_load,
+    atomic_store,
     barrier,
     clock_ns,
     ring,
@@ -273,3 +277,23 @@ def test_two_processes_wake_each_other() -> None:
         del cells
         memory.close()
         memory.unlink()
+
+
+def test_a_look_is_not_taken_before_the_store_that_comes_first() -> None:
+    """ARM CPUs with RCPC have a load that is, `ldapr`; who leaves a task relies on the other."""
+
+    @njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
+    def store_and_look(cells):
+        atomic_store(cells, 0, np.int32(1))
+        return atomic_load(cells, 16)
+
+    store_and_look.compile((types.int32[::1],))
+    (text,) = store_and_look.inspect_llvm().values()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(features="+rcpc")
+    module = binding.parse_assembly(text)
+    module.triple, module.data_layout = target.triple, str(machine.target_data)
+    assembly = machine.emit_assembly(module)
+    assert "\tstlr\t" in assembly and "\tldar\t" in assembly and "ldapr" not in assembly
