@@ -124,6 +124,10 @@ class Driver:
         self._queue.require_whole()
         return DriverLoad(self._scheduler.num_running, self._queue.num_waiting, self._pool.usage)
 
+    def require_alive(self) -> None:
+        """Raise ServiceError if the engine's thread has ended: nothing will be served any more."""
+        self._queue.require_thread()
+
     def _start(self, request: GenerateRequest, events: EventQueue) -> Stream:
         """Queue a request whose events go to `events`."""
         stream = events.stream(request.request_id, self._streams.remove)

@@ -58,6 +58,7 @@ class RequestQueue:
         self._incoming: queue.SimpleQueue[ActiveRequest | _Job | None] = queue.SimpleQueue()
         self._waiting: deque[ActiveRequest | _Job] = deque()
         self._broken: ServiceError | None = None
+        self._is_closing = False
         self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
         self._thread.start()
@@ -90,6 +91,11 @@ class RequestQueue:
         if self._broken is not None:
             raise self._broken
 
+    def require_thread(self) -> None:
+        """Raise the ServiceError with which the thread ended, if it did without `close`."""
+        if not (self._thread.is_alive() or self._is_closing):
+            raise self._broken or ServiceError("the driver failed; start again")
+
     @property
     def num_waiting(self) -> int:
         """How many wait in the queue."""
@@ -97,6 +103,7 @@ class RequestQueue:
 
     def close(self, cancel_all: Callable[[], None]) -> None:
         """End the thread within a token; `cancel_all` marks the requests that run as cancelled."""
+        self._is_closing = True
         with self._submitting:  # nothing is submitted later
             self._broken = self._broken or ServiceError("the system is being stopped")
         cancel_all()
@@ -104,17 +111,34 @@ class RequestQueue:
         self._thread.join()
 
     def _serve(self) -> None:
-        while self._collect():
-            self._start_waiting()
-            try:
+        """Serve until the end, or until something fails that no request can be blamed for."""
+        try:
+            while self._collect():
+                self._start_waiting()
                 self._scheduler.advance()
-            except Exception as error:
-                if not isinstance(error, ServiceError):
-                    error = ServiceError(f"the driver failed: {first_line(error)}; start again")
-                self._broken = self._broken or error
-                self._scheduler.end_all(error)
-        self._start_waiting()
-        self._scheduler.end_cancelled()
+            self._scheduler.end_cancelled()
+        except BaseException as error:
+            self._break(error)
+        finally:
+            self._end_waiting()
+
+    def _break(self, error: BaseException) -> None:
+        """Nothing can be served any more, and nothing comes into the queue from now on."""
+        if not isinstance(error, ServiceError):
+            error = ServiceError(f"the driver failed: {first_line(error)}; start again")
+        with self._submitting:
+            self._broken = self._broken or error
+        self._scheduler.end_all(error)
+
+    def _end_waiting(self) -> None:
+        """Tell all who still wait why nothing will be served; the queue is closed by now."""
+        told = self._broken or ServiceError("the system is being stopped")
+        while not self._incoming.empty():
+            item = self._incoming.get()
+            if item is not None:
+                self._waiting.append(item)
+        while self._waiting:
+            self._waiting.popleft().fail(told)
 
     def _collect(self) -> bool:
         """Move what has come into the queue; wait for something where there is nothing to do.
@@ -135,9 +159,6 @@ class RequestQueue:
 
     def _start_waiting(self) -> None:
         """End those that were cancelled, start those at the head for which there is room."""
-        if self._broken is not None:
-            while self._waiting:
-                self._waiting.popleft().fail(self._broken)
         for item in list(self._waiting):
             if isinstance(item, ActiveRequest) and item.is_cancelled:
                 item.end("cancelled")

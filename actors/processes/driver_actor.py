@@ -104,7 +104,11 @@ class DriverActor:
     # --- what it shows ---------------------------------------------------------------------------
 
     def ping(self) -> int:
-        """The process id; an answer says that the process lives."""
+        """The process id; an answer says that the process lives, and its engine's thread.
+
+        Errors:  ServiceError where that has ended
+        """
+        self.services.require_alive()
         return os.getpid()
 
     def describe(self) -> SystemConfig:

@@ -90,6 +90,11 @@ class SystemServices:
             raise ServiceError("the system is still loading")
         return self._driver
 
+    def require_alive(self) -> None:
+        """Raise ServiceError if the driver has ended by itself; while services load, never."""
+        if self._driver is not None:
+            self._driver.require_alive()
+
     def process_ids(self) -> dict[str, int]:
         """By the services' names. Errors: ServiceError while they load."""
         if self._driver is None:

@@ -198,7 +198,7 @@ def test_cancelled_before_it_comes_and_while_it_waits(
     assert reason(long.end()) == reason(waiting.end()) == "cancelled"
     assert waiting.outcome.result.ids == []  # type: ignore[union-attr]
     driver.close()
-    assert driver._streams == []
+    assert not driver._streams
 
 
 def test_a_broken_service_ends_the_request_and_all_later_ones(
@@ -219,3 +219,28 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
         assert str(error) == "the gpu service failed: RuntimeError: lost"
     driver.close()
     system.exchange.ask = ask  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("place", ["admit", "end_cancelled"])
+def test_whatever_fails_in_the_engines_thread_is_told(
+    driver: Driver, request_: GenerateRequest, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who runs, who waits, who comes later, and who asks whether the driver lives."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such slot\nand more")
+
+    driver.require_alive()
+    long = start_endless(driver, request_)
+    monkeypatch.setattr(driver._scheduler, place, fail)
+    told = "the driver failed: RuntimeError: no such slot; start again"
+    for run in (long, Running(driver, request_)):
+        error = run.end()
+        assert isinstance(error, ServiceError) and str(error) == told
+    driver._queue._thread.join(100)
+    for ask in (driver.require_alive, driver.load, lambda: driver.between_requests(lambda: 1)):
+        with pytest.raises(ServiceError, match="no such slot; start again"):
+            ask()
+    driver.close()
+    driver.require_alive()  # it is closed in good order
+    assert not driver._streams
