@@ -125,6 +125,7 @@ class CallExchange:
         refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
         pending: list[Any] = list(refs)
         failure: HotcoldError | None = None  # told when nobody works on the request any more
+        num_looks = 0
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
             for ref in done:
@@ -136,8 +137,8 @@ class CallExchange:
                     failure = error
             try:
                 if pending:
-                    waited_s = (time.monotonic_ns() - started) * 1e-9
-                    self._watch.check([refs[ref] for ref in pending], waited_s)
+                    num_looks += 1
+                    self._watch.check([refs[ref] for ref in pending], num_looks)
             except ServiceLost as error:
                 failure = error
                 pending = [ref for ref in pending if refs[ref] != error.service]

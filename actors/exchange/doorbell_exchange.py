@@ -13,7 +13,9 @@ import numpy as np
 from actors.protocol.failures import AnswerFailed, ServiceLost
 from numba_kernels.serve.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
 
-_LAST_NUMBER = 2**31 - 1  # of a request: the doorbells are 32-bit words; then they start again
+# Numbers of requests: the doorbells are 32-bit words. A fresh service is tried out with a number
+# that it alone uses, so that its answer is not taken for another's, nor another's for its own.
+OWN_NUMBER, _FIRST_NUMBER, _LAST_NUMBER = 1, 2, 2**31 - 1  # after the last comes the first
 
 
 class Exchange(Protocol):
@@ -49,8 +51,11 @@ class Exchange(Protocol):
 class Watch(Protocol):
     """Looks after services while the driver waits for them."""
 
-    def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceLost if one of `services` is dead or stuck."""
+    def check(self, services: Sequence[int], num_looks: int) -> None:
+        """Raise ServiceLost if one of `services` is dead or stuck.
+
+        num_looks: how often this was called for the same request, or 0 where it may take for ever
+        """
         ...
 
     def explain(self, service: int) -> str:
@@ -61,7 +66,7 @@ class Watch(Protocol):
 class ArenaExchange:
     """Doorbells in shared memory: all services on this host."""
 
-    def __init__(self, wires: Wires, watch: Watch, first_number: int = 1) -> None:
+    def __init__(self, wires: Wires, watch: Watch, first_number: int = _FIRST_NUMBER) -> None:
         """`first_number` is that of the first request; services start having seen none."""
         self.wires = wires
         self._watch = watch
@@ -76,13 +81,14 @@ class ArenaExchange:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
         started = time.monotonic_ns()
         wires, number = self.wires, self._number
-        self._number = number % _LAST_NUMBER + 1
+        self._number = number + 1 if number < _LAST_NUMBER else _FIRST_NUMBER
         asked = np.asarray(services, np.int64)
         wires.replies[asked, STATUS] = OK
-        answered, lost = ask_all(wires.cells, asked, number, LOOK_NS), None
+        answered, lost, num_looks = ask_all(wires.cells, asked, number, LOOK_NS), None, 0
         while answered < asked.size:
+            num_looks += 1
             try:
-                self._watch.check(asked[answered:].tolist(), (time.monotonic_ns() - started) * 1e-9)
+                self._watch.check(asked[answered:].tolist(), num_looks)
             except ServiceLost as error:
                 lost, asked = error, asked[asked != error.service]
             answered = await_all(wires.cells, asked, answered, number, LOOK_NS)

@@ -45,6 +45,9 @@ class OwnPlace:
 
 
 def withdraw_request(wires: Wires, service: int) -> None:
-    """Leave nothing to be answered by a service that will be attached to these wires."""
-    cells = wires.cells
-    cells[cell(service, REQUEST) * INTS_A_CELL] = cells[cell(service, DONE) * INTS_A_CELL]
+    """Let a service that will be attached to these wires find them as new, with nothing asked.
+
+    The answer of another process before it, under the same number, would pass for its own.
+    """
+    for kind in (REQUEST, DONE):
+        wires.cells[cell(service, kind) * INTS_A_CELL] = 0

@@ -18,7 +18,7 @@ from actors.protocol.failures import (
     is_lost_device,
     is_want_of_memory,
 )
-from numba_kernels.serve.mailbox import Wires
+from numba_kernels.serve.mailbox import OPERATION, Wires
 
 _GPU = 0
 
@@ -83,9 +83,9 @@ class RecoveringExchange:
 
     def renew(self, service: int, cause: str) -> None:
         """Put a fresh process in a service's place. Errors: CacheLost for the GPU service."""
-        requests = self.wires.requests.copy()  # a fresh service is tried out
+        operations = self.wires.requests[:, OPERATION].copy()
         self._replacer.replace(service, cause)
-        self.wires.requests[:] = requests
+        self.wires.requests[:, OPERATION] = operations  # a fresh service was tried out
         if service == _GPU:
             raise CacheLost(f"the KV cache was lost: {cause}; start again")
 

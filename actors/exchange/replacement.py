@@ -5,10 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
 
-from actors.exchange.call_exchange import Question
 from actors.exchange.places import Place
 from actors.exchange.recovery import RecoveryPolicy
 from actors.exchange.service_process import ServiceProcess
@@ -17,7 +15,6 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import ServiceLost, cause_of, service_error
 from actors.protocol.messages import ServiceSpec
 from model.errors import HotcoldError, ServiceError
-from numba_kernels.serve.mailbox import NUM_REQUEST_WORDS, OPERATION, PING
 
 # Unanswered looks at which a process that starts, loads or compiles counts as stuck.
 _PATIENCE_LOOKS = 100
@@ -98,9 +95,7 @@ class ServiceReplacer:
         self._expect(service, process)
         self._await(service, handle.load.remote(self._specs[service]))
         self._await(service, handle.attach.remote(self._layout, place.arena_refs))
-        request = np.zeros(NUM_REQUEST_WORDS, np.int64)
-        request[OPERATION] = PING  # answered once the compiled loops run
-        self._await(service, handle.answer.remote(Question(request, {})))
+        self._await(service, handle.try_out.remote())
 
     def _end_old(self, service: int) -> ServiceProcess:
         """End what is left of the process; the one that Ray has put in its place.
@@ -146,7 +141,7 @@ class ServiceReplacer:
             self._require_open()
             num_looks += 1
             if most_looks is None:
-                self._watch.check([service], 0.0)
+                self._watch.check([service], 0)
             elif num_looks >= most_looks:
                 break
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.doorbell_exchange import OWN_NUMBER, ArenaExchange
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import ProductChoice
 from model.errors import ServiceError
@@ -23,6 +23,7 @@ from numba_kernels.serve.mailbox import (
     NO_COUNTERS,
     NUM_ANSWERED,
     OPERATION,
+    PING,
     REQUEST,
     STATUS,
     STOP,
@@ -109,11 +110,14 @@ class Service(ABC):
         """Let the keeper look after the threads for as long as they serve this arena."""
         ended = self._ended = threading.Event()
         cells, reply = self.wires.cells, self.wires.replies[self.index]
-        bell = cell(self.index, REQUEST)
+        bell, done = cell(self.index, REQUEST), cell(self.index, DONE)
 
         def await_work() -> bool:
-            if not ended.is_set():
-                sleep_change(cells, bell, cells[bell * INTS_A_CELL], IDLE_NS)
+            # The bell is read first: nothing that rings later is slept through. A request that is
+            # being answered may be the STOP after which nobody rings.
+            number = cells[bell * INTS_A_CELL]
+            if number == cells[done * INTS_A_CELL] and not ended.is_set():
+                sleep_change(cells, bell, number, IDLE_NS)
             return not ended.is_set()
 
         def delays() -> Delays:
@@ -131,7 +135,16 @@ class Service(ABC):
         self._calls.ask([self.index])
         return Answer.read(self.wires, self.index)
 
-    def check(self, services: Sequence[int], waited_s: float) -> None:
+    def try_out(self) -> None:
+        """Let the threads answer an empty question; returns once their compiled loops run.
+
+        Once, before anybody else asks: it has a number of its own. Of the request words only the
+        operation is written. Errors: ServiceError
+        """
+        self.wires.requests[self.index, OPERATION] = PING
+        ArenaExchange(self.wires, self, OWN_NUMBER).ask([self.index])
+
+    def check(self, services: Sequence[int], num_looks: int) -> None:
         """Raise ServiceError if a thread has failed: nothing will be answered any more."""
         if self._broken:
             raise ServiceError(f"{self.explain(self.index)}; start again")

@@ -19,7 +19,7 @@ _PATIENCE_LOOKS = 50
 STARTING_LOOKS = 1200
 DRIVER_LOOKS = 50  # it encodes the prompts
 RELAY_LOOKS = 50
-_LONGEST_REQUEST_S = 600.0
+_LONGEST_REQUEST_LOOKS = 6000
 
 
 class Pulse:
@@ -67,16 +67,19 @@ class ActorWatch:
         self._processes[service] = process
         self._pulses[service] = self._new_pulse(service)
 
-    def check(self, services: Sequence[int], waited_s: float) -> None:
-        """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered."""
+    def check(self, services: Sequence[int], num_looks: int) -> None:
+        """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered.
+
+        Or if it answers pings, but not the request that was looked after `num_looks` times.
+        """
         for service in services:
             try:
                 self._look(service)
             except HotcoldError as error:
                 raise ServiceLost(service, str(error)) from error
-        if waited_s > _LONGEST_REQUEST_S:
+        if num_looks > _LONGEST_REQUEST_LOOKS:
             name = self._names[services[0]]
-            what = f"the {name} has not answered for {waited_s:.0f} s; start again"
+            what = f"the {name} has not answered for {num_looks * LOOK_S:.0f} s; start again"
             raise ServiceLost(services[0], what)
 
     def explain(self, service: int) -> str:

@@ -193,7 +193,7 @@ class ServiceActor:
         Errors:  ServiceError if a thread has failed
         """
         if self._service is not None:
-            self._service.check([self.spec.index], 0.0)
+            self._service.check([self.spec.index], 0)
         return os.getpid()
 
     def where(self) -> tuple[str, int]:
@@ -208,6 +208,10 @@ class ServiceActor:
     def answer(self, question: Question) -> Answer:
         """Answer a request that came as an actor call."""
         return self._require_service().answer(question)
+
+    def try_out(self) -> None:
+        """Answer an empty question; see `Service.try_out`. Errors: ServiceError."""
+        self._require_service().try_out()
 
     def join(self, timeout_s: float) -> bool:
         """True when the threads have ended, after a STOP request."""

@@ -98,7 +98,7 @@ class Connection:
         self.watch.starting, before = True, self.watch.starting
         try:
             while len(ray.wait(calls, num_returns=len(calls), timeout=LOOK_S)[0]) < len(calls):
-                self.watch.check(self.services, 0.0)
+                self.watch.check(self.services, 0)
         finally:
             self.watch.starting = before
         return [self._answer(service, call) for service, call in enumerate(calls)]

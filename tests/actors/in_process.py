@@ -40,11 +40,11 @@ class ThreadWatch:
     looks: int = 0
     most_looks: int = _MOST_LOOKS
 
-    def check(self, services: Sequence[int], waited_s: float) -> None:
+    def check(self, services: Sequence[int], num_looks: int) -> None:
         """Raise ServiceError for a broken service, or at the last look."""
         self.looks += 1
         for index in services:
-            self.services[index].check([index], waited_s)
+            self.services[index].check([index], num_looks)
         if self.looks > self.most_looks:
             raise ServiceError(f"{[self.services[index].name for index in services]} hang")
 

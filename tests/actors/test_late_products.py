@@ -201,7 +201,7 @@ def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None
     class Watch:
         starting = False
 
-        def check(self, services: Any, waited_s: float) -> None:
+        def check(self, services: Any, num_looks: int) -> None:
             raise AssertionError("all have answered")
 
     class Replacer:

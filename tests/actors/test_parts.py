@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +15,16 @@ from hypothesis import strategies as st
 
 from actors.cpu.cpu_service import CpuService
 from actors.driver.text.stop_strings import StopStrings
+from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.exchange.service import Service
-from actors.exchange.watch import Pulse
+from actors.exchange.watch import ActorWatch, Pulse
 from actors.gpu.gpu_service import GpuService
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import RequestError
+from actors.protocol.failures import RequestError, ServiceLost
 from actors.setup.shards import deal_neurons
 from model.errors import ServiceError
-from numba_kernels.serve.mailbox import OPERATION, STOP
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -183,3 +188,50 @@ def test_a_pulse_counts_unanswered_looks(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ServiceError, match="the driver does not answer"):
         pulse.look(3)
     assert calls == ["a", "b"]
+
+
+def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour passes between two looks; the service answers after the third."""
+    layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
+    wires = layout.wires(layout.new_arena())
+    hours = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr("actors.exchange.doorbell_exchange.LOOK_NS", 1_000_000)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: next(hours) * 10**9)
+    watch = ActorWatch(["gpu"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
+    exchange = ArenaExchange(wires, watch)
+    number, looks = exchange.next_number, []
+
+    def look(self: Pulse, patience: int, **options: bool) -> int:
+        looks.append(patience)
+        if len(looks) == 3:
+            wires.cells[cell(0, DONE) * INTS_A_CELL] = number
+        return 1
+
+    monkeypatch.setattr(Pulse, "look", look)
+    exchange.ask([0])
+    assert len(looks) == 3
+    with pytest.raises(ServiceLost, match=r"the gpu service has not answered for [0-9]+ s; start"):
+        exchange.ask([0])  # it answers pings, and never this
+    assert 5000 < len(looks) < 20_000
+
+
+@pytest.mark.timeout(60)
+def test_the_keeper_does_not_sleep_through_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """STOP is rung between the keeper's look at the end and its look at the bell."""
+    layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
+    wires, waits = layout.wires(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
+    keeper = SimpleNamespace(watch=lambda await_work, delays: waits.put(await_work))
+    service = CpuService.__new__(CpuService)
+    service.index, service.wires = 0, wires
+    service._keep(keeper)  # type: ignore[arg-type]
+    await_work, slept = waits.get(), []
+    monkeypatch.setattr(
+        "actors.exchange.service.sleep_change", lambda *arguments: slept.append(arguments[2])
+    )
+    assert await_work() and slept == [0]  # nothing is asked
+    bells = [cell(0, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
+    wires.cells[bells[0]] = 5  # STOP, which is not answered yet
+    assert await_work() and slept == [0]
+    service._ended.set()
+    wires.cells[bells[1]] = 5
+    assert not await_work() and slept == [0]

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from actors.driver.driver import Driver
-from actors.exchange.doorbell_exchange import Exchange
+from actors.exchange.doorbell_exchange import OWN_NUMBER, ArenaExchange, Exchange
+from actors.exchange.places import withdraw_request
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
 from actors.exchange.replacement import ServiceReplacer
 from actors.exchange.service_process import ServiceProcess
+from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import (
     KILLED_FOR_MEMORY,
     AnswerFailed,
@@ -24,7 +26,18 @@ from actors.protocol.failures import (
 )
 from actors.protocol.messages import Generation, ServiceSpec, SystemConfig
 from model.errors import ServiceError
-from numba_kernels.serve.mailbox import Wires
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.mailbox import (
+    DONE,
+    FFN,
+    OPERATION,
+    PING,
+    REQUEST,
+    STOP,
+    WATCHED,
+    Wires,
+    cell,
+)
 from tests.actors.batching import CONTEXT, ask, complete, random_predictor, random_request
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -185,6 +198,60 @@ class Counting:
 
     def replace(self, service: int, cause: str) -> None:
         self.replaced.append(service)
+
+
+def test_who_watches_meanwhile_is_not_forgotten() -> None:
+    """Asked to count, or not to, while a service is replaced, the services keep to that."""
+    exchange = Fails(ServiceLost(2, "died"))
+    requests = exchange.wires.requests
+    requests[:, OPERATION], requests[1, WATCHED] = FFN, 1
+    expected = requests.copy()
+
+    class Watched(Counting):
+        def replace(self, service: int, cause: str) -> None:
+            requests[service, OPERATION] = PING  # it is tried out
+            requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
+
+    recovering = RecoveringExchange(exchange, Watched())
+    recovering.start()
+    recovering.ask([1, 2])
+    np.testing.assert_array_equal(requests, expected)
+
+
+def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        withdraw_request(system.exchange.wires, 1)
+    row = system.exchange.wires.requests[1]
+    row[:] = range(10, 18)
+    service = system._cpus()[0]
+    service.attach(system.layout, system.arena)
+    service.try_out()
+    assert row.tolist() == [PING, *range(11, 18)]
+    row[OPERATION] = STOP
+    system.exchange.ask([1])
+    assert service.join(60)
+
+
+def test_no_answer_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was tried out and then lost, before anything was asked of it."""
+    monkeypatch.setattr("actors.exchange.doorbell_exchange.LOOK_NS", 1_000_000)
+    layout = ArenaLayout(2, 1, 4, 4, 4, 1, 1, 1)
+    wires = layout.wires(layout.new_arena())
+    for kind in (REQUEST, DONE):
+        wires.cells[cell(1, kind) * INTS_A_CELL] = OWN_NUMBER
+
+    class Dead:
+        """A service whose threads never serve."""
+
+        def check(self, services: Sequence[int], num_looks: int) -> None:
+            raise ServiceLost(1, "nobody serves")
+
+        def explain(self, service: int) -> str:
+            raise NotImplementedError
+
+    withdraw_request(wires, 1)
+    with pytest.raises(ServiceLost, match="nobody serves"):
+        ArenaExchange(wires, Dead(), OWN_NUMBER).ask([1])
 
 
 def test_what_is_replaced_and_what_is_told() -> None:
