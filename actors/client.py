@@ -11,7 +11,7 @@ import ray
 
 from actors.exchange.watch import DRIVER_LOOKS, LOOK_S
 from actors.protocol.failures import service_error
-from actors.protocol.messages import DriverLoad, GenerateRequest, TokenEvent
+from actors.protocol.messages import DriverLoad, GenerateRequest, ReaderEpoch, TokenEvent
 from actors.system import System
 from model.errors import HotcoldError
 
@@ -31,6 +31,8 @@ class AsyncClient:
     def __init__(self, system: System) -> None:
         """`system` must outlive the client."""
         self._system = system
+        self._epoch = ReaderEpoch(uuid.uuid4().hex)
+        self._num_taken = 0  # of what the driver hands out, the last that has come
         self._readers: dict[str, Deliver] = {}
         self._taking: asyncio.Task[None] | None = None
         self._failure: Exception | None = None  # what ended the last `_take`
@@ -47,7 +49,9 @@ class AsyncClient:
         self._readers[name] = deliver
         if self._taking is None or self._taking.done():
             self._taking = asyncio.create_task(self._take())
-        submitting = asyncio.ensure_future(_answer(self._system.begin("submit", request)))
+        submitting = asyncio.ensure_future(
+            _answer(self._system.begin("submit", self._epoch, request))
+        )
         try:
             # The other task looks whether the driver lives.
             await asyncio.wait({submitting, self._taking}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +86,7 @@ class AsyncClient:
 
     async def load(self) -> DriverLoad:
         """What the driver is busy with. Errors: ServiceError."""
-        load: DriverLoad = await _patient(self._system.begin("driver_load", control=True))
+        load: DriverLoad = await _patient(self._system.begin("driver_load"))
         return load
 
     async def _take(self) -> None:
@@ -90,13 +94,22 @@ class AsyncClient:
         self._failure = None
         try:
             while self._readers:
-                asked = self._system.begin("take_events", _WAIT_S, control=True)
-                for request_id, event in await _patient(asked):
+                asked = self._system.begin("take_events", self._epoch, self._num_taken, _WAIT_S)
+                self._num_taken, events = await _patient(asked)
+                for request_id, event in events:
                     self._deliver(request_id, event)
         except Exception as error:
             self._failure = error
+            self._begin_anew()
             for request_id in list(self._readers):
                 self._deliver(request_id, error)
+
+    def _begin_anew(self) -> None:
+        """Want nothing any more of what was submitted; a driver that recovers will hear it."""
+        self._epoch = replace(self._epoch, number=self._epoch.number + 1)
+        self._num_taken = 0
+        with suppress(HotcoldError, ray.exceptions.RayError):
+            self._system.begin("attend", self._epoch)
 
     def _deliver(self, request_id: str, event: TokenEvent | BaseException) -> None:
         deliver = self._readers.get(request_id)

@@ -22,7 +22,7 @@ _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
 _FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
-_CONTROL_CALLS = 8  # and, whatever their number, calls that ask for the group CONTROL
+_CONTROL_CALLS = 8  # at once, whatever their number: calls in the group CONTROL, which are short
 CONTROL = "control"
 
 # Ray otherwise keeps a record of every call, and there are many: 250 MB after an hour.

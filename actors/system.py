@@ -1,9 +1,10 @@
 """A running system as its user sees it: start or attach, generate, stop."""
 
 import math
+import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from actors.protocol.messages import (
     GenerateRequest,
     Generation,
     LoadProgress,
+    ReaderEpoch,
     SystemConfig,
     TokenEvent,
 )
@@ -24,6 +26,11 @@ from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError, UsageError
 
 _STOP_LOOKS = 300
+_ATTEND_S = 1.0  # between two words to the driver that a stream is still read
+# Methods that are answered at once, or within a second, whatever else is asked: they have threads
+# of their own. All others may take as long as what runs.
+_QUICK = {"ping", "progress", "describe", "processes", "driver_load", "telemetry", "cpu_seconds"}
+_QUICK |= {"take_events", "attend", "cancel", "stop"}
 
 
 class System:
@@ -98,7 +105,7 @@ class System:
 
     def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
         loading = self._driver.load.remote()
-        reports = Pulse("driver", lambda: self._control("progress"))
+        reports = Pulse("driver", lambda: self.begin("progress"))
         while not ray.wait([loading], timeout=LOOK_S)[0]:
             progress = reports.look(STARTING_LOOKS)
             if progress is not None:
@@ -113,26 +120,43 @@ class System:
         """
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         finished = False
+        with self._attending(request.request_id):
+            try:
+                stream = self._driver.generate.options(num_returns="streaming").remote(request)
+                while not finished:
+                    self._await(stream)
+                    ref = next(stream, None)
+                    if ref is None:
+                        return
+                    event: TokenEvent = self._get(ref)
+                    finished = event.result is not None
+                    yield event
+            except ray.exceptions.RayError as error:
+                finished = True
+                raise service_error("driver", error) from error
+            finally:
+                if not finished:
+                    self.cancel(request.request_id)
+
+    @contextmanager
+    def _attending(self, request_id: str) -> Iterator[None]:
+        """Within it the driver hears that the request is read; when it does not, it cancels it."""
+        done, epoch = threading.Event(), ReaderEpoch(request_id)
+
+        def attend() -> None:
+            while not done.wait(_ATTEND_S):
+                with suppress(Exception):  # whoever waits for the stream hears of it
+                    self.begin("attend", epoch)
+
+        threading.Thread(target=attend, name="attend", daemon=True).start()
         try:
-            stream = self._driver.generate.options(num_returns="streaming").remote(request)
-            while not finished:
-                self._await(stream)
-                ref = next(stream, None)
-                if ref is None:
-                    return
-                event: TokenEvent = self._get(ref)
-                finished = event.result is not None
-                yield event
-        except ray.exceptions.RayError as error:
-            finished = True
-            raise service_error("driver", error) from error
+            yield
         finally:
-            if not finished:
-                self.cancel(request.request_id)
+            done.set()
 
     def cancel(self, request_id: str) -> None:
         """End a request within a token, or before it starts."""
-        self._control("cancel", request_id)
+        self.begin("cancel", request_id)
 
     def complete(self, request: GenerateRequest) -> Generation:
         """Run a request to its end."""
@@ -143,16 +167,17 @@ class System:
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the driver by name, for measurements and tests."""
-        return self._get(self._control(method, *args))
+        return self._get(self.begin(method, *args))
 
-    def begin(self, method: str, *args: Any, control: bool = False) -> Any:
+    def begin(self, method: str, *args: Any) -> Any:
         """Start a call of a driver's method by name; returns its object ref, which can be awaited.
 
-        `control`: no number of calls that take long holds it up.
+        No number of calls that take long holds up one that does not.
         """
-        if control:
-            return self._control(method, *args)
-        return getattr(self._driver, method).remote(*args)
+        called = getattr(self._driver, method)
+        if method in _QUICK:
+            called = called.options(concurrency_group=CONTROL)
+        return called.remote(*args)
 
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
@@ -164,7 +189,7 @@ class System:
     def end(self) -> None:
         """End the system, whoever started it."""
         with suppress(HotcoldError):
-            self._await(self._control("stop"), _STOP_LOOKS)
+            self._await(self.begin("stop"), _STOP_LOOKS)
         ray.kill(self._driver, no_restart=True)
 
     def __enter__(self) -> "System":
@@ -173,16 +198,12 @@ class System:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _control(self, method: str, *args: Any) -> Any:
-        """Start a call that no number of waiting streams holds up; returns its object ref."""
-        return getattr(self._driver, method).options(concurrency_group=CONTROL).remote(*args)
-
     def _await(self, coming: Any, most_looks: float = math.inf) -> None:
         """Wait for an object or for a stream's next one.
 
         Errors:  ServiceError if the driver is dead or stuck, or after `most_looks`
         """
-        pulse, num_looks = Pulse("driver", lambda: self._control("ping")), 0
+        pulse, num_looks = Pulse("driver", lambda: self.begin("ping")), 0
         while not ray.wait([coming], timeout=LOOK_S)[0]:
             pulse.look(DRIVER_LOOKS)
             num_looks += 1

@@ -139,7 +139,7 @@ _ACTORS = [
     ),
     Fault(
         "cancelled-for-ever",
-        "actors", "driver", _UPDATE,
+        "actors", "request_events", _UPDATE,
         "self._cancelled_early.remove(stream.request_id)", "pass",
         ("test_cancelled_before_it_comes_and_while_it_waits",),
     ),
@@ -185,7 +185,7 @@ _ACTORS = [
     Fault(
         "request-numbers-grow-for-ever",
         "actors", "doorbell_exchange", _UPDATE,
-        "self._number = number % _LAST_NUMBER + 1", "self._number = number + 1",
+        "number + 1 if number < _LAST_NUMBER else _FIRST_NUMBER", "number + 1",
         ("test_request_numbers_start_anew",),
     ),
     Fault(

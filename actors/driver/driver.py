@@ -6,7 +6,6 @@ model.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +15,8 @@ import numpy as np
 from actors.driver.active_request import ActiveRequest, Generator, Stream
 from actors.driver.engine import GPU, Engine
 from actors.driver.profiling import ProfilingEngine
-from actors.driver.request_events import EventQueue, RequestEvent
+from actors.driver.readers import LOOK_S, Reader, Readers
+from actors.driver.request_events import OpenStreams, RequestEvent
 from actors.driver.request_queue import RequestQueue
 from actors.driver.scheduler import Scheduler
 from actors.driver.scoring import WindowScores, score_window
@@ -27,6 +27,7 @@ from actors.protocol.messages import (
     PREDICTED_MODES,
     DriverLoad,
     GenerateRequest,
+    ReaderEpoch,
     SystemConfig,
     TokenEvent,
 )
@@ -42,7 +43,6 @@ from model.weights.embedding import load_embedding
 from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import read_predictors
 
-_EARLY_CANCELS = 256  # ids of requests cancelled before they came that are kept, the last ones
 _Result = TypeVar("_Result")
 
 
@@ -79,24 +79,28 @@ class Driver:
         slots = exchange.wires.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
-        self._streams: list[Stream] = []
-        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
-        self._naming = threading.Lock()  # held while one of the two is read and changed
+        self._streams = OpenStreams()
+        self.readers = Readers()
         self._scheduler = Scheduler(engine, self._pool)
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
         self._started_s = time.monotonic()
-        self._submitted = EventQueue()  # events of requests that were submitted
+        self._closing = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="readers", daemon=True)
+        self._looking.start()
 
-    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+    def generate(self, request: GenerateRequest, is_attended: bool = False) -> Iterator[TokenEvent]:
         """Queue a request and yield its events; closing the iterator cancels it.
 
-        Tokens of a moment come as one event; see `actors.driver.request_events`.
+        Tokens of a moment come as one event; see `actors.driver.request_events`. `is_attended`: the
+        reader, named as the request, is heard now and then, or the request is cancelled.
 
         Errors:  PromptError, RequestError, ServiceError
         """
-        events = EventQueue()
-        stream = self._start(request, events)
+        name = request.request_id
+        reader = self.readers.hear(ReaderEpoch(name)) if is_attended else Reader()
+        events = reader.events
+        stream = self._start(request, reader)
         try:
             while True:
                 for _, event in events.take():
@@ -107,17 +111,24 @@ class Driver:
                         return
         finally:
             stream.cancelled.set()
+            if is_attended:
+                self.readers.forget(name)
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Queue a request whose events `take_events` hands out.
+    def submit(self, epoch: ReaderEpoch, request: GenerateRequest) -> None:
+        """Queue a request whose events `take_events` hands out to its reader.
 
-        Errors:  PromptError, UsageError, ServiceError
+        Errors:  PromptError, UsageError, ServiceError; RequestError where the epoch has ended
         """
-        self._start(request, self._submitted)
+        self._start(request, self.readers.hear(epoch))
 
-    def take_events(self, wait_s: float) -> list[RequestEvent]:
-        """The events of submitted requests since the last call; see `EventQueue.take`."""
-        return self._submitted.take(wait_s)
+    def take_events(
+        self, epoch: ReaderEpoch, num_taken: int, wait_s: float
+    ) -> tuple[int, list[RequestEvent]]:
+        """What a reader's requests have produced; see `Reader.take`.
+
+        Errors:  RequestError where the epoch has ended
+        """
+        return self.readers.hear(epoch).take(num_taken, wait_s)
 
     def load(self) -> DriverLoad:
         """What there is to do, at this moment. Errors: ServiceError where the system has ended."""
@@ -128,38 +139,36 @@ class Driver:
         """Raise ServiceError if the engine's thread has ended: nothing will be served any more."""
         self._queue.require_thread()
 
-    def _start(self, request: GenerateRequest, events: EventQueue) -> Stream:
-        """Queue a request whose events go to `events`."""
-        stream = events.stream(request.request_id, self._streams.remove)
-        self._expect(stream)
+    def _start(self, request: GenerateRequest, reader: Reader) -> Stream:
+        """Queue a request of this reader."""
+
+        def leave(stream: Stream) -> None:
+            self._streams.remove(stream)
+            reader.remove(stream)
+
+        stream = reader.events.stream(request.request_id, leave)
+        self._streams.add(stream)
+        reader.add(stream)
         try:
             checked = self.generator.prompts.checked(request)
             self._queue.submit(ActiveRequest(self.generator, checked, stream))
         except BaseException:
-            self._streams.remove(stream)
-            events.drop_stream()
+            leave(stream)
+            reader.events.drop_stream()
             raise
         return stream
+
+    def _look(self) -> None:
+        """Look after the readers until the end."""
+        while not self._closing.wait(LOOK_S):
+            self.readers.look()
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits, runs or has yet to come; its reason is then "cancelled".
 
         One that runs ends within a token.
         """
-        with self._naming:
-            streams = list(self._streams)  # whole: they leave it at any moment
-            found = [stream for stream in streams if stream.request_id == request_id]
-            for stream in found:
-                stream.cancelled.set()
-            if not found:
-                self._cancelled_early.append(request_id)
-
-    def _expect(self, stream: Stream) -> None:
-        with self._naming:
-            self._streams.append(stream)
-            if stream.request_id in self._cancelled_early:
-                self._cancelled_early.remove(stream.request_id)
-                stream.cancelled.set()
+        self._streams.cancel(request_id)
 
     def between_requests(self, function: Callable[[], _Result]) -> _Result:
         """Call `function` where no request uses the exchange, and slot 0 is a whole context.
@@ -260,7 +269,8 @@ class Driver:
 
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
-        self._queue.close(self._cancel_all)
+        self._closing.set()
+        self._queue.close(self._streams.cancel_all)
         if self.engine.predictor is not None:
             self.engine.predictor.close()
 
@@ -269,10 +279,6 @@ class Driver:
         exchange, predictor = self.engine.exchange, self.engine.predictor
         if predictor is not None and exchange.next_number:
             predictor.use_threads(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
-
-    def _cancel_all(self) -> None:
-        for stream in list(self._streams):
-            stream.cancelled.set()
 
 
 def _load_predictor(

@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from actors.driver.active_request import Stream
@@ -16,6 +17,8 @@ from actors.protocol.messages import TokenEvent
 
 # The least time between two handings out: what comes sooner rides along with the next one.
 PACE_S = 0.04
+
+_EARLY_CANCELS = 256  # ids of requests cancelled before they came that are kept, the last ones
 
 RequestEvent = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
 
@@ -38,6 +41,11 @@ class EventQueue:
     def drop_stream(self) -> None:
         """Expect nothing of a stream whose request could not be queued."""
         self._count(-1)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no stream is open, and nothing waits to be taken."""
+        return not self._num_open and self._events.empty()
 
     def put(self, request_id: str, event: TokenEvent | BaseException) -> None:
         """Add an event of a stream."""
@@ -82,6 +90,45 @@ class _QueuedStream(Stream):
         if _is_last(event):
             self._on_end(self)
         self._events.put(self.request_id, event)
+
+
+class OpenStreams:
+    """The streams of all requests that have not ended, and how a request is cancelled by its id."""
+
+    def __init__(self) -> None:
+        self._streams: list[Stream] = []
+        self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
+        self._naming = threading.Lock()  # held while one of the two is read and changed
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: Stream) -> None:
+        """Its request has come; it may have been cancelled already."""
+        with self._naming:
+            self._streams.append(stream)
+            if stream.request_id in self._cancelled_early:
+                self._cancelled_early.remove(stream.request_id)
+                stream.cancelled.set()
+
+    def remove(self, stream: Stream) -> None:
+        """Its request has ended."""
+        self._streams.remove(stream)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits, runs or has yet to come."""
+        with self._naming:
+            streams = list(self._streams)  # whole: they leave it at any moment
+            found = [stream for stream in streams if stream.request_id == request_id]
+            for stream in found:
+                stream.cancelled.set()
+            if not found:
+                self._cancelled_early.append(request_id)
+
+    def cancel_all(self) -> None:
+        """End all of them."""
+        for stream in list(self._streams):
+            stream.cancelled.set()
 
 
 def joined(events: list[RequestEvent]) -> list[RequestEvent]:

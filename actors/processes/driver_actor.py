@@ -18,6 +18,7 @@ from actors.protocol.messages import (
     DriverLoad,
     GenerateRequest,
     LoadProgress,
+    ReaderEpoch,
     ServiceSpec,
     SystemConfig,
     TokenEvent,
@@ -74,16 +75,25 @@ class DriverActor:
     # --- requests --------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """Stream a request's tokens. Errors: PromptError, RequestError, ServiceError."""
-        yield from self.services.driver.generate(request)
+        """Stream a request's tokens for as long as its reader attends.
 
-    def submit(self, request: GenerateRequest) -> None:
+        Errors:  PromptError, RequestError, ServiceError
+        """
+        yield from self.services.driver.generate(request, is_attended=True)
+
+    def submit(self, epoch: ReaderEpoch, request: GenerateRequest) -> None:
         """Queue a request; see `Driver.submit`."""
-        self.services.driver.submit(request)
+        self.services.driver.submit(epoch, request)
 
-    def take_events(self, wait_s: float) -> list[RequestEvent]:
+    def take_events(
+        self, epoch: ReaderEpoch, num_taken: int, wait_s: float
+    ) -> tuple[int, list[RequestEvent]]:
         """The events of submitted requests; see `Driver.take_events`."""
-        return self.services.driver.take_events(wait_s)
+        return self.services.driver.take_events(epoch, num_taken, wait_s)
+
+    def attend(self, epoch: ReaderEpoch) -> None:
+        """A reader lives, and has given up its earlier epochs; see `Readers.attend`."""
+        self.services.driver.readers.attend(epoch)
 
     def cancel(self, request_id: str) -> None:
         """End a request; see `Driver.cancel`."""

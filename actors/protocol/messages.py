@@ -197,6 +197,14 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class ReaderEpoch:
+    """Who reads the events of submitted requests, and how often it has begun anew."""
+
+    name: str  # no other reader has it
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class DriverLoad:
     """What a driver is busy with."""
 

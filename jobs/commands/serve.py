@@ -136,7 +136,7 @@ def _serve(
     server.use(create_app(backend, page))
     click.echo(f"hotcold serves {settings.model_name} at {url} (API: {url}/v1)")
     sys.stdout.flush()
-    pulse = Pulse("driver", partial(running.begin, "driver_load", control=True))
+    pulse = Pulse("driver", partial(running.begin, "driver_load"))
     signals.wait(lambda: pulse.look(_PATIENCE_LOOKS))
     server.refuse_new()
 

@@ -17,6 +17,7 @@ from actors.protocol.messages import (
     GenerateRequest,
     Generation,
     Grammar,
+    ReaderEpoch,
     TokenEvent,
     TokenLogprob,
 )
@@ -29,6 +30,7 @@ from tests.actors.batching import WAIT_S, batching, complete
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
+READER = ReaderEpoch("a test")
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -38,10 +40,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def take_all(driver: Driver, count: int) -> dict[str, TokenEvent]:
     """All events of `count` requests, each request's as one."""
     found: dict[str, TokenEvent] = {}
-    num_ended, end = 0, time.monotonic() + WAIT_S
+    num_taken, num_ended, end = 0, 0, time.monotonic() + WAIT_S
     while num_ended < count:
         assert time.monotonic() < end
-        events = driver.take_events(1.0)
+        num_taken, events = driver.take_events(READER, num_taken, 1.0)
         assert len({name for name, _ in events}) == len(events)
         for name, event in events:
             assert isinstance(event, TokenEvent)
@@ -63,8 +65,8 @@ def test_prompts_and_answers_are_scored_in_company(tiny: Tiny) -> None:
                 sampling, prompt_ids=ids, request_id=str(number),
                 num_logprobs=2, num_prompt_logprobs=1,
             )  # fmt: skip
-            driver.submit(request)
-        driver.submit(GenerateRequest(sampling, prompt_ids=prompts[2], request_id="plain"))
+            driver.submit(READER, request)
+        driver.submit(READER, GenerateRequest(sampling, prompt_ids=prompts[2], request_id="plain"))
         found = take_all(driver, 5)
         assert found["plain"].logprobs == found["plain"].prompt_logprobs == ()
         assert not driver._streams
@@ -89,18 +91,18 @@ def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
     with batching(tiny("llama-relu")) as (_, driver):
         sampling = SamplingParams(max_tokens=2)
         with pytest.raises(PromptError):
-            driver.submit(GenerateRequest(sampling, prompt_ids=[-1]))
+            driver.submit(READER, GenerateRequest(sampling, prompt_ids=[-1]))
         grammar = Grammar("lark", 'start: "a"')
         with pytest.raises(UsageError, match=r"tokenizer\.json"):
-            driver.submit(GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
-        assert not driver._streams and driver._submitted._all_ended.is_set()
+            driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
+        assert not driver._streams and driver.readers.hear(READER).events.is_idle
         assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
 def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
     with batching(tiny("llama-relu")) as (_, driver):
         sampling = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
-        driver.submit(GenerateRequest(sampling, prompt_ids=[1], request_id="long"))
+        driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], request_id="long"))
         driver.cancel("long")
         result = take_all(driver, 1)["long"].result
         assert result is not None and result.finish_reason == "cancelled"

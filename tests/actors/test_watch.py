@@ -59,10 +59,10 @@ def test_a_service_that_swaps_is_slow_not_lost(
     told = stat_of(*reading, *waiting, ("S", LOOKS))
     monkeypatch.setattr(service_process, "_state_and_major_faults", told)
     for _ in range(2 * LOOKS):
-        watch.check([0], 0.0)
+        watch.check([0], 0)
     with pytest.raises(ServiceLost, match="the cpu0 service does not answer"):
         for _ in range(LOOKS):
-            watch.check([0], 0.0)
+            watch.check([0], 0)
 
 
 def test_the_system_tells_state_and_faults(child: psutil.Process) -> None:
@@ -82,5 +82,5 @@ def test_a_loss_for_want_of_memory_is_told_as_such(
     child.kill()
     psutil.wait_procs([child])
     with pytest.raises(ServiceLost, match="the cpu0 service") as found:
-        watch.check([0], 0.0)
+        watch.check([0], 0)
     assert is_killed_for_memory(str(found.value)) == (who != "nobody")

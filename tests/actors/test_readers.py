@@ -1,0 +1,233 @@
+"""Readers that stop, die or give up: what they asked for ends, and nothing of others is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors import system as system_file
+from actors.client import AsyncClient
+from actors.driver.active_request import Stream
+from actors.driver.driver import Driver
+from actors.driver.readers import PATIENCE_LOOKS, Reader, Readers
+from actors.protocol.failures import RequestError
+from actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
+from actors.system import System
+from model.errors import ServiceError
+from model.sampling import SamplingParams
+from tests.actors.batching import Asking, batching
+from tests.conftest import TinyCheckpoint
+
+Tiny = Callable[..., TinyCheckpoint]
+CONTEXT = 50_000
+READER = ReaderEpoch("a test")
+
+
+def request_of(max_tokens: int, name: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=[1, 2, 3], request_id=name)
+
+
+@pytest.fixture(scope="module")
+def driver(tiny: Tiny) -> Iterator[Driver]:
+    with batching(tiny("llama-relu"), context=CONTEXT, num_slots=2, kv_positions=2 * CONTEXT) as (
+        _,
+        running,
+    ):
+        yield running
+
+
+def await_running(driver: Driver) -> None:
+    """Return once a request runs."""
+    while not driver.load().num_running:
+        threading.Event().wait(0.01)
+
+
+def await_idle(driver: Driver) -> None:
+    """Return once nothing runs; all pages of the KV cache are free then."""
+    for _ in range(3000):
+        load = driver.load()
+        if not (load.num_running or load.num_waiting):
+            break
+        threading.Event().wait(0.02)
+    assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0.0)
+
+
+def test_events_are_handed_out_until_they_have_come() -> None:
+    reader = Reader()
+    stream = reader.events.stream("a", reader.remove)
+    reader.add(stream)
+    assert reader.take(0, 0.0) == (0, [])
+    stream.put(TokenEvent("one"))
+    first = reader.take(0, 0.0)
+    assert first == (1, [("a", TokenEvent("one"))]) == reader.take(0, 0.0)
+    stream.put(error := ValueError("two"))
+    assert reader.take(0, 0.0) == first
+    assert reader.take(1, 0.0) == (2, [("a", error)])
+    assert reader.take(2, 0.0) == (2, [])
+    assert Reader().take(7, 0.0) == (7, [])  # of a driver that has forgotten this reader
+
+
+def test_two_questions_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody waits for any more takes nothing from the other; both end."""
+    reader = Reader()
+    others: list[Asking] = []
+    inside = threading.Semaphore(0)
+
+    def take(wait_s: float) -> list[object]:
+        inside.release()
+        if not others:  # the other one comes now; it may not come in here
+            others.append(Asking(lambda: reader.take(0, 0.0)))
+            inside.acquire()
+            assert not inside.acquire(timeout=0.3)
+        return [("a", TokenEvent("one"))]
+
+    monkeypatch.setattr(reader.events, "take", take)
+    first = reader.take(0, 0.0)
+    assert first == (1, [("a", TokenEvent("one"))]) == others[0].end()
+
+
+def test_a_new_epoch_ends_the_earlier_one() -> None:
+    readers, stream = Readers(), Stream("a")
+    readers.hear(READER).add(stream)
+    readers.hear(ReaderEpoch("another", 5))
+    later = ReaderEpoch(READER.name, 1)
+    assert not stream.cancelled.is_set()
+    reader = readers.hear(later)
+    assert stream.cancelled.is_set() and not reader.has_ended
+    with pytest.raises(RequestError, match="ask again"):
+        readers.hear(READER)
+    readers.attend(READER)  # late, and nobody waits for an answer
+    assert readers.hear(later) is reader
+
+
+def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
+    readers, streams = Readers(), [Stream("a"), Stream("b")]
+    for name, stream in zip(("silent", "heard"), streams, strict=True):
+        reader = readers.hear(ReaderEpoch(name))
+        reader.events.stream(name, lambda stream: None)
+        reader.add(stream)
+    idle = readers.hear(ReaderEpoch("idle"))
+    for _ in range(PATIENCE_LOOKS):
+        assert not streams[0].cancelled.is_set()
+        readers.hear(ReaderEpoch("heard"))
+        readers.look()
+    assert [stream.cancelled.is_set() for stream in streams] == [True, False]
+    assert readers.hear(ReaderEpoch("idle")) is not idle
+    with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and goes on
+        readers.hear(ReaderEpoch("silent"))
+    late = Stream("c")
+    reader = readers.hear(ReaderEpoch("silent", 1))
+    reader.end()
+    reader.add(late)
+    assert late.cancelled.is_set()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool) -> None:
+    """As `kill -9` leaves it: it asks for nothing more, and closes nothing."""
+    name = f"endless {is_stream}"
+    request = request_of(CONTEXT - 10, name)
+    if is_stream:
+        stream = Asking(lambda: list(driver.generate(request, is_attended=True)))
+    else:
+        driver.submit(ReaderEpoch(name), request)
+    await_running(driver)
+    for _ in range(PATIENCE_LOOKS):
+        driver.readers.look()
+    await_idle(driver)
+    if is_stream:  # what ran for it ends too
+        result = stream.end()[-1].result
+        assert result is not None and result.finish_reason == "cancelled"
+        assert name not in driver.readers._readers
+
+
+class Stallable:
+    """A running system as `AsyncClient` sees it: a driver that can be stopped for a while."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def begin(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        owner = self._driver.readers if method == "attend" else self._driver
+        called = getattr(owner, method)
+
+        def call() -> Any:
+            self.may_answer.wait()
+            return called(*arguments)
+
+        return asyncio.get_running_loop().run_in_executor(None, call)
+
+    def cancel(self, request_id: str) -> None:
+        self._driver.cancel(request_id)
+
+
+def test_a_driver_that_stalls_and_recovers_runs_nothing_that_nobody_reads(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.client._PATIENCE_LOOKS", 5)
+    monkeypatch.setattr("actors.client.LOOK_S", 0.2)
+    monkeypatch.setattr("actors.client._WAIT_S", 0.1)
+    stallable = Stallable(driver)
+
+    async def run() -> None:
+        client = AsyncClient(stallable)  # type: ignore[arg-type]
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        await client.submit(request_of(CONTEXT - 10), events.put_nowait)
+        await asyncio.to_thread(await_running, driver)
+        stallable.may_answer.clear()
+        error = await events.get()
+        assert isinstance(error, ServiceError) and "does not answer" in str(error)
+        assert driver.load().num_running == 1
+        stallable.may_answer.set()
+        await asyncio.to_thread(await_idle, driver)
+        await client.submit(request_of(20), events.put_nowait)
+        event = await events.get()
+        assert event.num_tokens == 20 == len(event.result.ids)
+
+    asyncio.run(asyncio.wait_for(run(), 150))
+
+
+class Handle:
+    """Stands in for the driver's actor; remembers what was called, and in which group."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.has_called = threading.Event()
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(group: str) -> Callable[..., None]:
+            return lambda *arguments: self._called(method, group, arguments)
+
+        grouped = lambda concurrency_group: SimpleNamespace(remote=remote(concurrency_group))  # noqa: E731
+        return SimpleNamespace(remote=remote(""), options=grouped)
+
+    def _called(self, method: str, group: str, arguments: tuple[Any, ...]) -> None:
+        self.calls.append((method, group, arguments))
+        self.has_called.set()
+
+
+def test_a_stream_is_attended_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_file, "_ATTEND_S", 0.01)
+    handle = Handle()
+    running = System(handle, owned=False)
+    with running._attending("a"):
+        assert handle.has_called.wait(100)
+    assert handle.calls[0] == ("attend", "control", (ReaderEpoch("a"),))
+
+
+def test_calls_that_may_take_long_leave_the_others_room() -> None:
+    handle = Handle()
+    running = System(handle, owned=False)
+    quick = ["ping", "cancel", "progress", "stop", "telemetry", "take_events", "driver_load"]
+    long = ["score_window", "profile_window", "fired_counts", "measure_exchange", "scale", "submit"]
+    for method in quick + long:
+        running.begin(method)
+    assert [call[0] for call in handle.calls if call[1] == "control"] == quick
