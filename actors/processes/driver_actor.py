@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from actors.driver.request_events import RequestEvent
     from actors.driver.scoring import WindowScores
 
+# Seconds after which a thread that computes in Python gives way to the engine's, which wants to go
+# on after each exchange (docs/lab_log.md). Python's own 5 ms are several steps of a small model.
+_SWITCH_S = 0.0002
+
 
 class DriverActor:
     """A Ray actor, alone in knowing its services; they end with it.
@@ -46,6 +51,7 @@ class DriverActor:
         spawn_relay: SpawnRelay,
     ) -> None:
         """See `SystemServices`."""
+        sys.setswitchinterval(_SWITCH_S)
         self.services = SystemServices(system, spawn, spawn_relay)
         config = self.services.config
         self._loading = LoadingServices(weight_bytes(config), system.weight_dtype or config.dtype)

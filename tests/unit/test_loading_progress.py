@@ -11,8 +11,8 @@ import ray
 from rich.progress import Progress
 
 from actors.processes.driver_actor import DriverActor
-from actors.processes.load_progress import LOADING_KERNELS, LoadingServices
-from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress
+from actors.processes.load_progress import LOADING_KERNELS
+from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress, SystemConfig
 from actors.telemetry.compiling import CompileCounter
 from jobs.support.loading import _BytesColumn
 
@@ -63,9 +63,17 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = Loading(), Loading()
     replacer = SimpleNamespace(stage="")
     connection = SimpleNamespace(handles=[gpu, cpu], replacer=replacer)
-    driver: Any = DriverActor.__new__(DriverActor)
-    driver.services = SimpleNamespace(connection=connection, stage="", notes=("a note",))
-    driver._loading = LoadingServices(1000, "bfloat16")
+    config = SimpleNamespace(dtype="bfloat16")
+    services = SimpleNamespace(connection=connection, stage="", notes=("a note",), config=config)
+    intervals: list[float] = []
+    with monkeypatch.context() as patch:
+        file = "actors.processes.driver_actor"
+        patch.setattr(f"{file}.SystemServices", lambda *arguments: services)
+        patch.setattr(f"{file}.weight_bytes", lambda config: 1000)
+        patch.setattr("sys.setswitchinterval", intervals.append)
+        spawn: Any = None
+        driver: Any = DriverActor(SystemConfig("somewhere"), spawn, spawn)
+    assert 0 < intervals[0] < 0.001  # the engine's thread waits for none of the others as long
 
     def told(stage: str) -> LoadProgress:
         driver.services.stage = stage
