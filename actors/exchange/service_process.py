@@ -11,6 +11,7 @@ from actors.protocol.failures import KILLED_FOR_MEMORY
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 
 _GONE_S = 30.0
+_RECENTLY_S = 60.0
 _TOLD_LOOKS, _LOOK_S = 20, 0.1
 _WAITS_FOR_DISK = "D"
 _STATE, _MAJOR_FAULTS = 0, 9  # words of /proc/PID/stat after the program's name in parentheses
@@ -24,7 +25,9 @@ class ServiceProcess:
         self.pid = pid
         self._process: psutil.Process | None = None
         self._is_local = is_local
-        self._num_oom_kills = _num_oom_kills() if is_local else 0
+        num_oom_kills = _num_oom_kills() if is_local else 0
+        self._oom_kills = (num_oom_kills, num_oom_kills)  # a minute or two ago, and since
+        self._noted_s = time.monotonic()
         self._num_read_back = 0
         if is_local:
             with suppress(psutil.NoSuchProcess):
@@ -39,7 +42,11 @@ class ServiceProcess:
         """Whether it has ended; False where that cannot be seen from here."""
         if not self._is_local:
             return False
-        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        has_ended = self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        if not has_ended and time.monotonic() - self._noted_s >= _RECENTLY_S:
+            self._oom_kills = self._oom_kills[1], _num_oom_kills()
+            self._noted_s = time.monotonic()
+        return has_ended
 
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal; False where that cannot be seen from here."""
@@ -58,9 +65,10 @@ class ServiceProcess:
 
     def how_it_ended(self) -> str:
         """Of one that is gone: that it died, or that it was killed for want of memory."""
-        if self._is_local and (_num_oom_kills() > self._num_oom_kills or killed_by_ray(self.pid)):
-            return KILLED_FOR_MEMORY
-        return "died"
+        if not self._is_local:
+            return "died"
+        is_by_kernel = _num_oom_kills() > self._oom_kills[0]  # counted before the process is gone
+        return KILLED_FOR_MEMORY if is_by_kernel or killed_by_ray(self.pid) else "died"
 
     def kill(self) -> None:
         """End it, stopped or not, and wait: until then it may write to the arena."""

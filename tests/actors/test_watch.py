@@ -84,3 +84,24 @@ def test_a_loss_for_want_of_memory_is_told_as_such(
     with pytest.raises(ServiceLost, match="the cpu0 service") as found:
         watch.check([0], 0)
     assert is_killed_for_memory(str(found.value)) == (who != "nobody")
+
+
+@pytest.mark.parametrize(("looks_since", "is_meant"), [(0, True), (1, True), (2, False)])
+def test_whom_the_kernel_killed_long_ago_says_nothing_of_a_service(
+    looks_since: int, is_meant: bool, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, now = [5], [0.0]
+    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: False)
+    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: count[0])
+    monkeypatch.setattr(service_process.time, "monotonic", lambda: now[0])
+    process = ServiceProcess(child.pid, is_local=True)
+    count[0] += 1
+    for _ in range(looks_since):
+        now[0] += 60
+        assert not process.is_gone()
+    monkeypatch.undo()
+    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: False)
+    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: count[0])
+    child.kill()
+    psutil.wait_procs([child])
+    assert process.is_gone() and is_killed_for_memory(process.how_it_ended()) == is_meant
