@@ -251,10 +251,14 @@ def chat_environment() -> ChatEnvironment:
             sort_keys=sort_keys,
         )
 
+    def strftime_now(form: str) -> str:
+        _require_small(_formatted_size(form, []))  # the C library reads widths too
+        return datetime.now().strftime(form)
+
     environment = ChatEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     return environment
