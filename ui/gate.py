@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ui.api.errors import ApiError
+from ui.headers import with_headers
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)
@@ -52,23 +53,20 @@ class Gate:
             return
         limit = _BodyLimit(receive, send, self._max_body_bytes)
         try:
-            self._check(scope["path"], Headers(scope=scope))
+            self._check(scope.get("method", ""), scope["path"], Headers(scope=scope))
             await self._app(scope, limit.receive, limit.send)
         except ApiError as error:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": ""})
             elif not limit.has_answered:
-                await send_error(send, error)
+                await send_error(limit.send, error)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
             raise ApiError(403, "this server answers to localhost alone", code="host_refused")
         by_password = self._require_key(path, headers)
-        origin = headers.get("origin")
-        if origin is not None and (self._local or by_password):
-            came_from = origin.lower().partition("://")[2]
-            if came_from != headers.get("host", "").lower():
-                raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
+        if (self._local or by_password) and _is_of_another_page(method, headers):
+            raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
@@ -109,7 +107,7 @@ class _BodyLimit:
 
     async def send(self, message: Message) -> None:
         self.has_answered = True
-        await self._send(message)
+        await self._send(with_headers(message))
 
 
 def too_large(most_bytes: int) -> ApiError:
@@ -137,6 +135,18 @@ def _name_of(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:
         return ""
+
+
+def _is_of_another_page(method: str, headers: Headers) -> bool:
+    """Whether a browser says that a page from elsewhere asks; a link from there may lead here."""
+    origin = headers.get("origin")
+    if origin is not None:
+        return origin.lower().partition("://")[2] != headers.get("host", "").lower()
+    # No Origin comes with what a page shows, such as pictures and frames.
+    if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+        return False
+    fetched_for = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest"))
+    return method != "GET" or fetched_for != ("navigate", "document")
 
 
 def _password(encoded: str) -> bytes:

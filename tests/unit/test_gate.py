@@ -69,6 +69,56 @@ def test_pages_of_others_are_refused(origin: str, status: int) -> None:
     assert ask(elsewhere, headers=bearer).status_code == 200
 
 
+NAVIGATION = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+PICTURE = {"Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+FRAME = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+
+
+@pytest.mark.parametrize(
+    ("method", "site", "headers", "status"),
+    [
+        ("GET", "same-origin", PICTURE, 200),
+        ("POST", "same-origin", {}, 200),
+        ("GET", "none", NAVIGATION, 200),
+        ("GET", "cross-site", NAVIGATION, 200),
+        ("GET", "cross-site", PICTURE, 403),
+        ("GET", "same-site", PICTURE, 403),
+        ("GET", "cross-site", FRAME, 403),
+        ("GET", "cross-site", {}, 403),
+        ("POST", "cross-site", NAVIGATION, 403),
+        ("GET", "news", PICTURE, 403),
+    ],
+)
+def test_what_pages_of_others_show_is_refused(
+    method: str, site: str, headers: dict[str, str], status: int
+) -> None:
+    """A browser sends no Origin with a picture's address; a link from elsewhere may lead here."""
+    told = {**headers, "Sec-Fetch-Site": site}
+    assert ask(gate(), method, headers=told).status_code == status
+    elsewhere = gate(["k"], local=False)
+    assert ask(elsewhere, method, headers=told, auth=("", "k")).status_code == status
+    assert ask(elsewhere, method, headers={**told, "Authorization": "Bearer k"}).is_success
+
+
+@pytest.mark.parametrize("host", ["localhost", "evil.example"])
+def test_every_answer_tells_browsers_where_they_may_go(host: str) -> None:
+    async def careless(scope: Any, receive: Any, send: Any) -> None:
+        await Response("a", headers={"Content-Security-Policy": "default-src *"})(
+            scope, receive, send
+        )
+
+    app = Gate(careless, keys=[], local=True, max_body_bytes=100)
+    headers = ask(app, headers={"Host": host}).headers
+    rules = headers["content-security-policy"].split("; ")
+    assert {"base-uri 'self'", "frame-ancestors 'none'", "form-action 'self'"} <= set(rules)
+    (sources,) = (rule for rule in rules if rule.startswith("default-src "))
+    assert set(sources.split()[1:]) <= {
+        "'self'", "data:", "blob:", "'unsafe-inline'", "'unsafe-eval'",
+    }  # fmt: skip
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
 @pytest.mark.parametrize(
     ("authorization", "status"),
     [

@@ -105,7 +105,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "ui": {
         "api": set(),
         "page": {"api"},
-        "gate": {"api"},
+        "headers": set(),
+        "gate": {"api", "headers"},
         "connections": {"api"},
         "serving": {"api", "connections", "gate"},
         "server": {"api", "page"},

@@ -1,0 +1,117 @@
+"""What of the page's framework is reached from outside, and what browsers are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Mount
+
+from actors.protocol.messages import SystemConfig
+from model.files.locate import DEMO_DIRECTORY
+from ui.api.backend import Backend, ServerSettings
+from ui.gate import Gate
+from ui.page.routes import PageRoutes, is_allowed
+from ui.server import create_app
+
+# What the page asks of the installed Gradio. Who adds a line here knows what it does.
+NEEDED = {
+    "/", "/assets/{path:path}", "/config", "/favicon.ico", "/static/{path:path}", "/theme.css",
+    "/gradio_api/component_server", "/gradio_api/component_server/",
+    "/gradio_api/heartbeat/{session_hash}", "/gradio_api/queue/data", "/gradio_api/queue/join",
+    "/gradio_api/run/{api_name}",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page() -> Any:
+    """A FastAPI application with a page that is mounted as the chat page is."""
+    gradio = pytest.importorskip("gradio")
+    from fastapi import FastAPI
+
+    from ui.page.page import mount_page
+
+    with gradio.Blocks(analytics_enabled=False) as blocks:
+        gradio.Markdown("a")
+    return mount_page(FastAPI(openapi_url=None, docs_url=None, redoc_url=None), blocks)
+
+
+def routes_of(routes: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Method and path of each route, of those in routers within routers too."""
+    for route in routes:
+        path = prefix + getattr(route, "path", "")
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        if inner:
+            yield from routes_of(inner, path)
+        else:
+            for method in getattr(route, "methods", None) or ():
+                yield method, path
+
+
+def gradio_of(page: Any) -> Any:
+    """Gradio's application, behind what keeps most of it closed."""
+    mounted = next(route for route in page.routes if isinstance(route, Mount))
+    assert isinstance(mounted.app, PageRoutes)
+    return mounted.app._app
+
+
+def test_of_gradios_routes_those_are_reached_that_the_page_needs(page: Any) -> None:
+    """A route of a later Gradio is refused until somebody has looked at it."""
+    found = set(routes_of(gradio_of(page).routes))
+    paths = {path for _, path in found}
+    outward = {"/gradio_api/file={path_or_url:path}", "/gradio_api/proxy={url_path:path}"}
+    assert outward | {"/gradio_api/upload", "/gradio_api/deep_link"} <= paths
+    open_paths = set()
+    for method, path in found:
+        values = ("a", "a/b.js", "https://example.org/a", "../a", "/etc/passwd")
+        for value in values:
+            if is_allowed(method, re.sub(r"\{[^}]*\}", value, path)):
+                open_paths.add(path)
+    assert open_paths == NEEDED
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=https://example.org/a.png", "/gradio_api/file=http://127.0.0.1:1/",
+        "/gradio_api/file%3Dhttps://example.org/", "/gradio_api//file=https://example.org/",
+        "/static/../gradio_api/file=https://example.org/", "/gradio_api/proxy=https://example.org/",
+        "/static/%2e%2e/a", "/gradio_api/upload", "/gradio_api/deep_link", "/monitoring",
+        "/gradio_api/vibe-code", "/gradio_api/run-history/buckets", "/login", "/logout",
+    ],
+)  # fmt: skip
+def test_what_leads_out_or_is_kept_is_refused(path: str) -> None:
+    asked: list[str] = []
+
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    for method in ("GET", "HEAD", "POST", "PUT"):
+        assert not is_allowed(method, path)
+        assert get(page_in_front_of(gradio), path, method).status_code in (404, 405)
+    assert asked == []
+    assert get(page_in_front_of(gradio), "/config").status_code == 200 and asked == ["/config"]
+
+
+def page_in_front_of(gradio: Any) -> Any:
+    """The server's whole application, with something else in Gradio's place."""
+    system: Any = None
+    backend = Backend(system, SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
+    app = create_app(backend)
+    app.router.routes.append(Mount("", app=PageRoutes(gradio)))
+    return Gate(app, keys=[], local=True, max_body_bytes=1000)
+
+
+def get(app: Any, path: str, method: str = "GET") -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(send())
