@@ -24,7 +24,7 @@ from model.errors import UsageError
 from model.files.locate import locate_model
 
 if TYPE_CHECKING:
-    from ui.api.backend import ServerSettings
+    from ui.api.backend import Backend, ServerSettings
     from ui.serving import LoadingGate, ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
@@ -132,7 +132,7 @@ def _serve(
     from ui.server import create_app
 
     backend = Backend(running, system, settings)
-    page = None if no_page else _page(running, settings.model_name)
+    page = None if no_page else _page(backend)
     server.use(create_app(backend, page))
     click.echo(f"hotcold serves {settings.model_name} at {url} (API: {url}/v1)")
     sys.stdout.flush()
@@ -177,7 +177,7 @@ def _name(model: str | None, path: Path) -> str:
     return model if model and not Path(model).expanduser().is_dir() else path.resolve().name
 
 
-def _page(running: System, model_name: str) -> Any:
+def _page(backend: Backend) -> Any:
     """The chat page, or None where what it needs is not installed."""
     if (
         importlib.util.find_spec("ui.page.page") is None
@@ -185,7 +185,7 @@ def _page(running: System, model_name: str) -> Any:
     ):
         return None
     build_page = importlib.import_module("ui.page.page").build_page
-    return build_page(running, model_name)
+    return build_page(backend)
 
 
 def _shown(loading_gate: LoadingGate) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, TokenEvent
+from actors.protocol.messages import GenerateRequest
 from actors.system import System
 
 
@@ -21,11 +21,14 @@ class LongWinded:
         self.is_on = False
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """As `System.generate`."""
-        request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
-        self.requests.append(request)
-        yield from self.system.generate(request)
+    def begin(self, method: str, *args: Any, control: bool = False) -> Any:
+        """As `System.begin`."""
+        if method == "submit":
+            (request,) = args
+            request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
+            self.requests.append(request)
+            args = (request,)
+        return self.system.begin(method, *args, control=control)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.system, name)
@@ -35,13 +38,16 @@ class LongWinded:
 def served_page(system: Any, model_name: str) -> Iterator[str]:
     """The page's address, until the end."""
     import uvicorn
-    from fastapi import FastAPI
 
-    from ui.page.page import build_page, mount_page
+    from ui.api.backend import Backend, ServerSettings
+    from ui.gate import Gate
+    from ui.page.page import build_page
+    from ui.server import create_app
 
-    app = FastAPI()
-    mount_page(app, build_page(system, model_name))
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning")
+    backend = Backend(system, system.call("describe"), ServerSettings(model_name))
+    app = create_app(backend, build_page(backend))
+    gate = Gate(app, keys=[], local=True, max_body_bytes=backend.settings.max_body_bytes)
+    config = uvicorn.Config(gate, host="127.0.0.1", port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model import reference
@@ -132,6 +133,12 @@ def completed(system: LongWinded, question: str, max_tokens: int = 512) -> Gener
     return system.system.complete(GenerateRequest(sampling, messages=messages))
 
 
+def ids_of(*messages: dict[str, str]) -> list[int]:
+    """The prompt of a conversation."""
+    prompts = Prompts(DEMO, read_config(DEMO), 1024)
+    return prompts.ids(GenerateRequest(SamplingParams(), messages=list(messages)))
+
+
 @pytest.fixture
 def long_winded(system: LongWinded) -> Iterator[None]:
     system.is_on = True
@@ -197,7 +204,7 @@ def test_retry_repeats_and_undo_takes_back(open_page, system) -> None:
         " && document.querySelector('#status').innerText.includes('tokens at')",
         arg=first,
     )
-    assert system.requests[-1].messages == [{"role": "user", "content": QUESTION}]
+    assert system.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
     assert page.locator("#chat .message.user").count() == 1
     wait_until_kept(page)
     page.get_by_role("button", name="Undo").click()
@@ -215,7 +222,8 @@ def test_settings_reach_the_request(open_page, system) -> None:
     wait_for_answer(page)
     request = system.requests[-1]
     assert request.sampling == SamplingParams(3, 0.7, 5, 0.5, 0.1, seed=42)
-    assert request.messages[0] == {"role": "system", "content": "Be brief."}
+    told = {"role": "system", "content": "Be brief."}
+    assert request.prompt_ids == ids_of(told, {"role": "user", "content": QUESTION})
     page.fill("#seed textarea, #seed input", "no number")
     page.fill("#question textarea", OTHER)
     page.press("#question textarea", "Enter")
@@ -253,8 +261,8 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
         )
         wait_for_answer(page)
         assert page.locator("#chat .message.user").count() == 1
-    asked = [request.messages for request in system.requests[-2:]]
-    assert asked == [[{"role": "user", "content": q}] for q in (QUESTION, OTHER)]
+    asked = [request.prompt_ids for request in system.requests[-2:]]
+    assert asked == [ids_of({"role": "user", "content": q}) for q in (QUESTION, OTHER)]
     kept = page.evaluate("localStorage.getItem('hotcold-conversations')")
     page.click("button#delete")
     page.wait_for_function("document.querySelectorAll('#conversations label').length == 1")
@@ -295,10 +303,7 @@ def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:
         for kind in ("hot", "computed", "gate", "skipped")
     }
     answer = completed(system, QUESTION)
-    from actors.driver.text.prompts import Prompts
-
-    prompts = Prompts(DEMO, read_config(DEMO), 1024)
-    prompt = prompts.ids(system.requests[-1])
+    prompt = system.requests[-1].prompt_ids
     # The last token was chosen, and not computed any more.
     expected = fired_neurons(monkeypatch, [*prompt, *answer.ids[:-1]])
     assert shown["computed"] == pytest.approx(expected, rel=0.01)  # gates about zero, in float32

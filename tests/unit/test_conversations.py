@@ -1,132 +1,252 @@
-"""A visitor's conversations, with a system that answers by the book."""
+"""A visitor's conversations, over a server whose system answers by the book."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from model.errors import ServiceError
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from model.errors import ServiceError, UsageError
+from model.files.locate import DEMO_DIRECTORY
 from model.sampling import SamplingParams
+from ui.api.backend import Backend, ServerSettings
+from ui.api.errors import ApiError
 from ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 
-SAMPLING = SamplingParams(temperature=0.0)
+Deliver = Callable[[TokenEvent | BaseException], None]
 
 
 class Book:
-    """Answers with the number of the messages it saw, in two parts, the second when let go."""
+    """A client that answers with the prompt's text, in two parts, the second when let go."""
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
-        self.cancelled: list[str] = []
-        self.may_go_on = threading.Event()
-        self.error: Exception | None = None
+        self.ended: list[str] = []
+        self.may_go_on = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
 
-    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
         self.requests.append(request)
-        if self.error is not None:
-            raise self.error
-        yield TokenEvent(f"{len(request.messages or [])} ")
-        assert self.may_go_on.wait(30)
-        result = Generation("", [1], "stop", 1, 0.1, 0.1)
-        yield TokenEvent("messages", result)
+        name = str(len(self.requests))
+        self.tasks.add(asyncio.create_task(self._answer(name, deliver)))
+        return name
 
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+    async def _answer(self, name: str, deliver: Deliver) -> None:
+        deliver(TokenEvent("said "))
+        await self.may_go_on.wait()
+        reason = "cancelled" if name in self.ended else "stop"
+        deliver(TokenEvent(name, Generation("", [1], reason, 1, 0.1, 0.1)))
 
+    def stop(self, name: str) -> None:
+        self.ended.append(name)
+        self.may_go_on.set()
 
-@pytest.fixture
-def book() -> Any:
-    return Book()
-
-
-def finished(conversation: Conversation) -> list[str]:
-    deadline = time.monotonic() + 30
-    while conversation.is_answering:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return [message["content"] for message in conversation.messages]
+    cancel = stop
 
 
-def test_questions_and_answers_take_turns(book) -> None:
-    book.may_go_on.set()
-    talk = Conversation()
-    talk.ask(book, "one?", SAMPLING, "", is_chat=True)
-    assert finished(talk) == ["one?", "1 messages"]
-    talk.ask(book, "two?", SAMPLING, "Be kind.", is_chat=True)
-    assert finished(talk)[2:] == ["two?", "4 messages"]
-    roles = [message["role"] for message in book.requests[1].messages]
-    assert roles == ["system", "user", "assistant", "user"]
+class Visit:
+    """A server of the demo model over a book, with room for three answers."""
+
+    def __init__(self, may_go_on: bool = True, **settings: Any) -> None:
+        config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
+        system: Any = None
+        settings = {"max_queue": 1, "max_tokens": 100, **settings}
+        self.backend = Backend(system, config, ServerSettings("demo", **settings))
+        self.book: Any = Book()
+        self.backend.client = self.book
+        if may_go_on:
+            self.book.may_go_on.set()
+
+    def ask(
+        self, talk: Conversation, question: str, system_prompt: str = "", is_chat: bool = True,
+        max_tokens: int = 8,
+    ) -> None:  # fmt: skip
+        sampling = SamplingParams(max_tokens, temperature=0.0)
+        talk.ask(self.backend, question, sampling, system_prompt, is_chat)
+
+    def ids(self, *messages: str, system: str = "") -> list[int]:
+        told = [{"role": "system", "content": system}] if system else []
+        roles = ["user", "assistant"] * len(messages)
+        told += [{"role": role, "content": m} for role, m in zip(roles, messages, strict=False)]
+        return self.backend.prompts.ids(GenerateRequest(SamplingParams(), messages=told))
+
+
+async def finished(talk: Conversation) -> list[str]:
+    async with asyncio.timeout(30):
+        while talk.is_answering:
+            await asyncio.sleep(0.001)
+    return [message["content"] for message in talk.messages]
+
+
+async def until_said(talk: Conversation) -> None:
+    """Until the first part of the answer is there."""
+    async with asyncio.timeout(30):
+        while not talk.messages[-1]["content"]:
+            await asyncio.sleep(0.001)
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A coroutine as a test."""
+
+    def run() -> None:
+        asyncio.run(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@in_loop
+async def test_questions_and_answers_take_turns() -> None:
+    visit, talk = Visit(), Conversation()
+    visit.ask(talk, "one?")
+    assert await finished(talk) == ["one?", "said 1"]
+    visit.ask(talk, "two?", "Be kind.")
+    assert (await finished(talk))[2:] == ["two?", "said 2"]
+    first, second = (request.prompt_ids for request in visit.book.requests)
+    assert first == visit.ids("one?")
+    assert second == visit.ids("one?", "said 1", "two?", system="Be kind.")
     assert talk.title == "one?"
     assert talk.cut(3) == "two?"
-    assert finished(talk) == ["one?", "1 messages"]
+    assert await finished(talk) == ["one?", "said 1"]
     assert talk.cut(0) == "one?"
     assert (talk.messages, talk.title) == ([], NO_TITLE)
 
 
-def test_two_answers_grow_at_once(book) -> None:
-    history = ChatHistory()
+@in_loop
+async def test_two_answers_grow_at_once() -> None:
+    visit, history = Visit(may_go_on=False), ChatHistory()
     first = history.open
-    first.ask(book, "one?", SAMPLING, "", is_chat=True)
+    visit.ask(first, "one?")
     history.start_new()
     second = history.open
-    second.ask(book, "a longer question " * 9, SAMPLING, "", is_chat=True)
+    visit.ask(second, "a longer question " * 3)
     assert first.is_answering and second.is_answering
     history.start_new()
-    history.remove_open(book)
-    assert not book.cancelled
-    book.may_go_on.set()
-    assert finished(first)[1] == finished(second)[1] == "1 messages"
+    history.remove_open()
+    for talk in (first, second):
+        await until_said(talk)
+    assert not visit.book.ended
+    visit.book.may_go_on.set()
+    said = [(await finished(talk))[1] for talk in (first, second)]
+    assert sorted(said) == ["said 1", "said 2"]
     assert len(second.title) == 40
 
 
-def test_stop_and_leaving_cancel_what_runs(book) -> None:
-    history = ChatHistory()
-    history.open.stop(book)
-    history.open.ask(book, "one?", SAMPLING, "", is_chat=True)
-    history.stop_all(book)
-    assert book.cancelled == [history.open.request_id]
-    book.may_go_on.set()
-    finished(history.open)
+@in_loop
+async def test_stop_and_leaving_end_what_runs() -> None:
+    visit, history = Visit(may_go_on=False), ChatHistory()
+    history.open.stop()
+    visit.ask(history.open, "one?")
+    await until_said(history.open)
+    assert visit.book.ended == []
+    history.stop_all()
+    assert visit.book.ended == ["1"]
+    await finished(history.open)
+    assert history.open.result is not None
+    assert (history.open.result.finish_reason, history.open.error) == ("cancelled", "")
 
 
-def test_an_error_leaves_the_question(book) -> None:
-    talk = Conversation()
-    book.error = ServiceError("the cpu0 service died; start again")
-    talk.ask(book, "one?", SAMPLING, "", is_chat=True)
-    assert finished(talk) == ["one?"]
+@in_loop
+async def test_an_answer_that_is_stopped_before_it_begins_ends_too() -> None:
+    visit, talk = Visit(may_go_on=False), Conversation()
+    visit.ask(talk, "one?")
+    talk.stop()
+    assert (await finished(talk))[0] == "one?"
+    assert visit.book.ended == ["1"] and talk.error == ""
+
+
+@in_loop
+async def test_the_page_has_the_servers_limits() -> None:
+    """Its answers take places beside the API's, and end at the same deadline and length."""
+    visit = Visit(may_go_on=False)
+    talks = [Conversation() for _ in range(4)]
+    for talk in talks:
+        visit.ask(talk, "one?")
+    assert await finished(talks[3]) == ["one?"]
+    assert "queue is full" in talks[3].error and visit.backend.num_active == 3
+    other = GenerateRequest(SamplingParams(), prompt="a")
+    with pytest.raises(ApiError, match="queue is full"):
+        await visit.backend.start(1, partial(visit.backend.encoded, other))
+    visit.book.may_go_on.set()
+    for talk in talks[:3]:
+        await finished(talk)
+    assert visit.backend.num_active == 0
+    visit.ask(talks[0], "two?", max_tokens=101)
+    await finished(talks[0])
+    assert "this server allows 100" in talks[0].error and len(visit.book.requests) == 3
+    hasty = Visit(may_go_on=False, request_timeout_s=0.05)
+    hasty.ask(talks[1], "two?")
+    await finished(talks[1])
+    assert "longer than 0.05 s" in talks[1].error and hasty.backend.num_active == 0
+
+
+@in_loop
+async def test_an_error_leaves_the_question() -> None:
+    visit, talk = Visit(), Conversation()
+
+    async def submit(request: GenerateRequest, deliver: Deliver) -> str:
+        raise ServiceError("the cpu0 service died; start again")
+
+    visit.backend.client.submit = submit  # type: ignore[method-assign]
+    visit.ask(talk, "one?")
+    assert await finished(talk) == ["one?"]
     assert talk.error == "the cpu0 service died; start again"
-    book.error = None
-    book.may_go_on.set()
+    visit.backend.client = Book()  # type: ignore[assignment]
+    visit.backend.client.may_go_on.set()  # type: ignore[attr-defined]
     assert talk.cut(0) == "one?"
-    talk.ask(book, "one?", SAMPLING, "", is_chat=True)
-    assert (finished(talk)[1], talk.error) == ("1 messages", "")
+    visit.ask(talk, "one?")
+    assert ((await finished(talk))[1], talk.error) == ("said 1", "")
 
 
-def test_without_a_chat_template_the_text_is_the_prompt(book) -> None:
-    book.may_go_on.set()
-    talk = Conversation()
-    talk.ask(book, "Once upon", SAMPLING, "unused", is_chat=False)
-    finished(talk)
-    assert (book.requests[0].prompt, book.requests[0].messages) == ("Once upon", None)
+@in_loop
+async def test_without_a_chat_template_the_text_is_the_prompt() -> None:
+    visit, talk = Visit(), Conversation()
+    visit.ask(talk, "Once upon", "unused", is_chat=False)
+    await finished(talk)
+    text = GenerateRequest(SamplingParams(), prompt="Once upon")
+    assert visit.book.requests[0].prompt_ids == visit.backend.prompts.ids(text)
 
 
-def test_what_a_browser_kept_comes_back(book) -> None:
-    book.may_go_on.set()
-    history = ChatHistory()
-    history.open.ask(book, "one?", SAMPLING, "", is_chat=True)
-    finished(history.open)
+@in_loop
+async def test_what_a_browser_kept_comes_back() -> None:
+    visit, history = Visit(), ChatHistory()
+    visit.ask(history.open, "one?")
+    await finished(history.open)
     kept = history.saved()
     other = ChatHistory()
     other.restore(copy.deepcopy(kept))
     other.restore(copy.deepcopy(kept))
     assert [item.title for item in other.conversations] == [NO_TITLE, "one?"]
     assert other.saved() == kept
+
+
+def test_what_a_visitor_may_keep_is_bounded() -> None:
+    def kept(prefix: str, count: int, length: int) -> list[Any]:
+        turn = {"role": "user", "content": "x" * length}
+        return [{"id": f"{prefix}{n}", "messages": [turn]} for n in range(count)]
+
+    history = ChatHistory()
+    for prefix in "abc":
+        history.restore(kept(prefix, 40, 1))
+    history.restore(kept("d", 1, 1))
+    assert len(history.conversations) == 50
+    for conversation in list(history.conversations):
+        history.open_id = conversation.id
+        conversation.messages = [{"role": "user", "content": "x"}]
+        history.start_new()
+    assert len(history.conversations) == 50
+    large = ChatHistory()
+    for prefix in "abcd":
+        large.restore(kept(prefix, 3, 300_000))
+    assert sum(item.num_chars for item in large.conversations) == 900_000
+    large.require_room("x" * 100_000)
+    with pytest.raises(UsageError, match="delete one"):
+        large.require_room("x" * 200_000)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Backend:
         """`config` is the system's."""
         path = Path(config.model_path)
         model_config = read_config(path)
+        self.system = system
         self.settings = settings
         self.client = AsyncClient(system)
         self.prompts = Prompts(path, model_config, config.context_length)
@@ -64,6 +65,10 @@ class Backend:
                 raise ApiError(
                     400, f"max_tokens is {wanted}; this server allows {most}", param="max_tokens"
                 )
+
+    async def encoded(self, request: GenerateRequest) -> list[GenerateRequest]:
+        """A request with its token ids, checked, in place of its text. Errors: PromptError."""
+        return [await asyncio.to_thread(self.prompts.checked, request)]
 
     async def prompt_ids(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
         """Token ids of each request, checked. Errors: PromptError."""

@@ -18,10 +18,10 @@ class ChatSettings:
     inputs: list[gr.components.Component]
 
 
-def settings_form(path: Path, context_length: int, is_chat: bool) -> ChatSettings:
-    """An accordion of settings, at what the model's own files recommend."""
+def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
+    """Settings at what the model's own files recommend; answers have at most `longest` tokens."""
     defaults = SamplingParams.defaults(path)
-    longest = max(1, context_length - 1)
+    longest = max(1, longest)
     with gr.Accordion("Settings", open=False):
         system_prompt = gr.Textbox(
             label="System prompt",

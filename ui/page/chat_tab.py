@@ -1,6 +1,6 @@
 """The chat: conversations on one side, the open one beside them, the live panel on the other.
 
-A thread reads each answer (`ui.page.conversations`); what a visitor sees is painted from the open
+A task reads each answer (`ui.page.conversations`); what a visitor sees is painted from the open
 conversation a few times a second, whichever answers are under way.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 import gradio as gr
 
 from actors.protocol.messages import Generation
-from actors.system import System
 from model.errors import HotcoldError
+from ui.api.backend import Backend
 from ui.page.chat_settings import ChatSettings, read_settings
 from ui.page.conversations import ChatHistory, Conversation
 
 _PAINT_S = 0.15
-_MOST_HISTORIES = 200
+MOST_VISITORS = 200  # whose conversations the server holds; browsers keep them too
 _SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
 _TELL_PANEL = "() => { window.dispatchEvent(new Event('hotcold-run')) }"
 
@@ -26,9 +26,9 @@ _TELL_PANEL = "() => { window.dispatchEvent(new Event('hotcold-run')) }"
 class ChatTab:
     """Components and what happens at their events; made inside a `gr.Blocks`."""
 
-    def __init__(self, system: System, is_chat: bool) -> None:
+    def __init__(self, backend: Backend, is_chat: bool) -> None:
         """Not `is_chat`: the model continues texts, because it has no chat template."""
-        self._system = system
+        self._backend = backend
         self._is_chat = is_chat
         self._histories: OrderedDict[str, ChatHistory] = OrderedDict()  # by Gradio's session
 
@@ -105,8 +105,8 @@ class ChatTab:
         key = str(request.session_hash)
         history = self._histories.setdefault(key, ChatHistory())
         self._histories.move_to_end(key)
-        while len(self._histories) > _MOST_HISTORIES:
-            self._histories.popitem(last=False)[1].stop_all(self._system)
+        while len(self._histories) > MOST_VISITORS:
+            self._histories.popitem(last=False)[1].stop_all()
         return history
 
     def _view(self, history: ChatHistory, question: Any = None) -> tuple[Any, ...]:
@@ -142,11 +142,12 @@ class ChatTab:
         conversation = history.open
         try:
             system_prompt, sampling = read_settings(settings)
+            history.require_room(question)
         except HotcoldError as error:
             conversation.error = str(error)
             yield self._view(history, question)
             return
-        conversation.ask(self._system, question, sampling, system_prompt, self._is_chat)
+        conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat)
         yield self._view(history, "")
         async for view in self._follow(history, conversation):
             yield view
@@ -184,33 +185,33 @@ class ChatTab:
         async for view in self._answer(history, question or asked, settings):
             yield view
 
-    def _undo(self, event: gr.UndoData, request: gr.Request) -> tuple[Any, ...]:
+    async def _undo(self, event: gr.UndoData, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
         if history.open.is_answering or not 0 <= int(event.index) < len(history.open.messages):
             return self._view(history)
         return self._view(history, history.open.cut(int(event.index)))
 
-    def _end_answer(self, request: gr.Request) -> None:
-        self._history(request).open.stop(self._system)
+    async def _end_answer(self, request: gr.Request) -> None:
+        self._history(request).open.stop()
 
-    def _restore(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
+    async def _restore(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
         history.restore(saved)
         return self._view(history)
 
-    def _start_new(self, request: gr.Request) -> tuple[Any, ...]:
+    async def _start_new(self, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
         history.start_new()
         return self._view(history)
 
-    def _remove(self, request: gr.Request) -> tuple[Any, ...]:
+    async def _remove(self, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
-        history.remove_open(self._system)
+        history.remove_open()
         return self._view(history)
 
-    def _clear(self, request: gr.Request) -> tuple[Any, ...]:
+    async def _clear(self, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
-        history.clear_open(self._system)
+        history.clear_open()
         return self._view(history)
 
     async def _choose(self, chosen: str, request: gr.Request) -> AsyncIterator[tuple[Any, ...]]:
@@ -219,14 +220,14 @@ class ChatTab:
             history.open_id = chosen
         yield self._view(history)
 
-    def _save(self, request: gr.Request) -> list[dict[str, Any]]:
+    async def _save(self, request: gr.Request) -> list[dict[str, Any]]:
         return self._history(request).saved()
 
-    def _leave(self, request: gr.Request) -> None:
+    async def _leave(self, request: gr.Request) -> None:
         """The visitor has closed the page: nobody reads the answers any more."""
         history = self._histories.pop(str(request.session_hash), None)
         if history is not None:
-            history.stop_all(self._system)
+            history.stop_all()
 
 
 def _status(conversation: Conversation) -> str:

@@ -1,31 +1,35 @@
-"""The conversations of one visitor, and the thread that reads an answer."""
+"""The conversations of one visitor, and the task that reads an answer."""
 
-import threading
+import asyncio
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from actors.protocol.failures import first_line
 from actors.protocol.messages import GenerateRequest, Generation
-from actors.system import System
-from model.errors import HotcoldError
+from model.errors import UsageError
 from model.sampling import SamplingParams
+from ui.api.backend import Answers, Backend
+from ui.api.errors import as_api_error
 
 Message = dict[str, str]
 _TITLE_LENGTH = 40
 _MOST_KEPT = 50  # conversations; the oldest are forgotten
+_MOST_CHARS = 1 << 20  # of all conversations of a visitor
 NO_TITLE = "New conversation"
 
 
 @dataclass
 class Conversation:
-    """Questions and answers in turn. While `request_id` is set, the last answer grows."""
+    """Questions and answers in turn, all in the server's loop."""
 
     messages: list[Message] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    request_id: str = ""
     result: Generation | None = None
     error: str = ""
+    _reading: asyncio.Task[None] | None = None  # while the last answer grows
+    _answers: Answers | None = None
+    _is_stopped: bool = False
 
     @property
     def title(self) -> str:
@@ -36,17 +40,22 @@ class Conversation:
     @property
     def is_answering(self) -> bool:
         """Whether an answer is under way."""
-        return bool(self.request_id)
+        return self._reading is not None
+
+    @property
+    def num_chars(self) -> int:
+        """Of all messages."""
+        return sum(len(message["content"]) for message in self.messages)
 
     def ask(
         self,
-        system: System,
+        backend: Backend,
         question: str,
         sampling: SamplingParams,
         system_prompt: str,
         is_chat: bool,
     ) -> None:
-        """Add a question and let a thread read its answer; see `GenerateRequest` for its parts.
+        """Add a question and begin to read its answer, in the server's loop.
 
         Not `is_chat`: the model has no chat template, and goes on with the question's text alone.
         """
@@ -56,31 +65,32 @@ class Conversation:
             sampling,
             messages=[*messages, *map(dict, self.messages)] if is_chat else None,
             prompt=None if is_chat else question,
-            request_id=uuid.uuid4().hex,
         )
         answer = {"role": "assistant", "content": ""}
         self.messages.append(answer)
-        self.request_id, self.result, self.error = request.request_id, None, ""
-        threading.Thread(target=self._read, args=(system, request, answer), daemon=True).start()
+        self.result, self.error, self._is_stopped = None, "", False
+        self._reading = asyncio.create_task(self._read(backend, request, answer))
 
-    def _read(self, system: System, request: GenerateRequest, answer: Message) -> None:
+    async def _read(self, backend: Backend, request: GenerateRequest, answer: Message) -> None:
         try:
-            for event in system.generate(request):
+            self._answers = await backend.start(1, partial(backend.encoded, request))
+            if self._is_stopped:
+                self._answers.stop()
+            async for _, event in self._answers.events():
                 answer["content"] += event.text
                 self.result = event.result
-        except HotcoldError as error:
-            self.error = str(error)
-        except Exception as error:  # shown, because nobody else would see it
-            self.error = first_line(error)
+        except Exception as error:
+            self.error = as_api_error(error).message
         finally:
             if self.error and not answer["content"]:
                 self.messages.remove(answer)
-            self.request_id = ""
+            self._answers = self._reading = None
 
-    def stop(self, system: System) -> None:
+    def stop(self) -> None:
         """End the answer that is under way, if one is; what was said stays."""
-        if self.request_id:
-            system.cancel(self.request_id)
+        self._is_stopped = True
+        if self._answers is not None:
+            self._answers.stop()
 
     def cut(self, index: int) -> str:
         """Take back everything from the question at or before message `index`; that question."""
@@ -116,28 +126,36 @@ class ChatHistory:
         if empty is None:
             empty = Conversation()
             self.conversations.insert(0, empty)
+            for oldest in self.conversations[_MOST_KEPT:]:
+                oldest.stop()
+            del self.conversations[_MOST_KEPT:]
         self.open_id = empty.id
 
-    def remove_open(self, system: System) -> None:
+    def require_room(self, question: str) -> None:
+        """Raise UsageError where a question would make the conversations too long to keep."""
+        if sum(item.num_chars for item in self.conversations) + len(question) > _MOST_CHARS:
+            raise UsageError("the conversations are too long to keep; delete one")
+
+    def remove_open(self) -> None:
         """Forget the conversation that is open, and open another."""
         gone = self.open
-        gone.stop(system)
+        gone.stop()
         self.conversations.remove(gone)
         if not self.conversations:
             self.conversations = [Conversation()]
         self.open_id = self.conversations[0].id
 
-    def clear_open(self, system: System) -> None:
+    def clear_open(self) -> None:
         """Take back all that was said in the conversation that is open."""
-        self.open.stop(system)
+        self.open.stop()
         fresh = Conversation()
         self.conversations[self.conversations.index(self.open)] = fresh
         self.open_id = fresh.id
 
-    def stop_all(self, system: System) -> None:
+    def stop_all(self) -> None:
         """End all answers: the visitor has left."""
         for conversation in self.conversations:
-            conversation.stop(system)
+            conversation.stop()
 
     def saved(self) -> list[dict[str, Any]]:
         """What a browser keeps: conversations that hold something, without what is under way."""
@@ -149,7 +167,11 @@ class ChatHistory:
         items = saved if isinstance(saved, list) else []
         found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
-        self.conversations += [item for item in found if item.id not in known][:_MOST_KEPT]
+        for item in found:
+            room = _MOST_CHARS - sum(one.num_chars for one in self.conversations)
+            if len(self.conversations) < _MOST_KEPT and item.num_chars <= room:
+                self.conversations += [item] if item.id not in known else []
+                known.add(item.id)
 
 
 def _restored(item: Any) -> Conversation | None:
