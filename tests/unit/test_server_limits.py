@@ -20,6 +20,7 @@ from actors.protocol.messages import (
 )
 from model.errors import ServiceError
 from model.files.locate import DEMO_DIRECTORY
+from ui.api import sse
 from ui.api.backend import Backend, ServerSettings
 from ui.api.completions import CompletionRoute
 from ui.api.schemas import CompletionRequest, parse
@@ -27,6 +28,7 @@ from ui.api.tokens import TokenTexts
 from ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
+_PATIENCE_S = 60.0
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -53,19 +55,23 @@ class Client:
         return DriverLoad(1, 2, 0.25)
 
 
-def make_backend(client: Client, num_active: int = 0) -> Backend:
+def make_backend(client: Client, num_active: int = 0, timeout_s: float = _PATIENCE_S) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
     system: Any = None
-    backend = Backend(system, config, ServerSettings("demo", 1, 100, request_timeout_s=0.2))
+    backend = Backend(system, config, ServerSettings("demo", 1, 100, timeout_s))
     backend.client = client  # type: ignore[assignment]
     backend.num_active = num_active
     return backend
 
 
 def ask(
-    client: Client, path: str = "/v1/completions", num_active: int = 0, **body: Any
+    client: Client,
+    path: str = "/v1/completions",
+    num_active: int = 0,
+    timeout_s: float = _PATIENCE_S,
+    **body: Any,
 ) -> tuple[httpx.Response, Backend]:
-    backend = make_backend(client, num_active)
+    backend = make_backend(client, num_active, timeout_s)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
@@ -88,14 +94,14 @@ def test_an_answer_is_put_together() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_too_long_is_cancelled(stream: bool) -> None:
     client = Client()
-    answer, backend = ask(client, prompt=[1, 2], n=2, stream=stream)
+    answer, backend = ask(client, timeout_s=0.2, prompt=[1, 2], n=2, stream=stream)
     assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout"
     assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     client = Client(TokenEvent("a", None, 1))
-    answer, backend = ask(client, prompt=[1, 2], stream=True)
+    answer, backend = ask(client, timeout_s=1, prompt=[1, 2], stream=True)
     first, last = (json.loads(line[6:]) for line in answer.text.split("\n\n")[:2])
     assert answer.status_code == 200
     assert first["choices"][0]["text"] == "a" and last["error"]["type"] == "timeout"
@@ -133,7 +139,7 @@ def test_the_deadline_counts_what_comes_before_the_queue(monkeypatch: pytest.Mon
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Backend, "prompt_ids", stuck)
-    answer, backend = ask(Client(END), prompt=[1])
+    answer, backend = ask(Client(END), timeout_s=0.2, prompt=[1])
     assert answer.status_code == 504 and backend.num_active == 0
 
 
@@ -155,52 +161,59 @@ def test_those_who_run_and_wait_leave_less_room(num_active: int, status: int) ->
     assert backend.num_active == num_active
 
 
-def stalled(client: Client, events_before: int) -> tuple[Backend, list[int]]:
-    """A stream whose client reads `events_before` pieces; places taken when the next one waits."""
+async def begun(backend: Backend) -> sse.EventStream:
+    """A stream of two answers, of which nothing is sent yet."""
+    body = parse(CompletionRequest, b'{"prompt": [1, 2], "n": 2, "stream": true}')
+    return await CompletionRoute(backend, TokenTexts(backend.prompts.tokenizer)).stream(body)
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_a_client_that_does_not_read_is_given_up_at_the_deadline(num_read: int) -> None:
+    client = Client(TokenEvent("a", None, 1))
     backend = make_backend(client)
-    app, places = create_app(backend), []
-    body = json.dumps({"prompt": [1, 2], "n": 2, "stream": True}).encode()
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
-        "server": ("localhost", 80), "client": ("localhost", 1), "root_path": "",
-    }  # fmt: skip
+    places = []
 
     async def run() -> None:
-        asked = iter([{"type": "http.request", "body": body, "more_body": False}])
-        num_sent = 0
-
-        async def receive() -> Any:
-            for message in asked:
-                return message
-            await asyncio.Event().wait()
+        stream = await begun(backend)
+        now = asyncio.get_running_loop().time()
+        assert stream.deadline is not None and 0 < stream.deadline - now <= _PATIENCE_S
+        stream.deadline = now
+        sent: list[Any] = []
 
         async def send(message: Any) -> None:
-            nonlocal num_sent
-            if num_sent == events_before:
+            if len(sent) == num_read:
                 places.append(backend.num_active)
-                await asyncio.Event().wait()
-            num_sent += 1
+                await never()
+            sent.append(message)
 
-        async with asyncio.timeout(30):
-            await app(scope, receive, send)
+        async with asyncio.timeout(_PATIENCE_S):
+            await stream({"type": "http"}, never, send)
 
     asyncio.run(run())
-    return backend, places
-
-
-@pytest.mark.parametrize("events_before", [0, 1, 2])
-def test_a_client_that_does_not_read_is_given_up_at_the_deadline(events_before: int) -> None:
-    client = Client(TokenEvent("a", None, 1))
-    backend, places = stalled(client, events_before)
     assert places == [2]
     assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
 
 
 def test_a_place_is_free_when_the_driver_has_delivered() -> None:
     client = Client(TokenEvent("a", None, 1), END)
-    _, places = stalled(client, 1)
-    assert places == [0]
+    backend = make_backend(client)
+
+    async def run() -> None:
+        stream = await begun(backend)
+        assert backend.num_active == 0, "nothing was read yet, but all is there"
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        await stream({"type": "http"}, never, send)
+        assert sent[-2:] == [sse.DONE, b""]
+
+    asyncio.run(run())
     assert client.cancelled == []
 
 
@@ -209,19 +222,14 @@ def test_a_stream_that_its_client_left_before_it_began_frees_its_places() -> Non
     backend = make_backend(client)
 
     async def run() -> None:
-        body = parse(CompletionRequest, b'{"prompt": [1], "stream": true}')
-        texts = TokenTexts(backend.prompts.tokenizer)
-        stream = await CompletionRoute(backend, texts).stream(body)
-        assert backend.num_active == 1
+        stream = await begun(backend)
+        assert backend.num_active == 2
 
         async def gone() -> Any:
             return {"type": "http.disconnect"}
 
-        async def full(message: Any) -> None:
-            await asyncio.Event().wait()
-
-        await stream({"type": "http"}, gone, full)
-        assert backend.num_active == 0 and client.cancelled == ["1"]
+        await stream({"type": "http"}, gone, never)
+        assert backend.num_active == 0 and sorted(client.cancelled) == ["1", "2"]
 
     asyncio.run(run())
 

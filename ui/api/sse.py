@@ -67,7 +67,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._content = content
-        self._deadline = deadline
+        self.deadline = deadline
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ class EventStream(Response):
         headers = self.raw_headers
 
         async def in_time(message: Message) -> None:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self.deadline):
                 await send(message)
 
         start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
