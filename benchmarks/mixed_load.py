@@ -1,14 +1,17 @@
-"""An hour of everything at once against one server: what it answers, and whether it grows.
+"""An hour of everything at once against one server: what it answers, and what it goes on holding.
 
     python -m benchmarks.mixed_load --minutes 60 --out benchmarks/results/mixed-load
 
 Starts `hotcold serve` with the demo model. Clients ask without pause: greedy and drawn answers to
 prompts of 1 to 400 tokens, streamed or not, some of which they leave in the middle, and bad
 requests. Every whole answer is compared with that of the same server asked one request at a time.
-Meanwhile memory, open files and shared memory of all its processes are read from /proc.
+Beside them are hostile clients (`benchmarks.hostile_clients`): they ask nothing, read nothing, or
+ask for far too much. Memory, open files, threads and shared memory of all its processes are read
+from /proc meanwhile, and when everybody has gone; then all places must be free.
 """
 
 import http.client
+import json
 import subprocess
 import sys
 import threading
@@ -21,7 +24,8 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.load_clients import CONTEXT, Client, Tally, make_questions
+from benchmarks.hostile_clients import Flood, SilentClient, StalledReader
+from benchmarks.load_clients import CONTEXT, Client, Tally, make_questions, post
 from benchmarks.process_memory import memory_of, shared_memory_bytes
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from jobs.support.listening import listen
@@ -31,6 +35,9 @@ from placement.machine.survey import usable_cores
 _START_S = 180.0
 _SAMPLE_S = 10.0
 _WARM_S = 300.0  # growth is looked for after that
+_SETTLE_S = 60.0  # for what has ended to be cleaned up
+_PARALLEL = 8  # as `hotcold serve` has it
+_PLACES = 72  # for answers that run or wait
 
 
 def role_of(process: psutil.Process) -> str:
@@ -81,21 +88,24 @@ class Sampler:
         }
 
 
-def growth(samples: list[Json]) -> Json:
-    """Each figure in the minute after the fifth, and in the last one."""
+def growth(before: Json, samples: list[Json], after: Json) -> Json:
+    """Each figure before the load, in the minute after the fifth, in the last one, and after."""
     warm = [s for s in samples if s["at_s"] >= min(_WARM_S, samples[-1]["at_s"] / 3)]
     length = max(1, round(60 / _SAMPLE_S))
     found: Json = {}
     for name in ("server", "driver", "services", "Ray"):
-        values = [s["resident_mb"].get(name, 0.0) for s in warm]
-        found[f"resident MB, {name}"] = [median(values[:length]), median(values[-length:])]
+        values = [s["resident_mb"].get(name, 0.0) for s in (before, *warm, after)]
+        found[f"resident MB, {name}"] = _four(values, length)
     for name in ("open_files", "threads", "processes", "shared_memory_mb"):
-        values = [s[name] for s in warm]
-        found[name.replace("_", " ").replace(" mb", ", MB")] = [
-            median(values[:length]),
-            median(values[-length:]),
-        ]
+        values = [s[name] for s in (before, *warm, after)]
+        found[name.replace("_", " ").replace(" mb", ", MB")] = _four(values, length)
     return found
+
+
+def _four(values: list[float], length: int) -> list[float]:
+    """The first, medians of `length` at both ends of what is between, and the last."""
+    first, *between, last = values
+    return [first, median(between[:length]), median(between[-length:]), last]
 
 
 def percentiles(values: list[float]) -> list[float]:
@@ -119,11 +129,11 @@ def table_of(report: Json) -> str:
         "| to the first token | {:.2f} | {:.2f} |".format(*report["first_token_s"]),
         "| of an answer | {:.2f} | {:.2f} |".format(*report["answer_s"]),
         "",
-        "| held | after five minutes | at the end |",
-        "| --- | --- | --- |",
+        "| held | before | after five minutes | at the end | when all have gone |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for name, (before, after) in report["growth"].items():
-        lines.append(f"| {name} | {before:.1f} | {after:.1f} |")
+    for name, figures in report["growth"].items():
+        lines.append(f"| {name} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -140,11 +150,33 @@ def wait_until_ready(port: int, server: "subprocess.Popen[bytes]") -> None:
     raise click.ClickException("the server does not become ready")
 
 
+def all_places_free(port: int, places: int) -> bool:
+    """Whether so many answers are taken at once, which is all that the server takes."""
+    body = {"prompt": [5], "max_tokens": 1, "n": places}
+    connection, response = post(port, json.dumps(body).encode())
+    response.read()
+    connection.close()
+    return response.status == 200
+
+
+def settled(port: int, sampler: "Sampler", before: Json) -> Json:
+    """What is held once all places are free and no more files are open than `before`, or late."""
+    deadline, found = time.monotonic() + _SETTLE_S, sampler.sample()
+    while time.monotonic() < deadline and found["open_files"] > before["open_files"]:
+        time.sleep(1)
+        found = sampler.sample()
+    return {**found, "all_places_free": all_places_free(port, _PLACES)}
+
+
 def run_load(port: int, pid: int, clients: int, minutes: float, num_questions: int) -> Json:
     """Ask one at a time, then everything at once; the report's figures."""
     questions = make_questions(port, num_questions)
     tally, sampler, ended = Tally(), Sampler(psutil.Process(pid)), threading.Event()
+    if not all_places_free(port, _PLACES):
+        raise click.ClickException(f"the server does not take {_PLACES} answers at once")
+    before = sampler.sample()
     runners: list[Any] = [Client(port, questions, tally, n) for n in range(clients)]
+    runners += [SilentClient(port, tally), StalledReader(port, tally), Flood(port, tally, 1)]
     threads = [threading.Thread(target=r.run_until, args=(ended,)) for r in (*runners, sampler)]
     started = time.monotonic()
     for thread in threads:
@@ -155,15 +187,19 @@ def run_load(port: int, pid: int, clients: int, minutes: float, num_questions: i
     ended.set()
     for thread in threads:
         thread.join()
+    took_s = time.monotonic() - started
+    after = settled(port, sampler, before)
+    if not after["all_places_free"]:
+        tally.add_wrong("places are still taken when everybody has gone")
     return {
         "clients": clients,
         "minutes": minutes,
         "outcomes": dict(tally.outcomes),
         "wrong": tally.wrong[:20],
-        "tokens_per_s": tally.num_tokens / (time.monotonic() - started),
+        "tokens_per_s": tally.num_tokens / took_s,
         "first_token_s": percentiles(tally.first_token_s),
         "answer_s": percentiles(tally.answer_s),
-        "growth": growth(sampler.samples),
+        "growth": growth(before, sampler.samples, after),
         "samples": sampler.samples[:: max(1, len(sampler.samples) // 60)],
     }
 
@@ -179,7 +215,8 @@ def main(minutes: float, clients: int, questions: int, out: Path | None) -> None
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "jobs.cli", "serve", "--port", str(port)]
-    server = subprocess.Popen([*command, "--kv-tokens", str(8 * CONTEXT)])
+    queue = str(_PLACES - _PARALLEL)
+    server = subprocess.Popen([*command, "--kv-tokens", str(8 * CONTEXT), "--queue", queue])
     try:
         wait_until_ready(port, server)
         report = where_and_when(locate_model(None), len(usable_cores()))
