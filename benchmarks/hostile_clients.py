@@ -43,14 +43,14 @@ def connect(port: int, receive_bytes: int = 0) -> socket.socket:
 class SilentClient:
     """Holds connections on which it asks nothing, or half a question, for as long as it may."""
 
-    def __init__(self, port: int, tally: Tally, held: int = _HELD) -> None:
-        self._port, self._tally, self._most = port, tally, held
+    def __init__(self, port: int, tally: Tally) -> None:
+        self._port, self._tally = port, tally
 
     def run_until(self, ended: threading.Event) -> None:
         """Open another one for each that the server cuts off, until `ended` is set."""
         held: list[socket.socket] = []
         while not ended.is_set():
-            while len(held) < self._most:
+            while len(held) < _HELD:
                 held.append(connect(self._port))
                 held[-1].sendall(_BEGUN[len(held) % len(_BEGUN)])
             for one in select.select(held, [], [], _LOOK_S)[0]:
@@ -85,8 +85,8 @@ class StalledReader:
 class Flood:
     """Asks for far too much, again and again."""
 
-    def __init__(self, port: int, tally: Tally, seed: int) -> None:
-        self._port, self._tally, self._random = port, tally, random.Random(seed)
+    def __init__(self, port: int, tally: Tally) -> None:
+        self._port, self._tally, self._random = port, tally, random.Random(1)
 
     def run_until(self, ended: threading.Event) -> None:
         """Ask until `ended` is set; each must be refused."""

@@ -176,7 +176,7 @@ def run_load(port: int, pid: int, clients: int, minutes: float, num_questions: i
         raise click.ClickException(f"the server does not take {_PLACES} answers at once")
     before = sampler.sample()
     runners: list[Any] = [Client(port, questions, tally, n) for n in range(clients)]
-    runners += [SilentClient(port, tally), StalledReader(port, tally), Flood(port, tally, 1)]
+    runners += [SilentClient(port, tally), StalledReader(port, tally), Flood(port, tally)]
     threads = [threading.Thread(target=r.run_until, args=(ended,)) for r in (*runners, sampler)]
     started = time.monotonic()
     for thread in threads:
