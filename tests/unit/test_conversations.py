@@ -58,7 +58,7 @@ class Visit:
         settings = {"max_queue": 1, "max_tokens": 100, **settings}
         self.backend = Backend(system, config, ServerSettings("demo", **settings))
         self.book: Any = Book()
-        self.backend.client = self.book
+        self.backend.client = self.book  # type: ignore[assignment]
         if may_go_on:
             self.book.may_go_on.set()
 
