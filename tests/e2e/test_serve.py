@@ -17,12 +17,13 @@ import psutil
 import pytest
 from scipy.special import log_softmax
 
+from jobs.cli import main
 from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
 from model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_benchmark
 from tests.documents import page
-from tests.e2e.commands import run
+from tests.e2e.commands import run_here
 from tests.e2e.server import WAIT_S, Server, await_that, serving
 
 QUESTION = "What does textwrap.dedent do?"
@@ -61,9 +62,11 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def test_answers_as_generate_does(client: Any) -> None:
-    out = run("generate", "--chat", "--prompt", QUESTION, "--temperature", "0", "--json")
-    expected = json.loads(out.out.splitlines()[-1])
+def test_answers_as_generate_does(
+    local_ray: None, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--chat", "--prompt", QUESTION, "--temperature", "0", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out.splitlines()[-1])
     answer = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
     choice = answer.choices[0]
     assert choice.message.content == expected["text"]
@@ -311,8 +314,8 @@ def test_malformed_requests_harm_nobody(server: Server) -> None:
 
 
 def test_a_second_start_says_who_runs(server: Server) -> None:
-    done = run("serve", "--port", server.port)
-    assert done.status == 1 and len(done.error_lines) == 1 and not done.started_ray
+    done = run_here("serve", "--port", server.port)
+    assert done.status == 1 and len(done.error_lines) == 1
     assert f"hotcold already serves demo at {server.url}" in done.err
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -320,7 +323,7 @@ def test_a_second_start_says_who_runs(server: Server) -> None:
         port = str(other.getsockname()[1])
         answering = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
         answering.start()
-        done = run("serve", "--port", port)
+        done = run_here("serve", "--port", port)
     assert done.status == 1 and len(done.error_lines) == 1
     assert f"port {port}" in done.err and "another program" in done.err
 
@@ -382,6 +385,6 @@ def test_it_ends_when_the_system_has_ended() -> None:
 
 
 def test_listening_elsewhere_needs_a_key() -> None:
-    done = run("serve", "--host", "0.0.0.0")
-    assert done.status == 1 and len(done.error_lines) == 1 and not done.started_ray
+    done = run_here("serve", "--host", "0.0.0.0")
+    assert done.status == 1 and len(done.error_lines) == 1
     assert "--api-key" in done.err
