@@ -1,7 +1,7 @@
 """A process inside a cluster that runs systems and requests as lines of JSON on its input tell.
 
     {"nodes": 2}                                waits until the cluster has so many nodes
-    {"system": {...}}                           stops the running system, starts one of SystemConfig
+    {"system": {...}, "name": "x"}              stops the running system, starts one of SystemConfig
     {"prompt_ids": [...], "num_tokens": 64}     completes it greedily
     {..., "signals": {"PID": 9}}                the same; sends signals once tokens have come
     {"processes": true}                         tells the process id of each service
@@ -69,7 +69,8 @@ def main() -> None:
                     running = None
                 values = command["system"]
                 running = System.start(
-                    SystemConfig(**values | {"hosts": tuple(values.get("hosts", ()))})
+                    SystemConfig(**values | {"hosts": tuple(values.get("hosts", ()))}),
+                    name=command.get("name"),
                 )
                 answer = {"processes": running.call("processes")}
             elif "nodes" in command:

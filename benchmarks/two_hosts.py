@@ -36,8 +36,8 @@ _SYSTEMS = {  # hosts and exchange
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is measured of one model."""
+class Plan:
+    """What is measured of one model; `faults`: a service of each host is lost while tokens come."""
 
     path: Path
     prompt_ids: list[int]
@@ -77,14 +77,14 @@ def main(
     ids = [(7 + 31 * i) % vocabulary for i in range(_PROMPT_TOKENS)]
     if prompt_ids is not None:
         ids = [int(part) for part in prompt_ids.split(",")]
-    plan = _Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS, faults)
+    plan = Plan(path, ids, tokens, repeat, cpu_actors, round_trips_ms or _ROUND_TRIPS_MS, faults)
     rows: list[dict[str, Any]] = []
     with two_nodes(num_cpus=cpu_actors) as cluster:
         client = cluster.client()
         try:
             client.tell(nodes=2)
             for name in systems or tuple(_SYSTEMS):
-                rows += _measure(cluster, client, name, plan)
+                rows += measure(cluster, client, name, plan)
         finally:
             client.end()
     found = [ids for row in rows for ids in [row["ids"], *row.get("lost", {"ids": []})["ids"]]]
@@ -95,8 +95,8 @@ def main(
         report.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[dict[str, Any]]:
-    """The rows of one system."""
+def measure(cluster: TwoNodes, client: Client, name: str, plan: Plan) -> list[dict[str, Any]]:
+    """The rows of one system, which is called what it is and goes on."""
     num_hosts, exchange = _SYSTEMS[name]
     config = read_config(plan.path)
     system = SystemConfig(
@@ -108,7 +108,9 @@ def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[
         exchange=exchange,
     )
     cluster.link.delay_s = 0.0
-    processes = client.tell(system=vars(system) | {"hosts": cluster.addresses[:num_hosts]})
+    processes = client.tell(
+        system=vars(system) | {"hosts": cluster.addresses[:num_hosts]}, name=name
+    )
     places = {service: cluster.link.end_of(pid) for service, pid in processes["processes"].items()}
     rows = []
     for ms in plan.round_trips_ms if num_hosts > 1 else (0.0,):
@@ -135,7 +137,7 @@ def _measure(cluster: TwoNodes, client: Client, name: str, plan: _Plan) -> list[
 
 
 def _lose_services(
-    cluster: TwoNodes, client: Client, plan: _Plan, before: dict[str, int]
+    cluster: TwoNodes, client: Client, plan: Plan, before: dict[str, int]
 ) -> dict[str, Any]:
     """Kill and stop a service of either host while tokens come: the tokens, who was replaced."""
     ends = {name: cluster.link.end_of(pid) for name, pid in before.items() if "cpu" in name}

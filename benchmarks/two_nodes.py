@@ -1,9 +1,4 @@
-"""A Ray cluster of two nodes at the ends of a shaped link, each with an address of its own.
-
-    python -m benchmarks.two_nodes COMMAND ...
-
-runs a command on the first of them; HOSTS in it becomes their addresses, like 10.0.0.1,10.0.0.2.
-"""
+"""A Ray cluster of two nodes at the ends of a shaped link, each with an address of its own."""
 
 import contextlib
 import os
@@ -87,18 +82,3 @@ def _start(
     own = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
     with (folder / f"log{end}").open("wb") as log:
         subprocess.Popen(command, env=own, stdout=log, stderr=log)
-
-
-def main(command: list[str]) -> int:
-    """Run `command` once both nodes are there; its exit status."""
-    with two_nodes(num_cpus=2) as cluster:
-        client = cluster.client()
-        client.tell(nodes=2)
-        client.end()
-        addresses = ",".join(cluster.addresses)
-        there = cluster.link.command(0, [word.replace("HOSTS", addresses) for word in command])
-        return subprocess.run(there, env=cluster.environment).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,8 +7,10 @@ import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny_checkpoint import GREEDY_TOKENS as GREEDY_TOKENS
 from tests.tiny_checkpoint import TinyCheckpoint
@@ -44,12 +46,16 @@ NOT_QUICK = [
     "unit/test_tokenizer.py",
     "unit/test_vs_llama_cpp.py",
 ]
+# Files whose tests share what takes long to start: one process runs them, in this order.
+TOGETHER = [
+    ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
+    ["cluster/test_job.py", "cluster/test_four_ways.py", "cluster/test_two_hosts.py"],
+]
 # Files that take longest, so that no process is left alone with one of them at the end.
 FIRST = [
+    *TOGETHER[0],
+    *TOGETHER[1],
     "kernels/test_other_cpus.py",
-    "actors/test_faults.py",
-    "cluster",
-    "actors/test_ray_system.py",
     "e2e/test_profile_command.py",
     "e2e/test_serve.py",
     "actors/test_in_process.py",
@@ -108,6 +114,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any("::" not in name or item.nodeid.endswith(name) for name in names):
             item.add_marker("quick")
     items.sort(key=lambda item: place(item.path))
+
+
+class TogetherScheduling(LoadFileScheduling):
+    """xdist's distribution by files, but for those that are to be together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0].removeprefix("tests/")
+        return next((files[0] for files in TOGETHER if file in files), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Distribute by files."""
+    return TogetherScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A user's process that starts a private Ray and an actor, tells what runs, and waits to be ended.
 
-python -m tests.actors.private_ray_script
+python -m tests.actors.private_ray_script [WORKERS]   so many at first, else the usual number
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import psutil
 import ray
 
-from actors.launch import start_local_ray
+from actors import launch
 from actors.processes.session_folder import SessionFolder
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import is_reserved
@@ -26,8 +26,10 @@ class Echo:
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        launch._FIRST_WORKERS = int(sys.argv[1])
     folders = set(SessionFolder.all())
-    start_local_ray(2, 0)
+    launch.start_local_ray(2, 0)
     said = ray.get(Echo.remote().say.remote("here"))  # type: ignore[attr-defined]
     processes = psutil.Process().children(recursive=True)
     raylet = next(process for process in processes if process.name() == "raylet")

@@ -1,6 +1,6 @@
 """A user's process: starts a system in a Ray of its own, or attaches to one; prints JSON.
 
-python -m tests.actors.ray_script own MODEL PROMPT_IDS
+python -m tests.actors.ray_script own MODEL PROMPT_IDS MODE
 python -m tests.actors.ray_script attach NAME PROMPT_IDS ADDRESS
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from actors.launch import NAMESPACE
-from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
 from actors.system import System
 from model.sampling import SamplingParams
 
@@ -33,16 +33,23 @@ def complete(system: System, prompt_ids: str) -> list[int]:
     return system.complete(GenerateRequest(sampling, prompt_ids=ids)).ids
 
 
-def own(model: str, prompt_ids: str) -> dict[str, Any]:
+def own(model: str, prompt_ids: str, mode: str) -> dict[str, Any]:
     """Start everything, generate, stop everything."""
     config = SystemConfig(
-        model, num_cpu_actors=2, num_threads=2, context_length=128, kv_dtype="float32"
+        model, mode, num_cpu_actors=2, num_threads=2, context_length=128, kv_dtype="float32"
     )
-    with System.start(config) as system:
+    progress: list[LoadProgress] = []
+    with System.start(config, on_progress=progress.append) as system:
         ids = complete(system, prompt_ids)
         processes = system.call("processes")
         mapped = shared_files(list(processes.values()))
-    return {"ids": ids, "processes": processes, "mapped": mapped, "ray": ray.is_initialized()}
+    return {
+        "ids": ids,
+        "processes": processes,
+        "mapped": mapped,
+        "ray": ray.is_initialized(),
+        "progress": [vars(report) for report in progress],
+    }
 
 
 def attach(name: str, prompt_ids: str, address: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,18 +16,16 @@ import pytest
 import ray
 
 from actors.exchange.recovery import MOST_FAILURES
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.messages import GenerateRequest, Generation
 from actors.system import System
 from model.errors import ServiceError
 from model.sampling import SamplingParams
 from tests.actors.batching import Asking
-from tests.conftest import TinyCheckpoint
+from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, config_of, greedy
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
-Tiny = Callable[..., TinyCheckpoint]
-CONTEXT = 4096
+ENDLESS = 4000  # tokens; in a second or two
 
 
 def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> bool:
@@ -38,6 +36,12 @@ def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> b
         return False
     function(host)
     return True
+
+
+def forget_failures(host: Any) -> None:
+    """As if a minute had passed for the driver."""
+    host.services.policy._failures.clear()
+    host.services.policy._distrusted_s.clear()
 
 
 class Eight:
@@ -99,26 +103,15 @@ class Eight:
         raise AssertionError(f"{old} is not replaced")
 
 
-def config_of(checkpoint: TinyCheckpoint, exchange: str = "arena") -> SystemConfig:
-    """A system whose prompts are multiplied as no process with bfloat16 would choose by itself."""
-    return SystemConfig(
-        str(checkpoint.path),
-        num_cpu_actors=2,
-        num_threads=2,
-        context_length=CONTEXT,
-        kv_positions=8 * CONTEXT,
-        kv_dtype="float32",
-        prefill_chunk=64,
-        exchange=exchange,
-        products=ProductChoice(bfloat16=False, integers=False),
-    )
-
-
 @pytest.fixture(scope="module")
-def eight(local_ray: None, tiny: Tiny) -> Iterator[Eight]:
-    """Shared by tests: a system is to be as good as new after every fault."""
-    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
-        yield Eight(system, 300)
+def batch(kept: KeptSystem) -> Eight:
+    return Eight(kept.system, 300)
+
+
+@pytest.fixture
+def eight(batch: Eight) -> Eight:
+    ray.get(batch.system._driver.__ray_call__.remote(forget_failures))
+    return batch
 
 
 def fault_after(eight: Eight, name: str, number: signal.Signals, wait_s: float) -> None:
@@ -127,28 +120,18 @@ def fault_after(eight: Eight, name: str, number: signal.Signals, wait_s: float) 
     os.kill(pid, number)
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("cpu0", signal.SIGKILL),
-        ("gpu", signal.SIGKILL),
-        ("gpu", signal.SIGSTOP),
-    ],
-)
-def test_a_lost_service_changes_no_token(
-    eight: Eight, name: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Somewhere in a batch of eight: in a prompt, or later."""
+def test_a_lost_service_changes_no_token(eight: Eight, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that hangs, somewhere in a batch of eight: in a prompt, or later."""
     before = eight.pids()
     wait_s = float(np.random.default_rng().uniform(0.0, 0.5))
-    found = eight.complete(lambda: fault_after(eight, name, number, wait_s))
+    found = eight.complete(lambda: fault_after(eight, "gpu", signal.SIGSTOP, wait_s))
     assert found == eight.expected
     after = eight.pids()
-    assert {key for key in after if after[key] != before[key]} <= {name}
+    assert {key for key in after if after[key] != before[key]} <= {"gpu"}
     if after == before:  # the fault came after the last token: the next request meets it
         assert eight.complete(lambda: None) == eight.expected
         assert eight.pids() != before
-    assert not psutil.pid_exists(before[name])
+    assert not psutil.pid_exists(before["gpu"])
     assert eight.system.call("progress").stage == "ready"
     assert capfd.readouterr().out == ""  # where a user's answers stand
 
@@ -194,7 +177,7 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
     # Endless, so that the faults come in the middle of it.
     stream = eight.system.generate(
         GenerateRequest(
-            SamplingParams(max_tokens=CONTEXT - 100, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=ENDLESS, temperature=0.0, ignore_eos=True),
             prompt_ids=[5],
         )
     )
@@ -202,53 +185,60 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
     threading.Event().wait(0.1)
     fault()
     result = endless.end()
-    assert isinstance(result, Generation) and len(result.ids) == CONTEXT - 100
+    assert isinstance(result, Generation) and len(result.ids) == ENDLESS
     assert eight.complete(lambda: None) == eight.expected
     after = eight.pids()
     assert after["gpu"] != before["gpu"] and after["cpu0"] != before["cpu0"]
     assert after["cpu1"] == before["cpu1"]
 
 
-def test_actor_calls_recover_too(tiny: Tiny) -> None:
-    with System.start(config_of(tiny("llama-gqa", "float16"), "calls")) as system:
+def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
+    """And the driver's death takes all processes with it."""
+    before = eight.pids()
+
+    def fail_often(host: Any) -> None:
+        for _ in range(MOST_FAILURES - 2):
+            host.services.policy.count("gpu", "a test")
+            host.services.policy.recovered()
+
+    ray.get(eight.system._driver.__ray_call__.remote(fail_often))
+    os.kill(before["cpu1"], signal.SIGKILL)
+    assert eight.complete(lambda: None) == eight.expected
+    second = eight.next_pid(2, before["cpu1"])
+    os.kill(second, signal.SIGKILL)
+    for _ in range(2):  # those that come later hear it too
+        with pytest.raises(ServiceError, match=r"10 failures in a minute.* cpu1 .* died") as e:
+            eight.system.complete(eight.requests[0])
+        assert "\n" not in str(e.value)
+    last = eight.next_pid(2, second)
+    os.kill(before["driver"], signal.SIGKILL)
+    with pytest.raises(ServiceError, match="the driver"):
+        eight.system.complete(eight.requests[0])
+    assert all_gone([*before.values(), last])
+    kept.end()
+    assert System.attach(NAME) is None
+
+
+def test_actor_calls_recover_too(kept: KeptSystem) -> None:
+    """A system that is asked by calls, from the start to the death of its driver."""
+    with System.start(config_of(kept.checkpoint, 1, "calls")) as system:
         eight = Eight(system, 12)
+        assert system.complete(greedy(kept.checkpoint)).ids == kept.checkpoint.greedy_ids
+        assert system.call("scale", 2).num_cpu_actors == 2
+        assert eight.complete(lambda: None) == eight.expected
         for name in ("gpu", "cpu1"):
             before = eight.pids()
             found = eight.complete(partial(fault_after, eight, name, signal.SIGKILL, 0.1))
             assert found == eight.expected
             assert eight.complete(lambda: None) == eight.expected
             assert eight.pids()[name] != before[name]
-
-
-def test_after_ten_failures_it_gives_up(tiny: Tiny) -> None:
-    """And the driver's death takes all processes with it; the next start is clean."""
-    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
-        eight = Eight(system, 5)
-        before = eight.pids()
-
-        def fail_often(host: Any) -> None:
-            for _ in range(MOST_FAILURES - 2):
-                host.services.policy.count("gpu", "a test")
-                host.services.policy.recovered()
-
-        ray.get(system._driver.__ray_call__.remote(fail_often))
-        os.kill(before["cpu1"], signal.SIGKILL)
-        assert eight.complete(lambda: None) == eight.expected
-        second = eight.next_pid(2, before["cpu1"])
-        os.kill(second, signal.SIGKILL)
-        for _ in range(2):  # those that come later hear it too
-            with pytest.raises(ServiceError, match=r"10 failures in a minute.* cpu1 .* died") as e:
-                system.complete(eight.requests[0])
-            assert "\n" not in str(e.value)
-        last = eight.next_pid(2, second)
-        os.kill(before["driver"], signal.SIGKILL)
-        with pytest.raises(ServiceError, match="the driver"):
-            system.complete(eight.requests[0])
-        left = {*before.values(), last}
-        for _ in range(600):
-            if not any(psutil.pid_exists(pid) for pid in left):
-                break
-            threading.Event().wait(0.05)
-        assert not any(psutil.pid_exists(pid) for pid in left)
-    with System.start(config_of(tiny("llama-gqa", "float16"))) as system:
-        assert system.complete(eight.requests[0]).ids == eight.expected[0]
+        pids = eight.pids()
+        stream = system.generate(greedy(kept.checkpoint, max_tokens=CONTEXT))
+        next(stream)
+        os.kill(pids["driver"], signal.SIGKILL)
+        with pytest.raises(ServiceError, match="the driver died") as caught:
+            list(stream)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(ServiceError, match="driver"):
+            system.complete(greedy(kept.checkpoint))
+    assert all_gone(pids.values())

@@ -256,7 +256,7 @@ def test_a_lost_service_is_replaced_before_the_rest_agree() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("local_ray")
 def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
-    """Agreed on with a service that was lost before, and kept by one that is lost later."""
+    """Prepared for when idle, agreed on with a service that was lost, kept by one lost later."""
     config = SystemConfig(
         str(tiny("llama-gqa", "float16").path), context_length=128, prefill_chunk=64
     )
@@ -271,8 +271,14 @@ def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
             )
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]
 
+        for _ in range(600):
+            if all(of_services(lambda host: host._service._products._made is not None)):
+                break
+            threading.Event().wait(0.1)
+        else:
+            raise AssertionError("nothing was prepared")
         system.complete(short)
-        assert system.call("describe").products is None
+        assert system.call("describe").products is None  # until a long prompt needs it
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         expected = system.complete(long).ids
         agreed = system.call("describe").products
@@ -281,22 +287,3 @@ def test_one_choice_for_the_systems_life(tiny: Tiny) -> None:
         assert system.complete(long).ids == expected
         assert system.call("describe").products == agreed
         assert of_services(lambda host: host._service._products._choice) == [agreed] * 2
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("local_ray")
-def test_services_prepare_for_long_prompts_when_idle(tiny: Tiny) -> None:
-    config = SystemConfig(str(tiny("llama-gqa", "float16").path), context_length=128)
-    with System.start(config) as system:
-        found = system._driver.__ray_call__.remote(lambda host: host.services.connection.handles)
-        for handle in ray.get(found):
-            for _ in range(600):
-                made = handle.__ray_call__.remote(
-                    lambda host: host._service._products._made is not None
-                )
-                if ray.get(made):
-                    break
-                threading.Event().wait(0.1)
-            else:
-                raise AssertionError("nothing was prepared")
-        assert system.call("describe").products is None  # until a long prompt needs it

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,16 @@ def test_services_stay_on_their_nodes(
     first, second = CORES
     root = write_tree(tmp_path, {0: str(first), 1: str(second)})
     monkeypatch.setenv(NUMA_ROOT, str(root))
-    checkpoint = tiny("llama-relu")
+    checkpoint = tiny("opt-postnorm")
     config, _ = prepare_system(checkpoint.path, SystemOptions(num_threads=2, context_length=128))
     assert config.num_cpu_actors == 2
     sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
     with System.start(config) as system:
         assert system.complete(request).ids == checkpoint.greedy_ids
+        long = checkpoint.ids.tolist() * 2  # by matrix products
+        found = system.complete(replace(request, prompt_ids=long))
+        assert found.ids[0] == checkpoint.most_likely_after(long)
         processes = system.call("processes")
         threads = {name: cores_of_threads(pid) for name, pid in processes.items()}
         services = {service.pid: service for service in running_services()}

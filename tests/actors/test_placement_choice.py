@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actors.protocol.messages import SystemConfig
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest
 from actors.setup import placement_choice
 from actors.setup.placement_choice import plan_request
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.setup.shards import service_specs
-from jobs.cli import main
 from model.errors import ArtifactError, UsageError
 from model.files.artifact import ModelIdentity
+from model.sampling import SamplingParams
 from placement.machine.description import CpuNode, GpuDevice, Machine
 from placement.plan import PlacementPlan, plan_path, write_plan
 from placement.planner import make_plan
+from tests.actors.batching import complete
+from tests.actors.in_process import InProcessSystem
 from tests.tiny_models import make_tiny
 
 NODES = tuple(CpuNode(f"node{i}", 1, 16 << 30, 8 << 30, 40.0 + i, 38.0, 30.0) for i in range(2))
@@ -114,25 +116,28 @@ def test_a_plan_with_a_gpu_is_left_alone_unless_named(
         prepare_system(model, replace(OPTIONS, plan=path))
 
 
-def test_the_same_tokens_with_a_plan_and_without(
-    local_ray: None, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["generate", str(model), "--prompt-ids", "1,2,3", "--max-tokens", "8", "--json"]
-    line += ["--temperature", "0", "--threads", "2", "--cpu-actors", "2"]
+def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=[1, 2, 3])
 
-    def run() -> tuple[list[int], SystemConfig]:
-        assert main(line) == 0
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        return found["ids"], SystemConfig(**found["system"])
+    def run() -> tuple[list[int], list[int]]:
+        """The tokens of the system that is chosen now, and the neurons of each CPU service."""
+        config, _ = prepare_system(model, OPTIONS)
+        specs = service_specs(config, read_model(model))
+        with InProcessSystem(model, specs=specs) as system:
+            driver = Driver(config, system.exchange, system.layer_shards())
+            ids = complete(driver, request).ids
+            driver.close()
+        return ids, [sum(map(len, spec.neuron_ids or [])) for spec in specs[1:]]
 
-    without, system = run()
-    assert system.plan_path == ""
+    without, dealt = run()
+    assert len(without) == 8 and dealt[0] == dealt[1]
     plan = planned(model, OPTIONS)
     places = plan.neuron_device.copy()
     places[:, ::3] = 0  # two thirds of the neurons
     places[:, 1::3] = 0
     places[:, 2::3] = 1
-    path = saved(model, replace(plan, neuron_device=places))
-    with_plan, system = run()
-    assert system.plan_path == str(path)
+    saved(model, replace(plan, neuron_device=places))
+    with_plan, planned_for = run()
+    assert planned_for == [int((places == 0).sum()), int((places == 1).sum())]
     assert with_plan == without

@@ -32,9 +32,9 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def owner() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def owner(*num_workers: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process with a private Ray, and what it told of it."""
-    command = [sys.executable, "-m", "tests.actors.private_ray_script"]
+    command = [sys.executable, "-m", "tests.actors.private_ray_script", *num_workers]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
@@ -55,33 +55,27 @@ def ended(pids: list[int]) -> bool:
     return not psutil.wait_procs(processes, timeout=60)[1]
 
 
-@pytest.mark.parametrize("how", ["shutdown", "exit", "interrupt"])
-def test_nothing_stays_after_the_end(base: Path, how: str) -> None:
+def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
     with owner() as (process, told):
         assert told["said"] == "here"
         assert list(base.glob(f"{PREFIX}*")) == [Path(told["folders"][0])]
-        if how == "interrupt":
-            process.send_signal(signal.SIGINT)
-        process.communicate(f"{how}\n".encode(), timeout=60)
+        process.communicate(b"shutdown\n", timeout=60)
         assert ended([int(pid) for pid in told["processes"]])
     assert not list(base.iterdir())
-
-
-def test_it_starts_only_what_is_needed() -> None:
-    with owner() as (process, told):
-        process.communicate(b"exit\n", timeout=60)
-    kinds = ("gcs_server", "raylet", "stand_in_agent", "ray::")
-    counts = {kind: len(of_kind(told, kind)) for kind in kinds}
-    assert counts == {"gcs_server": 1, "raylet": 1, "stand_in_agent": 2, "ray::": 3}
+    # A worker takes its name once it has begun to work.
+    kinds = ("gcs_server", "raylet", "stand_in_agent", "ray::", "default_worker")
+    servers, raylets, agents, *workers = (len(of_kind(told, kind)) for kind in kinds)
+    assert (servers, raylets, agents, sum(workers)) == (1, 1, 2, 3)
     assert len(told["processes"]) == 7
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
 
 
-def test_all_end_with_an_owner_that_was_killed_and_its_folder_with_the_next_start(
+def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
     base: Path,
 ) -> None:
-    with owner() as (living, told_by_living), owner() as (killed, told):
+    """Others are left alone, and end with theirs: one that exits, one that is interrupted."""
+    with owner("1") as (living, told_by_living), owner("1") as (killed, told):
         foreign = base / f"{PREFIX}file"
         foreign.write_text("")
         elsewhere = base / "elsewhere"
@@ -90,27 +84,52 @@ def test_all_end_with_an_owner_that_was_killed_and_its_folder_with_the_next_star
         killed.send_signal(signal.SIGKILL)
         assert ended([int(pid) for pid in told["processes"]])
         assert Path(told["folders"][0]).exists()
-        with owner() as (_, told_by_next):
+        with owner("1") as (next_one, told_by_next):
             left = set(base.glob(f"{PREFIX}*"))
             assert Path(told["folders"][0]) not in left
             for each in (told_by_living, told_by_next):
                 assert Path(each["folders"][0]) in left
                 assert psutil.pid_exists(of_kind(each, "gcs_server")[0])
                 assert psutil.pid_exists(of_kind(each, "raylet")[0])
+            next_one.send_signal(signal.SIGINT)
+            next_one.communicate(timeout=60)
+            assert ended([int(pid) for pid in told_by_next["processes"]])
         living.communicate(b"exit\n", timeout=60)
-    assert foreign.exists() and (elsewhere / "kept").exists()
+        assert ended([int(pid) for pid in told_by_living["processes"]])
+    left_over = ["elsewhere", f"{PREFIX}file", f"{PREFIX}link"]
+    assert sorted(path.name for path in base.iterdir()) == left_over
     SessionFolder.remove_dead()
-    assert sorted(path.name for path in base.iterdir()) == [
-        "elsewhere",
-        f"{PREFIX}file",
-        f"{PREFIX}link",
-    ]
+    assert sorted(path.name for path in base.iterdir()) == left_over
+    assert foreign.exists() and (elsewhere / "kept").exists()
 
 
-def test_the_stand_ins_end_with_the_raylet() -> None:
-    with owner() as (_, told):
-        os.kill(of_kind(told, "raylet")[0], signal.SIGKILL)
-        assert ended(of_kind(told, "stand_in_agent"))
+def test_a_stand_in_ends_with_its_raylet() -> None:
+    """A process that sleeps plays the raylet; the stand-in says when it begins to wait."""
+    stand_in = f"""
+import runpy, signal
+pause = signal.pause
+signal.pause = lambda: (print("waits", flush=True), pause())
+runpy.run_path({str(private_ray._STAND_IN)!r}, run_name="__main__")
+"""
+    code = f"""
+import os, subprocess, sys, time
+os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+print(subprocess.Popen([sys.executable, "-I", "-S", "-c", {stand_in!r}]).pid, flush=True)
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None
+        pid, waits = sorted(raylet.stdout.readline() for _ in range(2))
+        assert waits == b"waits\n"
+        raylet.kill()
+        assert ended([int(pid)])
+
+
+def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
+    command = [sys.executable, "-I", "-S", str(private_ray._STAND_IN)]
+    environment = os.environ | {"RAY_RAYLET_PID": "1000000000"}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
 
 
 def test_another_version_of_ray_is_started_as_it_wants(

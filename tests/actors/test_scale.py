@@ -7,42 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import GenerateRequest
 from actors.system import System
 from model.errors import MemoryBudgetError, UsageError
 from model.sampling import SamplingParams
 from tests.actors.batching import Asking
-from tests.conftest import TinyCheckpoint
+from tests.actors.kept_system import NAME, KeptSystem, all_gone
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
-Tiny = Callable[..., TinyCheckpoint]
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = 2048
-NAME = "system-to-scale"
-
-
-def config_of(checkpoint: TinyCheckpoint, exchange: str) -> SystemConfig:
-    return SystemConfig(
-        str(checkpoint.path),
-        num_cpu_actors=1,
-        num_threads=3,
-        context_length=CONTEXT,
-        kv_positions=4 * CONTEXT,
-        kv_dtype="float32",
-        prefill_chunk=64,
-        exchange=exchange,
-    )
 
 
 def greedy(size: int, num_tokens: int) -> GenerateRequest:
@@ -51,46 +32,37 @@ def greedy(size: int, num_tokens: int) -> GenerateRequest:
     return GenerateRequest(sampling, prompt_ids=ids)
 
 
-def services(system: System) -> set[str]:
-    return set(system.call("processes"))
-
-
-def all_end(pids: set[int]) -> bool:
-    for _ in range(600):
-        if not any(psutil.pid_exists(pid) for pid in pids):
-            return True
-        threading.Event().wait(0.05)
-    return False
-
-
 def asked(system: System, request: GenerateRequest) -> Asking:
     return Asking(lambda: system.complete(request))
 
 
-def test_services_come_and_go_while_requests_run(tiny: Tiny) -> None:
-    with System.start(config_of(tiny("llama-gqa"), "arena"), name=NAME) as system:
-        requests = [greedy(size, 600) for size in (3, 40, 600)]
-        expected = [system.complete(request).ids for request in requests]
-        before = set(system.call("processes").values())
-        running = [asked(system, request) for request in requests]
-        assert system.call("scale", 3).num_cpu_actors == 3
-        assert services(system) == {"driver", "gpu", "cpu0", "cpu1", "cpu2"}
-        assert [one.end().ids for one in running] == expected
-        pids = system.call("processes")
-        gone = before - set(pids.values())
-        assert len(gone) == 1 and all_end(gone)  # the GPU service has stayed, with its KV cache
-        running = [asked(system, request) for request in requests]
-        os.kill(pids["gpu"], signal.SIGKILL)  # what was scaled recovers as before
-        os.kill(pids["cpu2"], signal.SIGKILL)
-        assert [one.end().ids for one in running] == expected
-        answer = scale_by_command(2)
-        assert answer == {
-            "system": NAME, "num_cpu_actors": 2, "num_cpu_actors_before": 3, "num_threads": 3
-        }  # fmt: skip
-        assert services(system) == {"driver", "gpu", "cpu0", "cpu1"}
-        assert system.complete(requests[1]).ids == expected[1]
-        window = requests[1].prompt_ids
-        assert np.isfinite(system.call("score_window", window, 3, False).nll).all()
+def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
+    system = kept.system
+    requests = [greedy(size, 600) for size in (3, 40, 600)]
+    expected = [system.complete(request).ids for request in requests]
+    before = system.call("processes")
+    running = [asked(system, request) for request in requests]
+    assert system.call("scale", 1).num_cpu_actors == 1
+    assert [one.end().ids for one in running] == expected
+    fewer = system.call("processes")
+    assert set(fewer) == {"driver", "gpu", "cpu0"}
+    assert fewer["gpu"] == before["gpu"]  # it has stayed, with its KV cache
+    assert fewer["cpu0"] not in before.values()
+    assert all_gone([before["cpu0"], before["cpu1"]])
+    running = [asked(system, request) for request in requests]
+    os.kill(fewer["gpu"], signal.SIGKILL)  # what was scaled recovers as before
+    os.kill(fewer["cpu0"], signal.SIGKILL)
+    assert [one.end().ids for one in running] == expected
+    running = [asked(system, request) for request in requests]
+    answer = scale_by_command(2)
+    assert answer == {
+        "system": NAME, "num_cpu_actors": 2, "num_cpu_actors_before": 1, "num_threads": 2
+    }  # fmt: skip
+    assert [one.end().ids for one in running] == expected
+    assert set(system.call("processes")) == {"driver", "gpu", "cpu0", "cpu1"}
+    assert system.complete(requests[1]).ids == expected[1]
+    window = requests[1].prompt_ids
+    assert np.isfinite(system.call("score_window", window, 3, False).nll).all()
 
 
 def scale_by_command(cpu_actors: int) -> dict[str, Any]:
@@ -105,30 +77,27 @@ def scale_by_command(cpu_actors: int) -> dict[str, Any]:
     return found
 
 
-def test_what_cannot_be_had_leaves_all_as_it_was(tiny: Tiny) -> None:
-    with System.start(config_of(tiny("llama-gqa"), "calls")) as system:
-        request = greedy(20, 30)
-        expected = system.complete(request).ids
-        with pytest.raises(UsageError, match=r"--cpu-actors 4 is not within 1\.\.3"):
-            system.call("scale", 4)
+def test_what_cannot_be_had_leaves_all_as_it_was(kept: KeptSystem) -> None:
+    system, request = kept.system, greedy(20, 30)
+    expected = system.complete(request).ids
+    with pytest.raises(UsageError, match=r"--cpu-actors 3 is not within 1\.\.2"):
+        system.call("scale", 3)
 
-        def without_memory(host: Any) -> None:
-            import actors.processes.scaling
+    def without_memory(host: Any) -> None:
+        import actors.processes.scaling
 
-            actors.processes.scaling.free_bytes = lambda: 1 << 20
+        actors.processes.scaling.free_bytes = lambda: 1 << 20
 
-        def with_memory(host: Any) -> None:
-            import actors.processes.scaling
+    def with_memory(host: Any) -> None:
+        import actors.processes.scaling
+        from actors.protocol.ray_memory import free_bytes
 
-            actors.processes.scaling.free_bytes = lambda: 1 << 40
+        actors.processes.scaling.free_bytes = free_bytes
 
-        before = system.call("processes")
-        ray.get(system._driver.__ray_call__.remote(without_memory))
-        with pytest.raises(MemoryBudgetError, match="GiB are missing"):
-            system.call("scale", 2)
-        assert system.call("processes") == before
-        assert system.complete(request).ids == expected
-        ray.get(system._driver.__ray_call__.remote(with_memory))
-        assert system.call("scale", 2).num_cpu_actors == 2
-        result = system.complete(request)
-        assert isinstance(result, Generation) and result.ids == expected
+    before = system.call("processes")
+    ray.get(system._driver.__ray_call__.remote(without_memory))
+    with pytest.raises(MemoryBudgetError, match="GiB are missing"):
+        system.call("scale", 1)
+    ray.get(system._driver.__ray_call__.remote(with_memory))
+    assert system.call("processes") == before
+    assert system.complete(request).ids == expected

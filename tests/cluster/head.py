@@ -28,6 +28,7 @@ class Head:
     """A running head: submits jobs to it as a user does, from the checkout's folder."""
 
     process: psutil.Process
+    address: str
     environment: dict[str, str]
     folder: Path
 
@@ -48,6 +49,19 @@ class Head:
         job = self.submit(*entrypoint, **environment)
         out, _ = job.communicate(timeout=300)
         return job.returncode, out
+
+    def run_beside(self, *command: str) -> tuple[int, str]:
+        """Run a job's command as a process of this host, which is told of the cluster."""
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment | {"RAY_ADDRESS": self.address},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+        )
+        return done.returncode, done.stdout
 
     def actors(self) -> dict[int, str]:
         """Process ids and titles of the running system's actors on this head."""
@@ -89,7 +103,7 @@ def running_head(num_cpus: int) -> Iterator[Head]:
         if not _has_dashboard(started, environment, token.read_text()):
             log = (folder / "log").read_text()
             raise RuntimeError(f"the head did not start:\n{log[-3000:]}")
-        yield Head(psutil.Process(started.pid), environment, folder)
+        yield Head(psutil.Process(started.pid), f"127.0.0.1:{port}", environment, folder)
     finally:
         _stop(started)
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
-from tests.cluster.head import Head, running_head
+from tests.cluster.head import Head
+from tests.cluster.request_files import REQUESTS, read_lines, texts, write_lines
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.e2e.word_model import words_of
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -23,47 +20,15 @@ GENERATE = ("python", "-m", "jobs.generate")
 GREEDY = {"temperature": 0, "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    with running_head(num_cpus=2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny: Callable[..., TinyCheckpoint]) -> TinyCheckpoint:
-    return tiny("llama-relu")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with a tokenizer, in which token 5 is the word w5, and a chat template."""
-    path = tmp_path_factory.mktemp("cluster") / "model"
-    shutil.copytree(checkpoint.path, path)
-    vocab = {f"w{i}": i for i in range(VOCAB_SIZE)}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    (path / "chat_template.jinja").write_text(template)
-    return path
-
-
-def write_lines(path: Path, lines: list[dict[str, Any] | str]) -> Path:
-    path.write_text(
-        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
-    )
-    return path
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_jobs_share_a_system(
-    head: Head, checkpoint: TinyCheckpoint, model: Path, tmp_path: Path
+    head: Head,
+    checkpoint: TinyCheckpoint,
+    model: Path,
+    expected_texts: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     ids, expected = checkpoint.ids[:10].tolist(), checkpoint.greedy_ids
-    text = " ".join(f"w{token_id}" for token_id in ids)
+    text = " ".join(words_of(ids))
     mixed = write_lines(
         tmp_path / "mixed.jsonl",
         [
@@ -79,11 +44,12 @@ def test_jobs_share_a_system(
         ],
     )
     message = {"role": "user", "content": text}
-    texts = write_lines(
+    good = write_lines(
         tmp_path / "texts.jsonl",
         [
             {"id": "text", "prompt": text, "sampling": GREEDY},
-            {"id": "chat", "messages": [message], "sampling": GREEDY},
+            {"id": "greeting", "messages": [message], "sampling": GREEDY},
+            *REQUESTS,
         ],
     )
     system = ("--system", "shared", "--keep", "--model", str(model))
@@ -91,7 +57,7 @@ def test_jobs_share_a_system(
     outs[0].parent.mkdir()
     jobs = [
         head.submit(*GENERATE, "--requests", str(requests), "--out", str(out), *system)
-        for requests, out in zip((mixed, texts), outs, strict=True)
+        for requests, out in zip((mixed, good), outs, strict=True)
     ]
     logs = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(logs)
@@ -114,9 +80,11 @@ def test_jobs_share_a_system(
     assert answers[0]["prefill_s"] > 0
     assert answers[0]["decode_s"] > 0
     assert answers[-1]["ids"] == expected[:3]
-    for answer in read_lines(outs[1]):
+    for answer in read_lines(outs[1])[:2]:
         assert answer["ids"] == expected
-        assert answer["text"].split() == [f"w{token_id}" for token_id in expected]
+        assert answer["text"].split() == words_of(expected)
+    found = texts(outs[1])
+    assert {name: found[name] for name in expected_texts} == expected_texts
 
     resumes(head, mixed, outs[0], answers)
     ends(head)
@@ -145,7 +113,7 @@ def ends(head: Head) -> None:
     while head.actors() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert head.actors() == {}
-    status, log = head.run(*stop)
+    status, log = head.run_beside(*stop)
     assert status == 1
     assert "hotcold: error: no system named 'shared' is running" in log
     assert "Traceback" not in log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,39 +15,56 @@ from actors.protocol.messages import SystemConfig
 from actors.setup.host_files import require_same_model
 from actors.setup.hosts import node_ids, service_nodes
 from actors.setup.shards import service_specs
+from benchmarks.shaped_link import is_permitted
+from benchmarks.two_hosts import Plan, measure
+from benchmarks.two_nodes import two_nodes
 from model.config.build import read_config
 from model.errors import CheckpointError, UsageError
+from tests.cluster.head import ROOT
+from tests.cluster.request_files import REQUESTS, texts, write_lines
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+ROUND_TRIP_MS = 1.0
+SYSTEM = "two hosts, relay"
 
 
 @pytest.mark.timeout(400)
 def test_the_same_tokens_as_on_one_host(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+    checkpoint: TinyCheckpoint, model: Path, expected_texts: dict[str, str], tmp_path: Path
 ) -> None:
-    """Two services a host, where they should be, tokens as transformers'; one of each is lost."""
-    if reason := run_program("shaped_link").stderr.strip():
+    """Two services a host, where they should be, tokens as transformers'; one of each is lost.
+
+    Then a command on one of the hosts asks what the other ways were asked.
+    """
+    if reason := is_permitted():
         pytest.skip(reason)
-    checkpoint, report = tiny("llama-relu"), tmp_path / "report.json"
-    arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
-    arguments += ["--system", "two hosts, relay", "--faults", "--json", report]
-    prompt = ",".join(map(str, checkpoint.ids[:10]))
-    done = run_program("two_hosts", checkpoint.path, "--prompt-ids", prompt, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads(report.read_text())
+    plan = Plan(
+        model,
+        checkpoint.ids[:10].tolist(),
+        GREEDY_TOKENS,
+        repeat=1,
+        num_cpu_actors=4,
+        round_trips_ms=(ROUND_TRIP_MS,),
+        faults=True,
+    )
+    requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
+    with two_nodes(num_cpus=4) as cluster:
+        client = cluster.client()
+        client.tell(nodes=2)
+        (row,) = measure(cluster, client, SYSTEM, plan)
+        command = [sys.executable, "-m", "jobs.generate", "--requests", str(requests)]
+        command += ["--out", str(tmp_path / "out.jsonl"), "--system", SYSTEM]
+        there = cluster.link.command(0, command)
+        subprocess.run(there, cwd=ROOT, env=cluster.environment, check=True, timeout=300)
+        client.end()
+    assert texts(tmp_path / "out.jsonl") == expected_texts
     assert row["ids"] == checkpoint.greedy_ids
     assert row["lost"]["ids"] == [checkpoint.greedy_ids] * 2
     places = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
     assert row["hosts"] == row["lost"]["hosts"] == places
     assert row["lost"]["replaced"] == ["cpu0", "cpu1"]  # cpu1 was killed, cpu0 stopped
     # Each layer waits for the far host once, and the link delays packets by half of that each way.
-    assert row["ms_a_layer"] >= 1
+    assert row["ms_a_layer"] >= ROUND_TRIP_MS
 
 
 def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

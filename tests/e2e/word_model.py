@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -26,11 +27,21 @@ def add_tokenizer(model: Path, opens_with: str | None = None) -> None:
     tokenizer.save(str(model / "tokenizer.json"))
 
 
+def words_of(ids: Iterable[int]) -> list[str]:
+    """What these tokens are."""
+    return [f"w{token_id}" if token_id < VOCAB_SIZE - 1 else "<unk>" for token_id in ids]
+
+
+def add_chat_template(model: Path) -> None:
+    """Write a chat template that only joins the messages."""
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+
+
 def make_word_model(path: Path) -> Path:
     """A model with a chat template that only joins the messages, and room for long answers."""
     model = make_tiny("llama-gqa", path)
     add_tokenizer(model)
-    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    add_chat_template(model)
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = LONG_CONTEXT
     (model / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,31 @@
+"""What tests of several files share on one Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.actors.kept_system import KeptSystem
+from tests.conftest import TinyCheckpoint
+from tests.e2e.word_model import add_tokenizer
+
+
+@pytest.fixture(scope="session")
+def words(
+    tiny: Callable[..., TinyCheckpoint], tmp_path_factory: pytest.TempPathFactory
+) -> TinyCheckpoint:
+    """A copy with a tokenizer: other tests use the checkpoint without one."""
+    path = tmp_path_factory.mktemp("words") / "model"
+    shutil.copytree(tiny("llama-gqa", "float16").path, path)
+    add_tokenizer(path)
+    return TinyCheckpoint(path)
+
+
+@pytest.fixture(scope="session")
+def kept(local_ray: None, words: TinyCheckpoint) -> Iterator[KeptSystem]:
+    """The system that tests share."""
+    found = KeptSystem(words)
+    yield found
+    found.end()
