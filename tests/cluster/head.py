@@ -21,6 +21,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 _START_S = 150
+_STARTS = 3  # Ray gives its node 30 s, which a busy machine may take
+_STARTED = "Ray runtime started"  # what `ray start` says; the dashboard answers before its node
 
 
 @dataclass
@@ -94,15 +96,15 @@ def running_head(num_cpus: int) -> Iterator[Head]:
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
     command += [f"--temp-dir={folder}/ray", f"--object-store-memory={100 << 20}"]
-    started = _start(command, environment, folder / "log")
-    if not _has_dashboard(started, environment, token.read_text()):
-        # Ray gives its node 30 s, which a busy machine may take.
+    log = folder / "log"
+    for _ in range(_STARTS):
+        started = _start(command, environment, log)
+        if _is_up(started, log) and _has_dashboard(started, environment, token.read_text()):
+            break
         _stop(started)
-        started = _start(command, environment, folder / "log")
     try:
-        if not _has_dashboard(started, environment, token.read_text()):
-            log = (folder / "log").read_text()
-            raise RuntimeError(f"the head did not start:\n{log[-3000:]}")
+        if started.poll() is not None:
+            raise RuntimeError(f"the head did not start:\n{log.read_text()[-3000:]}")
         yield Head(psutil.Process(started.pid), f"127.0.0.1:{port}", environment, folder)
     finally:
         _stop(started)
@@ -110,7 +112,7 @@ def running_head(num_cpus: int) -> Iterator[Head]:
 
 
 def _start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as file:
+    with log.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
 
@@ -127,6 +129,16 @@ def _free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+def _is_up(started: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until `ray start` says so, or has ended."""
+    deadline = time.monotonic() + _START_S
+    while started.poll() is None and time.monotonic() < deadline:
+        if _STARTED in log.read_text():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _has_dashboard(

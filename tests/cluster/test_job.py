@@ -21,10 +21,10 @@ GREEDY = {"temperature": 0, "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
 
 
 def test_jobs_share_a_system(
+    expected_texts: dict[str, str],
     head: Head,
     checkpoint: TinyCheckpoint,
     model: Path,
-    expected_texts: dict[str, str],
     tmp_path: Path,
 ) -> None:
     ids, expected = checkpoint.ids[:10].tolist(), checkpoint.greedy_ids

@@ -1,12 +1,16 @@
 """What kernels give and become for a CPU that the environment names, in a process of its own.
 
-python -m tests.kernels.other_cpu results KIND FILE [ffn]    results to FILE; prints features
-python -m tests.kernels.other_cpu aarch64 KIND               rows_kernel in aarch64's assembly
+python -m tests.kernels.other_cpu results FOLDER KIND...    results of each; prints features
+python -m tests.kernels.other_cpu aarch64 FOLDER KIND...    rows_kernel in aarch64's assembly
+
+A kind is one of KINDS; f16+ffn is f16 and its FFN.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -43,8 +47,9 @@ def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
 
 
-def results(kind: str, has_ffn: bool) -> dict[str, np.ndarray]:
-    """The kernels' products and perhaps FFN outputs, for all TOKENS."""
+def results(asked: str) -> dict[str, np.ndarray]:
+    """The kernels' products, and FFN outputs where they are asked for too, for all TOKENS."""
+    kind, _, has_ffn = asked.partition("+")
     gate, up, down = (matrix(kind, seed)[0] for seed in (1, 2, 3))
     found = {}
     for num_tokens in TOKENS:
@@ -61,7 +66,6 @@ def aarch64_assembly(kind: str) -> str:
     The kernel is compiled without what calls it from Python: that needs Numba's reference counts,
     which x86 instructions are in.
     """
-    _leave_out_own_machine_code()
     for name in ("__extendhfsf2", "__truncsfhf2"):
         # Code for x86 without F16C calls them and is linked here, though never run.
         binding.add_symbol(name, 1)
@@ -101,11 +105,15 @@ def _finalized(library: codegen.JITCodeLibrary, name: str) -> int:
 
 def main() -> None:
     """See the top of this file."""
-    what, kind, *rest = sys.argv[1:]
+    what, folder, *kinds = sys.argv[1:]
+    gc.disable()  # compiling makes many objects that last as long as this process
     if what == "aarch64":
-        sys.stdout.write(aarch64_assembly(kind))
-        return
-    save_file(results(kind, rest[1:] == ["ffn"]), rest[0])
+        _leave_out_own_machine_code()
+    for kind in kinds:
+        if what == "aarch64":
+            (Path(folder) / kind).write_text(aarch64_assembly(kind))
+        else:
+            save_file(results(kind), Path(folder) / kind)
     print(*(name for name in FEATURES if has_feature(name)))
 
 
