@@ -8,11 +8,13 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.processes.closed_ray import closed_to_others
 from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
 from actors.processes.private_ray import init_private
 from actors.processes.relay_actor import RelayActor
 from actors.processes.service_actor import ServiceActor
+from actors.processes.session_folder import SessionFolder
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
@@ -69,11 +71,16 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
 
 
 def _init(options: dict[str, Any]) -> None:
-    """`ray.init`, again where the machine was too busy for it."""
+    """`ray.init`, again where the machine was too busy for it.
+
+    Its folder is removed by the next start after this process has ended.
+    """
     others = _children()
+    folder = SessionFolder()
     for starts_left in reversed(range(_STARTS)):
         try:
-            ray.init(**options)
+            with closed_to_others(folder.path):
+                ray.init(_temp_dir=str(folder.temp_dir), **options)
             return
         except Exception as error:
             if "timed out" not in str(error) or not starts_left:

@@ -4,17 +4,26 @@ import math
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
-from model.errors import ServiceError, UsageError
+from model.errors import HotcoldError, ServiceError, UsageError
 from placement.threads.numa import slots_of
 from placement.threads.pinning import HostShare
 
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
+_MOST_BYTES = 300
+_LISTENING = "0A"  # a socket's state in /proc/net/tcp
+_NOT_OURS = (
+    "the Ray cluster on this machine is another user's; if you trust it, give its address in "
+    "RAY_ADDRESS"
+)
 
 
 def in_cluster() -> bool:
@@ -25,20 +34,82 @@ def in_cluster() -> bool:
 def connect(address: str | None = None) -> None:
     """Connect to the cluster at RAY_ADDRESS, else at `address`; never starts a Ray.
 
-    Errors:  UsageError for what is no address, ServiceError where no cluster answers
+    `auto` is the one of this user on this machine.
+    Errors:  UsageError for what is no address, or another user's; ServiceError where no cluster
+             answers
     """
     address = os.environ.get(_ADDRESS) or address or ""
     try:
-        if address != "auto":
-            _require_listener(address)
+        if address == "auto":
+            address = own_cluster()
+            _use_token_if_there_is_one()
+        _require_listener(address)
         ray.init(address=address, namespace=NAMESPACE, logging_level="error", log_to_driver=False)
         keep_stdout_clean()
-    except UsageError:
+    except HotcoldError:
         raise
     except Exception as error:  # Ray raises many kinds, none of them its own
         first = str(error).strip().split("\n")[0]
-        where = "on this machine" if address == "auto" else f"at {address}"
-        raise ServiceError(f"no Ray cluster answers {where}: {first}") from error
+        raise ServiceError(f"no Ray cluster answers at {address}: {first}") from error
+
+
+def _use_token_if_there_is_one() -> None:
+    """As Ray does for its own `auto`, and as `ray start` did."""
+    from ray._private.authentication import authentication_token_setup as setup
+
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def own_cluster() -> str:
+    """Address and port of the cluster that this user's last `ray start` made or joined.
+
+    Ray's own `auto` takes any that runs here, or that a file in a folder open to everybody names.
+    To connect is to send one's token there, and to unpickle what comes back.
+    Errors:  ServiceError where there is none, UsageError where it is another user's
+    """
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        with open(Path(folder, "ray/ray_current_cluster"), opener=_opened) as file:
+            is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+            address = file.read(_MOST_BYTES).strip()
+    except FileNotFoundError:
+        raise ServiceError(
+            "no Ray cluster answers on this machine; start one with `ray start --head`, or give "
+            "its address in RAY_ADDRESS"
+        ) from None
+    except (OSError, ValueError):
+        is_ours, address = False, ""
+    if not is_ours or _listens_for_another(address):
+        raise UsageError(_NOT_OURS)
+    return address
+
+
+def _opened(path: str, flags: int) -> int:
+    """Without waiting for the other end, where somebody has put a pipe there."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _listens_for_another(address: str) -> bool:
+    """Whether somebody else has taken this machine's port, that of a cluster that has ended."""
+    host, _, port = address.rpartition(":")
+    here = {one.address for ones in psutil.net_if_addrs().values() for one in ones}
+    if host.strip("[]") not in here or not port.isdecimal():
+        return False
+    return not listeners(int(port)) <= {os.geteuid()}
+
+
+def listeners(port: int) -> set[int]:
+    """The users whose processes take connections at a port of this machine."""
+    lines = []
+    for name in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # a machine may have only one of both
+            lines += Path("/proc/net", name).read_text().splitlines()[1:]
+    users = set()
+    for line in lines:
+        _, local, _, state, _, _, _, user, *_ = line.split()
+        if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+            users.add(int(user))
+    return users
 
 
 def keep_stdout_clean() -> None:

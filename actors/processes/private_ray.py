@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from actors.processes.closed_ray import closed_to_others
 from actors.processes.session_folder import SessionFolder
 
 _STAND_IN = Path(__file__).with_name("stand_in_agent.py")
@@ -53,7 +54,8 @@ def init_private(num_workers: int, **options: Any) -> None:
         ray_node.Node = node_class
         try:
             # A hook, such as that of `uv run`, asks for an environment that an agent has to make.
-            ray.init(_temp_dir=str(folder.path), _skip_env_hook=True, **options)
+            with closed_to_others(folder.path):
+                ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
         except BaseException:
             ray.shutdown()
             folder.remove()

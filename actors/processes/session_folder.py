@@ -1,5 +1,8 @@
 """The folder in which a private Ray keeps its sockets and logs, for as long as its owner lives.
 
+It is for its owner alone. What Ray makes in it is open to everybody: whoever came to the sockets
+could read the object store, and have workers run what he likes.
+
 The owner holds a lock on the folder, which the system lets go of when the process ends, in
 whatever way. Whoever can take it may remove the folder.
 """
@@ -28,6 +31,11 @@ class SessionFolder:
             if self._lock < 0 and self.path.exists():
                 self.path.rmdir()
                 raise OSError(f"{self.path} cannot be locked")
+
+    @property
+    def temp_dir(self) -> Path:
+        """What Ray is given for its temporary folder, which it would open to everybody."""
+        return self.path / "ray"
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, and let go of the lock; may be repeated."""

@@ -6,6 +6,7 @@ python -m tests.actors.private_ray_script [WORKERS]   so many at first, else the
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import psutil
@@ -29,7 +30,7 @@ def main() -> None:
     if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
     folders = set(SessionFolder.all())
-    launch.start_local_ray(2, 0)
+    launch.start_local_ray(3, 0)  # of more workers than cores Ray ends those that wait for long
     said = ray.get(Echo.remote().say.remote("here"))  # type: ignore[attr-defined]
     processes = psutil.Process().children(recursive=True)
     raylet = next(process for process in processes if process.name() == "raylet")
@@ -37,6 +38,8 @@ def main() -> None:
         "said": said,
         "has_memory": is_reserved(raylet.pid),
         "monitor_every_ms": raylet.environ()[MONITOR_EVERY_MS],
+        "owner": os.getpid(),
+        "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
         "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
     }

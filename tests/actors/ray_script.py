@@ -1,7 +1,7 @@
 """A user's process: starts a system in a Ray of its own, or attaches to one; prints JSON.
 
 python -m tests.actors.ray_script own MODEL PROMPT_IDS MODE
-python -m tests.actors.ray_script attach NAME PROMPT_IDS ADDRESS
+python -m tests.actors.ray_script attach NAME PROMPT_IDS
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors.launch import NAMESPACE
+from actors.processes.cluster import connect
 from actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
 from actors.system import System
 from model.sampling import SamplingParams
@@ -52,9 +52,9 @@ def own(model: str, prompt_ids: str, mode: str) -> dict[str, Any]:
     }
 
 
-def attach(name: str, prompt_ids: str, address: str) -> dict[str, Any]:
+def attach(name: str, prompt_ids: str) -> dict[str, Any]:
     """Use a system that another process started."""
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    connect()
     missing = System.attach("no such system")
     with System.attach(name) as system:  # type: ignore[union-attr]
         ids = complete(system, prompt_ids)

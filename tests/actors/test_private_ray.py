@@ -1,15 +1,21 @@
-"""A private Ray: what it starts, what it leaves behind, and what happens where it cannot start."""
+"""A private Ray: what it starts, who can reach it, what it leaves behind, and what happens where it
+cannot start.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,10 @@ import ray
 
 from actors import launch
 from actors.processes import private_ray
+from actors.processes.closed_ray import closed_to_others
 from actors.processes.session_folder import PREFIX, SessionFolder
 from tests.actors.private_ray_script import Echo
+from tests.ray_doors import answers, listening, ray_methods
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +40,22 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def owner(*num_workers: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def owner(
+    *num_workers: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process with a private Ray, and what it told of it."""
-    command = [sys.executable, "-m", "tests.actors.private_ray_script", *num_workers]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.actors.private_ray_script", *num_workers],
+        env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
             yield process, json.loads(process.stdout.readline())
         finally:
             process.kill()
+
+
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 def of_kind(told: dict[str, Any], kind: str) -> list[int]:
@@ -53,6 +68,17 @@ def ended(pids: list[int]) -> bool:
     """Wait until these processes have ended."""
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return not psutil.wait_procs(processes, timeout=60)[1]
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, Any]]:
+    """What an owner told of its private Ray, which runs meanwhile."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder,
+        owner("1", RAY_TMPDIR=folder) as (process, running),
+    ):
+        yield running
+        process.communicate(b"exit\n", timeout=60)
 
 
 def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
@@ -142,10 +168,72 @@ def test_another_version_of_ray_is_started_as_it_wants(
     monkeypatch.setattr(private_ray, "_with_command", unknown)
     launch.start_local_ray(1, 0)
     try:
-        assert not list(base.glob(f"{PREFIX}*"))
+        assert len(list(base.glob(f"{PREFIX}*"))) == 1  # that of the private one has been removed
         assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
         children = set(psutil.Process().children(recursive=True)) - before
         servers = [child for child in children if "gcs_server" in child.name()]
         assert len(servers) == 1  # that of the private one has been ended
+        sockets = listening([psutil.Process(), *children])
+        assert {address for address, _ in sockets} <= LOOPBACK
     finally:
         ray.shutdown()
+
+
+def family(told: dict[str, Any]) -> list[psutil.Process]:
+    """The owner and the processes of its Ray that are still there: workers that wait may end."""
+    pids = map(int, (told["owner"], *told["processes"]))
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_all_ports_are_for_this_machine_alone(told: dict[str, Any]) -> None:
+    addresses = [address for address, _ in listening(family(told))]
+    assert len(addresses) >= 4  # of GCS server, raylet, object manager, owner
+    assert set(addresses) <= LOOPBACK
+
+
+def test_no_port_answers_without_the_token(told: dict[str, Any]) -> None:
+    methods = list(ray_methods())
+    ports = [port for _, port in listening(family(told))]
+    for port in ports:
+        refused = answers(port, methods)
+        assert set(refused) == {"UNAUTHENTICATED", "UNIMPLEMENTED"}, port
+        assert answers(port, methods, "0" * 64) == refused
+        with (
+            pytest.raises((OSError, HTTPException)),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/"),
+        ):
+            pass
+    # The way to ask is right: with the token the same question is answered.
+    token = (Path(told["folders"][0]) / "token").read_text()
+    ping = ["/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"]
+    assert sum((answers(port, ping, token) for port in ports), Counter())["OK"] == 1
+
+
+def test_its_files_are_for_this_user_alone(told: dict[str, Any]) -> None:
+    folder = Path(told["folders"][0])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    (sockets,) = folder.glob("**/sockets")
+    assert {path.name for path in sockets.iterdir()} == {"raylet", "plasma_store"}
+
+
+def test_no_command_line_is_kept(told: dict[str, Any]) -> None:
+    assert told["entry_points"] == ["hotcold"]
+
+
+def test_every_private_ray_has_a_token_of_its_own_and_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "that of a cluster")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    tokens = []
+    for _ in range(2):
+        folder = SessionFolder()
+        with closed_to_others(folder.path):
+            assert "RAY_AUTH_TOKEN" not in os.environ
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            tokens.append(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
+        folder.remove()
+    assert len(set(tokens)) == 2 and min(map(len, tokens)) >= 64
+    assert os.environ["RAY_AUTH_TOKEN"] == "that of a cluster"
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} & set(os.environ)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from actors.protocol.messages import GenerateRequest, Generation
 from actors.system import System
@@ -25,6 +24,7 @@ from tests.actors.batching import Asking
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, greedy, wait_until
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.word_model import words_of
+from tests.ray_doors import environment_to_attach
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -134,16 +134,16 @@ def test_exchange_can_be_measured(running: System) -> None:
 
 def test_another_process_attaches_by_name(running: System, llama: TinyCheckpoint) -> None:
     prompt = ",".join(map(str, llama.ids[:10]))
-    address = ray.get_runtime_context().gcs_address
-    found = run_script("attach", NAME, prompt, address)
+    found = run_script("attach", NAME, prompt, **environment_to_attach())
     assert found == {"ids": llama.greedy_ids, "missing": None}
     assert running.complete(greedy(llama)).ids == llama.greedy_ids
 
 
-def run_script(*arguments: str) -> dict[str, Any]:
+def run_script(*arguments: str, **environment: str) -> dict[str, Any]:
     process = subprocess.run(
         [sys.executable, "-m", "tests.actors.ray_script", *arguments],
         cwd=ROOT,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=300,

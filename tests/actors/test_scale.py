@@ -20,6 +20,7 @@ from model.errors import MemoryBudgetError, UsageError
 from model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.actors.kept_system import NAME, KeptSystem, all_gone
+from tests.ray_doors import environment_to_attach
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -67,9 +68,8 @@ def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
 
 def scale_by_command(cpu_actors: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "jobs.cli", "scale", "--json", "--cpu-actors", str(cpu_actors)]
-    address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"RAY_ADDRESS": address}, capture_output=True,
+        command, cwd=ROOT, env=os.environ | environment_to_attach(), capture_output=True,
         text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def test_nothing_listens_beyond_the_machine_without_a_token(name: str) -> None:
         assert start.count("ray start") == start.count("RAY_AUTH_MODE=token") == 1
         assert "RAY_worker_niceness=0" in start
     assert "~/.ray/auth_token" in config["file_mounts"]
+    # Ray makes it readable for everybody.
+    assert "chmod 600 ~/.ray/auth_token" in config["setup_commands"]
 
 
 def test_your_own_machines_may_be_several() -> None:
@@ -59,6 +62,12 @@ def test_node_types_offer_numa_nodes() -> None:
     assert "GPU" not in types["cpu"]["resources"]
     prepared = prepare_config(config)
     assert prepared["head_node_type"] in prepared["available_node_types"]
+
+
+def test_the_manifest_has_the_oldest_ray_that_is_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (found,) = (one for one in project["dependencies"] if one.startswith("ray["))
+    assert read("clusters/kuberay.yaml")["spec"]["rayVersion"] == found.partition(">=")[2] + ".0"
 
 
 def groups() -> list[dict[str, Any]]:

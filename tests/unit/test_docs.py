@@ -26,9 +26,15 @@ from tests.unit.test_layering import MAY_IMPORT, ROOMS
 
 LIBRARY = tuple(sorted(set(MAY_IMPORT) - {"tests", "benchmarks", "demo"}))
 FOLDERS = (*MAY_IMPORT, "docs", "clusters", ".ci")
-SHELL = {"source", "export", "echo", "python3", "ruff", "mypy"}
+SHELL = {"source", "export", "echo", "chmod", "python3", "ruff", "mypy"}
 # Options of other programs that the docs speak of.
-FOREIGN = {"--fmad", "--cpu-manager-policy", "--topology-manager-policy", "--num-gpus"}
+FOREIGN = {
+    "--fmad",
+    "--dashboard-host",
+    "--cpu-manager-policy",
+    "--topology-manager-policy",
+    "--num-gpus",
+}
 
 
 @pytest.fixture(autouse=True)

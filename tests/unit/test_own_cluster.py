@@ -1,0 +1,103 @@
+"""Commands attach to this user's Ray cluster, and to nobody else's."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.processes import cluster
+from model.errors import ServiceError, UsageError
+
+ANOTHER = os.geteuid() + 1
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which `ray start` leaves the cluster's address."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that Ray was told to connect to."""
+    found: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        found.append(address)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(cluster, "keep_stdout_clean", lambda: None)
+    return found
+
+
+def test_ones_own_is_taken(named: Path, port: int, connected: list[str]) -> None:
+    named.write_text(f"127.0.0.1:{port}\n")
+    cluster.connect("auto")
+    assert connected == [f"127.0.0.1:{port}"]
+
+
+def test_where_there_is_none_no_other_is_looked_for(named: Path, connected: list[str]) -> None:
+    with pytest.raises(ServiceError, match="no Ray cluster answers on this machine; start one"):
+        cluster.connect("auto")
+    assert connected == []
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe", "folder"])
+def test_what_another_user_has_put_there_is_not(
+    named: Path, port: int, connected: list[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    named.write_text(f"127.0.0.1:{port}")
+    if kind == "file":
+        monkeypatch.setattr(os, "geteuid", lambda: ANOTHER)
+    elif kind == "link":
+        named.symlink_to(named.rename(named.with_name("elsewhere")))
+    else:
+        named.unlink()
+        os.mkfifo(named) if kind == "pipe" else named.mkdir()
+    with pytest.raises((UsageError, ServiceError), match="RAY_ADDRESS"):
+        cluster.connect("auto")
+    assert connected == []
+
+
+def test_a_port_that_another_user_has_taken_since_is_not(
+    named: Path, port: int, connected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named.write_text(f"127.0.0.1:{port}")
+    monkeypatch.setattr(cluster, "listeners", lambda asked: {ANOTHER})
+    with pytest.raises(UsageError, match="another user's"):
+        cluster.connect("auto")
+    assert connected == []
+
+
+def test_a_cluster_of_another_host_has_no_port_here(
+    named: Path, connected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named.write_text("192.0.2.77:6379")
+    monkeypatch.setattr(cluster, "listeners", lambda asked: {ANOTHER})
+    monkeypatch.setattr(cluster, "_require_listener", lambda address: None)
+    cluster.connect("auto")
+    assert connected == ["192.0.2.77:6379"]
+
+
+@pytest.mark.parametrize(("family", "host"), [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1")])
+def test_the_user_of_a_port(family: str, host: str) -> None:
+    with socket.socket(getattr(socket, family)) as one:
+        one.bind((host, 0))
+        port = one.getsockname()[1]
+        assert cluster.listeners(port) == set()
+        one.listen()
+        assert cluster.listeners(port) == {os.geteuid()}
