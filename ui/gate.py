@@ -4,7 +4,7 @@ import base64
 import binascii
 import ipaddress
 import json
-import secrets
+import math
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ui.api.errors import ApiError
 from ui.headers import with_headers
+from ui.keys import Keys
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)
@@ -31,8 +32,8 @@ def is_loopback(host: str) -> bool:
 class Gate:
     """Passes on to `app` what may pass, and answers the rest with an error in OpenAI's form.
 
-    Where only this machine can connect, a page elsewhere could still make a browser ask, by a name
-    of its own that leads here (DNS rebinding): so the Host must be a local name. A page's own
+    Where whoever can connect may ask, a page elsewhere could make a browser ask, by a name of its
+    own that leads to this machine (DNS rebinding): so the Host must be a local name. A page's own
     requests come from where it lies, so another Origin is refused, also where a browser adds a
     password by itself.
     """
@@ -40,10 +41,13 @@ class Gate:
     def __init__(
         self, app: ASGIApp, *, keys: Sequence[str], local: bool, max_body_bytes: int
     ) -> None:
-        """`local`: listening at a loopback address. With `keys` one of them is needed."""
+        """`local`: listening at a loopback address. With `keys` one of them is needed, by any name:
+
+        a proxy on this machine may pass on what came to another one.
+        """
         self._app = app
-        self._keys = [key.encode() for key in keys]
-        self._local = local
+        self._keys = Keys(keys)
+        self._local = local and not keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +57,8 @@ class Gate:
             return
         limit = _BodyLimit(receive, send, self._max_body_bytes)
         try:
-            self._check(scope.get("method", ""), scope["path"], Headers(scope=scope))
+            address = (scope.get("client") or ("",))[0]
+            self._check(scope.get("method", ""), scope["path"], Headers(scope=scope), address)
             await self._app(scope, limit.receive, limit.send)
         except ApiError as error:
             if scope["type"] == "websocket":
@@ -61,25 +66,27 @@ class Gate:
             elif not limit.has_answered:
                 await send_error(limit.send, error)
 
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers, address: str) -> None:
         if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
             raise ApiError(403, "this server answers to localhost alone", code="host_refused")
-        by_password = self._require_key(path, headers)
+        by_password = self._require_key(path, headers, address)
         if (self._local or by_password) and _is_of_another_page(method, headers):
             raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
 
-    def _require_key(self, path: str, headers: Headers) -> bool:
-        """Whether it was given as a password. Errors: ApiError 401."""
+    def _require_key(self, path: str, headers: Headers, address: str) -> bool:
+        """Whether it was given as a password. Errors: ApiError 401, 429."""
         if not self._keys or path in _OPEN_PATHS:
             return False
+        if wait_s := self._keys.seconds_to_wait(address):
+            raise too_many_failures(wait_s)
         kind, _, value = headers.get("authorization", "").partition(" ")
         by_password = kind.lower() == "basic"
         given = _password(value) if by_password else value.strip().encode("latin-1")
-        known = [secrets.compare_digest(given, key) for key in self._keys]
-        if kind.lower() not in ("bearer", "basic") or not any(known):
+        is_key = kind.lower() in ("bearer", "basic") and bool(given)
+        if not is_key or not self._keys.is_right(given, address):
             raise ApiError(
                 401, "a key is needed: send it as 'Authorization: Bearer KEY'",
                 "authentication_error", code="invalid_api_key",
@@ -113,6 +120,15 @@ class _BodyLimit:
 def too_large(most_bytes: int) -> ApiError:
     """413: more than the server reads."""
     return ApiError(413, f"the request is larger than {most_bytes} bytes; send less")
+
+
+def too_many_failures(wait_s: float) -> ApiError:
+    """429: the address has given too many wrong keys to be told at once whether one is right."""
+    seconds = math.ceil(wait_s)
+    return ApiError(
+        429, f"too many wrong keys; try again in {seconds} s", "authentication_error",
+        code="too_many_failures", headers={"Retry-After": str(seconds)},
+    )  # fmt: skip
 
 
 async def send_error(send: Send, error: ApiError) -> None:

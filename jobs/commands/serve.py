@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _PATIENCE_LOOKS = 60  # seconds in which the driver says nothing: requests give up earlier
+_KEY_VARIABLE = "HOTCOLD_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -46,7 +48,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
     "--api-key",
     "keys",
     multiple=True,
-    envvar="HOTCOLD_API_KEY",
+    envvar=_KEY_VARIABLE,
     help="What clients "
     "must send; may be given several times. Other users of this machine can read a "
     "command line, so better in HOTCOLD_API_KEY.",
@@ -92,6 +94,7 @@ def serve(
     **values: Any,
 ) -> None:
     """Serve MODEL (the embedded demo model without it) to browsers and OpenAI's clients."""
+    os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
     _require_packages()
     from ui.api.backend import ServerSettings
     from ui.connections import ConnectionLimits
@@ -168,8 +171,15 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
             f"at {host} other machines can connect: give --api-key or HOTCOLD_API_KEY, or listen "
             "at 127.0.0.1"
         )
-    if any(not key.isascii() or not key.isprintable() or " " in key or not key for key in keys):
-        raise UsageError("an API key must be printable ASCII without blanks, and not empty")
+    from ui.keys import LEAST_KEY_CHARS
+
+    if any(len(key) < LEAST_KEY_CHARS for key in keys):
+        raise UsageError(
+            f"an API key has at least {LEAST_KEY_CHARS} characters, so that nobody guesses it; "
+            "`openssl rand -hex 24` prints one"
+        )
+    if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise UsageError("an API key must be printable ASCII without blanks")
 
 
 def _name(model: str | None, path: Path) -> str:

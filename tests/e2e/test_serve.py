@@ -9,6 +9,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -329,14 +330,19 @@ def test_a_second_start_says_who_runs(server: Server) -> None:
 
 
 def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
-    with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": "secret other"}) as server:
+    keys = ["the-secret-of-one", "the-key-of-another"]
+    with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": " ".join(keys)}) as server:
+        for child in psutil.Process(server.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a worker that nobody needs ends
+                told = [*child.environ().values(), *child.cmdline()]
+                assert not any(key in text for key in keys for text in told)
         assert httpx.get(f"{server.url}/health").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic e"}):
+        for headers in ({}, {"Authorization": "Bearer the-secret"}, {"Authorization": "Basic e"}):
             answer = httpx.get(f"{server.url}/v1/models", headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{server.url}/metrics", auth=("anyone", "secret")).status_code == 200
-        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
+        assert httpx.get(f"{server.url}/metrics", auth=("anyone", keys[0])).status_code == 200
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys[1], max_retries=0)
         texts = [client.completions.create(model="demo", **LONG).choices[0].text]
         streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
         firsts = [next(iter(stream)).choices[0].text for stream in streams]

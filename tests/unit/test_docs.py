@@ -195,6 +195,14 @@ def test_paths_exist(one: Page) -> None:
         assert list(ROOT.glob(found.rstrip("./"))), f"{one.path}: {found}"
 
 
+def test_the_proxy_of_the_example_asks_where_the_server_listens() -> None:
+    serve = cli.get_command(click.Context(cli), "serve")
+    assert serve is not None
+    options = {one.name: one.default for one in serve.params}
+    (example,) = page("docs/api.md").blocks("caddyfile")
+    assert f"reverse_proxy {options['host']}:{options['port']}\n" in example
+
+
 def test_every_page_of_docs_can_be_found_from_readme() -> None:
     linked = {path for path, _ in page("README.md").links()}
     assert set((ROOT / "docs").glob("*.md")) <= linked

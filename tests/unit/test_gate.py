@@ -119,6 +119,15 @@ def test_every_answer_tells_browsers_where_they_may_go(host: str) -> None:
     assert headers["referrer-policy"] == "no-referrer"
 
 
+def test_a_proxy_on_this_machine_passes_on_the_name_that_was_asked_for() -> None:
+    behind, host = gate(["k"], local=True), {"Host": "chat.example.org"}
+    assert ask(behind, headers=host).status_code == 401
+    assert ask(behind, headers=host, auth=("", "k")).status_code == 200
+    for origin, status in (("https://chat.example.org", 200), ("https://evil.example", 403)):
+        answer = ask(behind, headers=host | {"Origin": origin}, auth=("", "k"))
+        assert answer.status_code == status
+
+
 @pytest.mark.parametrize(
     ("authorization", "status"),
     [
