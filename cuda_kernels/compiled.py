@@ -6,10 +6,13 @@ import atexit
 import functools
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from cuda_kernels.source import OPTIONS, Entry, entry_source
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def compiled_file(entry: Entry) -> Path:
@@ -32,21 +35,27 @@ def compiled_file(entry: Entry) -> Path:
 
 @functools.cache
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: below XDG_CACHE_HOME or ~/.cache.
+    """Where compiled kernels are kept: below XDG_CACHE_HOME or, if that is not absolute, ~/.cache.
 
-    Where that cannot be written, a folder of this process.
+    Where that cannot be written, or others may write there, a folder of this process.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = base / "hotcold" / "cuda"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (base if base.is_absolute() else Path.home() / ".cache") / "hotcold" / "cuda"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if os.access(folder, os.W_OK) and all(map(_only_we_write, (folder, folder.parent))):
             return folder
     except OSError:
         pass
     own = tempfile.TemporaryDirectory(prefix="hotcold-cuda-")
     atexit.register(own.cleanup)
     return Path(own.name)
+
+
+def _only_we_write(folder: Path) -> bool:
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -13,7 +13,6 @@ function's kernels, which it reads, changes and writes again, is changed by one 
 import fcntl
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,9 +20,12 @@ from typing import Any
 
 import numba
 import numba.core.dispatcher
-from numba.core.caching import FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
+from numba_kernels.own_cache import cache_home, own_folder
+
+_ROOM = "numba"
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -34,8 +36,7 @@ def cache_folder() -> Path:
     for source in sorted(_PACKAGE.rglob("*.py")):
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(hashlib.sha256(source.read_bytes()).digest())
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "hotcold" / "numba" / digest.hexdigest()[:16]
+    return cache_home() / "hotcold" / _ROOM / digest.hexdigest()[:16]
 
 
 class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
@@ -48,15 +49,22 @@ class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
-        """A locator for a function of this package; None where its folder cannot be written."""
-        if _PACKAGE not in Path(py_file).resolve().parents:
-            return None
-        locator = cls(py_func, py_file)
+        """A locator for a function of this package."""
+        return cls(py_func, py_file) if _is_ours(py_file) else None
+
+
+def _is_ours(py_file: str) -> bool:
+    return _PACKAGE in Path(py_file).resolve().parents
+
+
+def _cache_of(py_func: Any) -> Any:
+    """A function's cache; none on disk where the folder of this package's is not to be trusted."""
+    if _is_ours(py_func.__code__.co_filename):
         try:
-            locator.ensure_cache_path()
+            own_folder(_ROOM, cache_folder().name)
         except OSError:
-            return None
-        return locator
+            return NullCache()
+    return OneCompilerCache(py_func)
 
 
 class OneCompilerCache(FunctionCache):  # type: ignore[misc]
@@ -97,4 +105,4 @@ def share_compilers() -> None:
                 _locks.pop()
 
     numba.core.dispatcher.Dispatcher.compile = compile_alone
-    numba.core.dispatcher.FunctionCache = OneCompilerCache
+    numba.core.dispatcher.FunctionCache = _cache_of

@@ -19,11 +19,15 @@ import numpy as np
 
 from model.config.model_config import RopeConfig
 from model.files.whole_file import write_whole
+from numba_kernels.own_cache import own_folder
 
 
 def inv_freq(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """See `RopeConfig.inv_freq`, which is asked where this machine has not kept its answer."""
-    path = cache_path(rope, head_dim)
+    try:
+        path = cache_path(rope, head_dim)
+    except OSError:
+        return rope.inv_freq(head_dim)
     found = _read(path, head_dim // 2)
     if found is None:
         found = rope.inv_freq(head_dim)
@@ -34,7 +38,10 @@ def inv_freq(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def cache_path(rope: RopeConfig, head_dim: int) -> Path:
-    """The file, below XDG_CACHE_HOME or ~/.cache: of this rope, this torch and this processor."""
+    """The file, below XDG_CACHE_HOME or ~/.cache: of this rope, this torch and this processor.
+
+    Errors:  OSError where there is no folder of this user's alone
+    """
     key = {
         "rope": asdict(rope),
         "head_dim": head_dim,
@@ -43,8 +50,7 @@ def cache_path(rope: RopeConfig, head_dim: int) -> Path:
         "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hotcold" / "rope" / digest
+    return own_folder("rope") / digest
 
 
 def _read(path: Path, size: int) -> np.ndarray | None:

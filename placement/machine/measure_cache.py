@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from model.errors import HotcoldError
 from model.files.whole_file import write_whole
+from numba_kernels.own_cache import own_folder
 from placement.machine.description import Machine
 from placement.machine.measure_layout import MachineLayout
 
@@ -17,9 +17,11 @@ _VERSION = 1  # another way to measure gets another number
 
 
 def cache_path() -> Path:
-    """The file, below XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hotcold" / "machine.json"
+    """The file, below XDG_CACHE_HOME or ~/.cache.
+
+    Errors:  OSError where there is no folder of this user's alone
+    """
+    return own_folder() / "machine.json"
 
 
 def read_cached(layout: MachineLayout) -> Machine | None:

@@ -59,7 +59,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "numba_kernels": {
         "": {"kernel_cache"},
         "formats": set(),
-        "kernel_cache": set(),
+        "kernel_cache": {"own_cache"},
+        "own_cache": set(),
         "checks": {"formats"},
         "ir": {"formats"},
         "load": {"checks", "formats", "ir"},

@@ -1,0 +1,62 @@
+"""Folders of this user in which hotcold keeps what takes long to make, such as compiled kernels.
+
+What is read there is trusted: Numba unpickles compiled kernels, a GPU runs them. So nobody else may
+be able to write there.
+"""
+
+import functools
+import os
+import stat
+import sys
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_home() -> Path:
+    """XDG_CACHE_HOME, or ~/.cache where that is unset, empty or relative, as XDG wants it."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return chosen if chosen.is_absolute() else Path.home() / ".cache"
+
+
+def own_folder(*names: str) -> Path:
+    """The folder hotcold/NAMES below `cache_home`, made for this user alone where it is not there.
+
+    Errors:  OSError where it cannot be, or others may write there; a line on standard error says so
+    """
+    home = cache_home()
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder, is_ours = home, not _is_open_to_all(home)
+        for name in ("hotcold", *names):
+            folder = folder / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            is_ours = is_ours and _only_we_write(folder)
+        if not is_ours:
+            raise PermissionError("other users may write there")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it cannot be written")
+    except OSError as problem:
+        _tell(home / "hotcold", problem.strerror or str(problem))
+        raise
+    return folder
+
+
+def _only_we_write(folder: Path) -> bool:
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+
+
+def _is_open_to_all(folder: Path) -> bool:
+    """Whether anybody may put another folder in the place of one that is in it."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+@functools.cache
+def _tell(folder: Path, reason: str) -> None:
+    print(
+        f"hotcold: {folder} is not used ({reason}), so kernels are compiled at every start; make "
+        "it a folder that only you can write to, or set XDG_CACHE_HOME to one",
+        file=sys.stderr,
+    )
