@@ -22,7 +22,7 @@ from jobs.cli import main
 from model.files.locate import DEMO_DIRECTORY
 from model.reference import reference_logits
 from model.text.tokenizer import Tokenizer
-from tests.benchmark_programs import run_benchmark
+from tests.benchmark_programs import run_in_own_process
 from tests.documents import page
 from tests.e2e.commands import run_here
 from tests.e2e.server import WAIT_S, Server, await_that, serving
@@ -307,7 +307,7 @@ def test_beyond_the_queue_are_told_to_come_later(openai: Any, server: Server, cl
 
 def test_malformed_requests_harm_nobody(server: Server) -> None:
     await_that(lambda: server.metric("vllm:num_requests_running") == 0)
-    done = run_benchmark("api_fuzz", "--url", server.url, "--requests", 200)
+    done = run_in_own_process("api_fuzz", "--url", server.url, "--requests", 200)
     assert done.status == 0, done.out + done.err
     found = json.loads(done.out)
     assert found["requests"] >= 200 and found["generations_same"] > 0
