@@ -1,7 +1,7 @@
 """The interface of predictors: which of a layer's neurons will fire, said beforehand."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -19,6 +19,9 @@ class LayerPredictor(Protocol):
     @property
     def num_neurons(self) -> int:
         """How many it scores."""
+
+    def arranged(self, neuron_ids: np.ndarray) -> Self:
+        """The same predictor for the neurons of the rows `neuron_ids`, in their order."""
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
         """scores[t, n] > 0 where neuron n is expected to fire for token t.
@@ -46,6 +49,22 @@ class NeuronPredictor:
         zeros = np.zeros((len(self._layers), 1), np.int64)
         self._bounds = np.concatenate([zeros, np.cumsum(shard_sizes, axis=1)], axis=1)
         self._team: SignTeam | None = None
+
+    def rearranged(
+        self, before: Sequence[Sequence[np.ndarray]], shards: Sequence[Sequence[np.ndarray]]
+    ) -> "NeuronPredictor":
+        """The same predictors for services that hold the neurons shards[s][l], in that order.
+
+        before[s][l]: the order in which these know the neurons; both are of the same neurons.
+        """
+        sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64).T
+        layers: list[LayerPredictor | None] = []
+        for i, layer in enumerate(self._layers):
+            old, new = (np.concatenate([shard[i] for shard in s]) for s in (before, shards))
+            by_id = np.argsort(old)
+            rows = by_id[np.searchsorted(old, new, sorter=by_id)]
+            layers.append(None if layer is None else layer.arranged(rows))
+        return NeuronPredictor(layers, sizes, self.input_name)
 
     def use_threads(self, wires: Wires, service: int, num_threads: int, max_tokens: int) -> None:
         """Score on several cores, at once when `service` answers; only sign predictors do.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,13 @@ from actors.driver.request_queue import RequestQueue
 from actors.driver.scheduler import Scheduler
 from actors.driver.scoring import WindowScores, score_window
 from actors.exchange.doorbell_exchange import Exchange
-from actors.protocol.failures import CacheLost, RequestError
+from actors.protocol.failures import (
+    CacheLost,
+    RequestError,
+    SystemLost,
+    cause_of,
+    first_line,
+)
 from actors.protocol.kv_pool import KvPool
 from actors.protocol.messages import (
     PREDICTED_MODES,
@@ -36,7 +42,7 @@ from actors.setup.shards import num_kv_pages
 from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
-from model.errors import ServiceError
+from model.errors import HotcoldError, ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import load_embedding
@@ -44,6 +50,33 @@ from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
+
+
+class ServiceChange(Protocol):
+    """Other CPU services beside those that serve: loaded, tried out, and asked nothing yet."""
+
+    @property
+    def system(self) -> SystemConfig:
+        """The system with them."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[Sequence[np.ndarray]]:
+        """As of `Driver`: all neurons that the GPU service does not hold, as before."""
+        ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """Reaches them, and the GPU service after `move`."""
+        ...
+
+    def prepare(self) -> None:
+        """What can fail and leaves alone what serves. Errors: HotcoldError."""
+        ...
+
+    def move(self) -> None:
+        """Put them behind the driver's exchange. Errors: CacheLost; after any other none serve."""
+        ...
 
 
 class Driver:
@@ -62,7 +95,7 @@ class Driver:
         none. `prepare_products` is called by the engine's thread before services multiply matrices.
         Errors:  CheckpointError, ConfigError, ArtifactError
         """
-        self._system = system
+        self._system, self._shards = system, shards
         path = Path(system.model_path)
         config = read_config(path)
         embedding = load_embedding(Checkpoint(path), config)
@@ -71,7 +104,7 @@ class Driver:
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         self.engine = engine
-        self._use_predictor_threads(system.num_threads)
+        self._use_threads(predictor, exchange)
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
         self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
@@ -213,37 +246,49 @@ class Driver:
         if length > room:
             raise RequestError(f"a window of {length} tokens does not fit in a context of {room}")
 
-    def change_services(
-        self,
-        system: SystemConfig,
-        shards: Sequence[Sequence[np.ndarray]],
-        change: Callable[[], None],
-    ) -> None:
-        """Let `change` put other services behind the exchange, between two steps.
+    def change_services(self, change: ServiceChange) -> None:
+        """Let other CPU services serve, between two steps; what runs goes on with them.
 
-        What runs goes on with them; `system` and `shards` are of the new ones.
-        Errors:  those of `change`; ArtifactError
+        Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
+                 failed before: nothing has changed then
         """
-        predictor = _load_predictor(system, self.generator.config, shards)
+        watch = NeuronWatch(self.generator.config, change.exchange.wires, change.shards)
+        old = new = self.engine.predictor
+        if old is not None:
+            new = old.rearranged(self._shards, change.shards)
+        self._use_threads(new, change.exchange)
+        try:
+            self._queue.between_steps(lambda: self._change_services(change, new, watch))
+        finally:
+            for each in (old, new):
+                if each is not None and each is not self.engine.predictor:
+                    each.close()
 
-        def swap() -> None:
+    def _change_services(
+        self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
+    ) -> None:
+        """First what can fail and changes nothing; what fails later leaves nothing that serves."""
+        num_hot = hot_counts(self.generator.config, change.shards)
+        tables = change.exchange.wires.page_tables[: self.engine.kernel_tokens]
+        self._pool.copy_to(tables)
+        change.prepare()
+        try:
             try:
-                change()
+                change.move()
             except CacheLost:
                 self._scheduler.replay_all()
             self._scheduler.begin_chunk_again()
-            self._pool.move(self.engine.exchange.wires.page_tables[: self.engine.kernel_tokens])
-            if self.engine.predictor is not None:
-                self.engine.predictor.close()
+            self._pool.move(tables)
             self.engine.predictor = predictor
-            self._use_predictor_threads(system.num_threads)
             for engine in (self.engine, self._profiling):
-                engine.count_services()
-            self.neuron_watch = NeuronWatch(
-                self.generator.config, self.engine.exchange.wires, shards
-            )
-
-        self._queue.between_steps(swap)
+                engine.use_services(num_hot)
+            self.neuron_watch = watch
+            self._system, self._shards = change.system, change.shards
+        except BaseException as error:
+            told = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)
+            raise SystemLost(
+                f"the system ended while its CPU services were changed: {told}; start again"
+            ) from error
 
     def telemetry(self, watch_s: float = WATCH_S) -> Telemetry:
         """What the system does now; services go on counting neurons for `watch_s`."""
@@ -274,11 +319,11 @@ class Driver:
         if self.engine.predictor is not None:
             self.engine.predictor.close()
 
-    def _use_predictor_threads(self, num_threads: int) -> None:
+    def _use_threads(self, predictor: NeuronPredictor | None, exchange: Exchange) -> None:
         """Let several cores predict, where they can hear the doorbell that brings the input."""
-        exchange, predictor = self.engine.exchange, self.engine.predictor
         if predictor is not None and exchange.next_number:
-            predictor.use_threads(exchange.wires, GPU, num_threads, self.engine.kernel_tokens)
+            num_threads, num_tokens = self._system.num_threads, self.engine.kernel_tokens
+            predictor.use_threads(exchange.wires, GPU, num_threads, num_tokens)
 
 
 def _load_predictor(

@@ -61,16 +61,16 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
-        self.num_hot = np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot
         # Called before steps that services answer by matrix products, which they may not have yet.
         self.prepare_products: Callable[[], None] = lambda: None
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
-        self.count_services()
+        self.use_services(np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot)
         self.times = StepTimes()
         self.num_steps = 0
 
-    def count_services(self) -> None:
-        """Ask all services that the exchange has now."""
+    def use_services(self, num_hot: np.ndarray) -> None:
+        """Ask all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
+        self.num_hot = num_hot
         self._num_services = self.exchange.wires.requests.shape[0]
 
     def step(

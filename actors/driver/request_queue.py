@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from actors.driver.active_request import ActiveRequest
 from actors.driver.scheduler import Scheduler
-from actors.protocol.failures import CacheLost, NotFiniteError, first_line
+from actors.protocol.failures import CacheLost, NotFiniteError, SystemLost, first_line
 from model.errors import ServiceError
 
 _Result = TypeVar("_Result")
@@ -80,7 +80,10 @@ class RequestQueue:
         return result
 
     def between_steps(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` in the engine's thread, whatever runs. Errors: its own."""
+        """Call `function` in the engine's thread, whatever runs.
+
+        Errors:  its own; SystemLost ends the system
+        """
         job = _Job(function, waits=False)
         self.submit(job)
         result: _Result = job.future.result()  # type: ignore[assignment]
@@ -152,6 +155,8 @@ class RequestQueue:
                 return False
             if isinstance(item, _Job) and not item.waits:
                 item.run(self._scheduler.try_replace)
+                if isinstance(error := item.future.exception(), SystemLost):
+                    raise error
                 continue
             self._waiting.append(item)
             idle = False

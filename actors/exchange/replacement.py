@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 
 from actors.exchange.places import Place
@@ -43,14 +44,19 @@ class ServiceReplacer:
         self.stage = ""  # what is being done, for those who watch
         self.num_replaced = 0
 
+    def find(self, services: Sequence[int]) -> None:
+        """From now on `services` are in the processes that they are in. Errors: ServiceLost."""
+        for service in services:
+            self._expect(service, self._find(service))
+
     def connected(self, layout: ArenaLayout, places: Sequence[Place]) -> None:
-        """Services are loaded, and nothing has been asked of them; `places[s]` is of service s.
+        """Services are found, and nothing has been asked of them; `places[s]` is of service s.
 
         Errors:  ServiceError
         """
         self._layout, self._places = layout, places
-        for service in range(len(self._specs)):
-            self._expect(service, self._find(service))
+        for service, process in self._processes.items():
+            self._expect(service, process)
 
     def change_layout(self, layout: ArenaLayout) -> None:
         """Fresh processes are attached with this one from now on."""
@@ -94,8 +100,16 @@ class ServiceReplacer:
         # Known before it is loaded, so that the next attempt ends it if it fails.
         self._expect(service, process)
         self._await(service, handle.load.remote(self._specs[service]))
+        self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
         self._await(service, handle.attach.remote(self._layout, place.arena_refs))
         self._await(service, handle.try_out.remote())
+
+    def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:
+        """What a fresh process holds is what was lost, or sums are wrong. Errors: ServiceError."""
+        lost = self._specs[service].neuron_ids or []
+        if len(held or []) != len(lost) or not all(map(np.array_equal, held or [], lost)):
+            name = self._specs[service].name
+            raise ServiceError(f"the {name} service came back with other neurons; start again")
 
     def _end_old(self, service: int) -> ServiceProcess:
         """End what is left of the process; the one that Ray has put in its place.
@@ -132,7 +146,8 @@ class ServiceReplacer:
     def _expect(self, service: int, process: ServiceProcess) -> None:
         self._processes[service] = process
         self._watch.expect(service, process)
-        self._places[service].expect(service, process)
+        if self._places:
+            self._places[service].expect(service, process)
 
     def _await(self, service: int, call: Any, most_looks: int | None = None) -> Any:
         """What a call returns. Errors: ServiceLost where the service dies, is stuck or fails."""

@@ -1,40 +1,38 @@
-"""One call of several services at once: what they answer, or the name of the one that fails."""
+"""Calls of several services at once: what they answer, or who fails or is stuck."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from actors.protocol.failures import service_error
+from actors.exchange.watch import LOOK_S, ActorWatch
+from actors.protocol.failures import ServiceLost, service_error
 
 
-def call_each(
-    names: Sequence[str],
-    handles: Sequence[Any],
-    method: str,
-    *arguments: Any,
-    timeout_s: float | None = None,
-) -> list[Any]:
-    """Call a method of all, side by side. See `await_each`; `handles[i]` is of `names[i]`."""
-    calls = [getattr(handle, method).remote(*arguments) for handle in handles]
-    return await_each(names, calls, timeout_s)
+def await_each(calls: Mapping[int, Any], watch: ActorWatch) -> list[Any]:
+    """What calls of services return, in order; `calls[s]` is of service s, as `watch` knows it.
 
-
-def await_each(
-    names: Sequence[str], calls: Sequence[Any], timeout_s: float | None = None
-) -> list[Any]:
-    """What calls of services return, in order; `calls[i]` is of `names[i]`.
-
-    Errors:  HotcoldError of the first that fails, or of one that is silent for `timeout_s` after
-             the last answer
+    Errors:  of the first that fails what it raised, as `service_error` tells it; ServiceLost of one
+             that died, is stopped or stuck
     """
-    name_of = dict(zip(calls, names, strict=True))
-    waiting, answers = list(calls), {}
-    while waiting:
-        done, waiting = ray.wait(waiting, timeout=timeout_s)
-        for call in done or waiting:
-            try:
-                answers[call] = ray.get(call, timeout=0)
-            except ray.exceptions.RayError as error:
-                raise service_error(f"{name_of[call]} service", error) from error
-    return [answers[call] for call in calls]
+    answers: dict[int, Any] = {}
+    own_watch = watch.apart()
+    while len(answers) < len(calls):
+        waiting = {service: call for service, call in calls.items() if service not in answers}
+        done, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=LOOK_S)
+        for service, call in waiting.items():
+            if call in done:
+                answers[service] = _answer(call, service, watch.name(service))
+        if silent := [service for service in waiting if service not in answers]:
+            own_watch.check(silent, 0)
+    return [answers[service] for service in calls]
+
+
+def _answer(call: Any, service: int, name: str) -> Any:
+    try:
+        return ray.get(call, timeout=0)
+    except ray.exceptions.RayError as error:
+        told = service_error(name, error)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise told from error
+        raise ServiceLost(service, str(told)) from error

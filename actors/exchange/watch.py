@@ -56,7 +56,7 @@ class ActorWatch:
 
     def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """`names[s]` and `handles[s]` belong to service s."""
-        self._names = [f"{name} service" for name in names]
+        self._names = names
         self._handles = handles
         self._pulses = [self._new_pulse(service) for service in range(len(handles))]
         self._processes: dict[int, ServiceProcess] = {}
@@ -78,20 +78,30 @@ class ActorWatch:
             except HotcoldError as error:
                 raise ServiceLost(service, str(error)) from error
         if num_looks > _LONGEST_REQUEST_LOOKS:
-            name = self._names[services[0]]
+            name = self.name(services[0])
             what = f"the {name} has not answered for {num_looks * LOOK_S:.0f} s; start again"
             raise ServiceLost(services[0], what)
+
+    def apart(self) -> "ActorWatch":
+        """One of the same services for another wait, maybe in another thread."""
+        other = ActorWatch(self._names, self._handles)
+        other._processes, other.starting = self._processes, self.starting
+        return other
+
+    def name(self, service: int) -> str:
+        """What error texts call the service."""
+        return f"{self._names[service]} service"
 
     def explain(self, service: int) -> str:
         """What the service says of its last failure. Errors: ServiceLost if it died since."""
         try:
             return str(ray.get(self._handles[service].explain_failure.remote(), timeout=5))
         except ray.exceptions.RayError as error:
-            told = service_error(self._names[service], error)
+            told = service_error(self.name(service), error)
             raise ServiceLost(service, str(told)) from error
 
     def _look(self, service: int) -> None:
-        process, name = self._processes.get(service), self._names[service]
+        process, name = self._processes.get(service), self.name(service)
         patience = STARTING_LOOKS if self.starting else _PATIENCE_LOOKS
         if process is not None:
             if process.is_gone():
@@ -104,4 +114,4 @@ class ActorWatch:
             raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
 
     def _new_pulse(self, service: int) -> Pulse:
-        return Pulse(self._names[service], self._handles[service].ping.remote)
+        return Pulse(self.name(service), self._handles[service].ping.remote)

@@ -25,6 +25,7 @@ from actors.protocol.messages import (
     TokenEvent,
 )
 from actors.setup.hosts import SpawnRelay
+from actors.setup.partition import neuron_owners
 from actors.telemetry.snapshot import WATCH_S, Telemetry
 from numba_kernels.serve.mailbox import OPERATION, PING
 from placement.memory import weight_bytes
@@ -131,6 +132,10 @@ class DriverActor:
         """What this system runs."""
         return self.services.system
 
+    def neuron_owners(self) -> tuple[list[str], np.ndarray]:
+        """Which service holds each neuron; see `actors.setup.partition.neuron_owners`."""
+        return neuron_owners(self.services.config, self.services.connection.specs)
+
     def processes(self) -> dict[str, int]:
         """Process ids by service name, the driver's too. Errors: ServiceError while it loads."""
         return {"driver": os.getpid(), **self.services.process_ids()}
@@ -163,5 +168,5 @@ class DriverActor:
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""
         connection = self.services.connection
-        used = connection.call_each("cpu_seconds", timeout_s=5.0)
+        used = connection.call_each("cpu_seconds")
         return dict(zip(connection.names, used, strict=True))

@@ -5,21 +5,23 @@ Until then the old services serve, and where new ones cannot be had they go on. 
 number of services: after a change cold neurons are dealt in turn; hot ones stay where they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from actors.exchange.doorbell_exchange import Exchange
 from actors.processes.cluster import await_actors
 from actors.processes.system_services import SystemServices
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import cause_of
+from actors.protocol.failures import ServiceLost, cause_of
 from actors.protocol.messages import SystemConfig
 from actors.protocol.ray_memory import free_bytes
 from actors.setup.connection import Connection
-from actors.setup.shards import arena_layout, service_specs
+from actors.setup.shards import arena_layout, changed_specs
 from model.config.model_config import ModelConfig
-from model.errors import HotcoldError, MemoryBudgetError, UsageError
+from model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import memory_need
 
@@ -31,7 +33,8 @@ _GIB = 1 << 30
 def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
     """Serve with another number of CPU services; returns when they do. Requests go on.
 
-    Errors:  HotcoldError where they cannot be had: the old ones go on
+    Errors:  SystemLost where it failed half-way, which ends the system; any other HotcoldError
+             where they cannot be had: the old ones go on
     """
     driver = services.driver
     with services.changing:
@@ -39,34 +42,69 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
         if num_cpu_actors == services.system.num_cpu_actors:
             return services.system
         old = services.connection
-        new = connect_more(services, system)
         try:
-            driver.change_services(system, new.shards, lambda: _change(services, new))
-        except BaseException:
-            if services.connection is old:
-                new.kill(new.cpu_services)
-            raise
+            new = connect_more(services, system)
+            try:
+                driver.change_services(CpuServiceChange(services, new))
+            except BaseException:
+                unused = new if services.connection is old else old
+                unused.kill(unused.cpu_services)
+                raise
+        except ServiceLost as error:
+            raise ServiceError(
+                f"the number of CPU services stays {old.system.num_cpu_actors}: {cause_of(error)}"
+            ) from error
         old.kill(old.cpu_services)
         if services.held_cpus is None:
             services.held_cpus = hold_cpus(system.num_threads, services.node_id)
-        return system
+        return services.system
 
 
-def _change(services: SystemServices, new: Connection) -> None:
-    """Take other CPU services; called by the engine's thread. Errors: CacheLost."""
-    new.replacer.take_over(0, services.connection.replacer)
-    failure, products = "", services.system.products
-    if products is not None and new.system.products is None:  # agreed on while these loaded
-        new.system = replace(new.system, products=products)
-        new.use_products(products)
-    try:
-        move_gpu(services.exchange.inner, new)
-    except HotcoldError as error:  # then a fresh GPU service comes to the new arena
-        failure = cause_of(error)
-    services.exchange.change(new.exchange, new.replacer)
-    services.system, services.connection = new.system, new
-    if failure:
-        services.exchange.renew(0, failure)
+class CpuServiceChange:
+    """New CPU services that wait to serve; see `actors.driver.driver.ServiceChange`."""
+
+    def __init__(self, services: SystemServices, new: Connection) -> None:
+        """`new` has the GPU service of `services`, which serves through the old arena still."""
+        self._services = services
+        self._new = new
+
+    @property
+    def system(self) -> SystemConfig:
+        """With the new services."""
+        return self._new.system
+
+    @property
+    def shards(self) -> Sequence[Sequence[np.ndarray]]:
+        """The new services' neurons."""
+        return self._new.shards
+
+    @property
+    def exchange(self) -> Exchange:
+        """Reaches the new services."""
+        return self._new.exchange
+
+    def prepare(self) -> None:
+        """Tell the new services what was agreed on while they loaded. Errors: HotcoldError."""
+        new, products = self._new, self._services.system.products
+        new.replacer.take_over(0, self._services.connection.replacer)
+        if products is not None and new.system.products is None:
+            new.use_products(products, new.cpu_services)
+            new.system = replace(new.system, products=products)
+
+    def move(self) -> None:
+        """Bring the GPU service to the new arena, and the driver's exchange to the new services.
+
+        Errors:  CacheLost where a fresh GPU service had to come, ServiceError where none came
+        """
+        services, new, failure = self._services, self._new, ""
+        try:
+            move_gpu(services.exchange.inner, new)
+        except HotcoldError as error:
+            failure = cause_of(error)
+        services.exchange.change(new.exchange, new.replacer)
+        services.system, services.connection = new.system, new
+        if failure:
+            services.exchange.renew(0, failure)
 
 
 def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
@@ -78,28 +116,32 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
             f"--cpu-actors {num_cpu_actors} is not within 1..{system.num_threads}: the system has "
             f"{system.num_threads} threads, and a CPU service takes at least one"
         )
-    # A GPU keeps the neurons that it has; without one a plan says nothing of the new services.
-    plan_path = system.plan_path if system.device == "cuda" else ""
-    return replace(system, num_cpu_actors=num_cpu_actors, plan_path=plan_path)
+    # The GPU service keeps its neurons; of the others a plan for other services says nothing.
+    return replace(system, num_cpu_actors=num_cpu_actors, plan_path="")
 
 
 def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     """Load and try out the CPU services of `system` beside those that serve now.
 
-    Their cores are those of the services that they replace: Ray is asked for none.
+    The GPU service is the one that serves, with the neurons that it was loaded with, whatever
+    profile or plan has been written since. The others' cores are those of the services that they
+    replace: Ray is asked for none.
     Errors:  MemoryBudgetError, ServiceError, and what a service cannot load; none is left then
     """
-    config, node_id = services.config, services.node_id
+    config, node_id, old = services.config, services.node_id, services.connection
     layout = arena_layout(system, config)
     _require_room(system, config, layout)
-    specs = [replace(spec, reserves_cpus=False) for spec in service_specs(system, config)]
-    gpu = services.connection.handles[0]
-    handles = [gpu, *(services.spawn(spec, node_id) for spec in specs[1:])]
+    gpu, *cpu_specs = changed_specs(system, config, old.specs[0])
+    specs = [gpu, *(replace(spec, reserves_cpus=False) for spec in cpu_specs)]
+    handles = [old.handles[0], *(services.spawn(spec, node_id) for spec in specs[1:])]
     new = Connection(system, specs, handles, services.policy)
     cpus = new.cpu_services
     try:
         await_actors(new.handles[1:], [0] * len(cpus), _START_S, node_id)
-        new.call_each("load", services=cpus)
+        new.find(cpus)
+        new.replacer.take_over(0, old.replacer)
+        new.load(cpus)
+        new.require_partition(config)
         new.open(layout, services.spawn_relay)
         new.attach(cpus)
         new.ready()
@@ -112,12 +154,14 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
 def move_gpu(old: Exchange, new: Connection) -> None:
     """Let the GPU service leave the old arena for the new one, with its KV cache.
 
-    Errors:  HotcoldError where it fails or dies; nothing else has changed then
+    Errors:  HotcoldError where it fails, dies or is stuck: then it serves through neither
     """
     if new.shares_arena:  # over actor calls it has an arena of its own
         old.wires.requests[0, OPERATION] = STOP
         old.ask([0])
-        new.call_each("join", _JOIN_S, services=[0])
+        (has_ended,) = new.call_each("join", _JOIN_S, services=[0])
+        if not has_ended:
+            raise ServiceError("the gpu service's threads do not end; start again")
         new.attach([0])
 
 

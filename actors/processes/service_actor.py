@@ -166,6 +166,11 @@ class ServiceActor:
     def _count(self, num_bytes: int) -> None:
         self._loaded_bytes += num_bytes
 
+    def held_neurons(self) -> list[np.ndarray] | None:
+        """The neurons of each layer that it was loaded with; None: it holds none."""
+        self._require_service()
+        return self.spec.neuron_ids
+
     def loaded_bytes(self) -> int:
         """Bytes of weights read so far."""
         return self._loaded_bytes

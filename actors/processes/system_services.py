@@ -17,7 +17,6 @@ from ray.util.placement_group import remove_placement_group
 
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.service_calls import await_each
 from actors.processes.cluster import await_actors
 from actors.processes.load_progress import LOADING_KERNELS
 from actors.protocol.failures import ServiceLost, cause_of
@@ -115,11 +114,12 @@ class SystemServices:
             num_cpus = [0, *(spec.num_threads for spec in self.connection.specs[1:])]
             node_id = None if self.system.hosts else self.node_id
             await_actors(self.connection.handles, num_cpus, _START_S, node_id)
-            self.connection.call_each("ping", timeout_s=5.0)
+            self.connection.find(self.connection.services)
             self.stage = LOADING_WEIGHTS
             if self.system.device == "cuda":
                 self._fit_gpu()
-            self._load_weights()
+            self.connection.load(self.connection.services)
+            self.connection.require_partition(self.config)
             self.stage = LOADING_KERNELS
             self.connection.open(arena_layout(self.system, self.config), self.spawn_relay)
             self.connection.attach(self.connection.services)
@@ -149,11 +149,7 @@ class SystemServices:
             require_memory(need, kept_bytes=kept_bytes())
         specs = service_specs(self.system, self.config)
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
-
-    def _load_weights(self) -> None:
-        services = self.connection
-        loads = zip(services.handles, services.specs, strict=True)
-        await_each(services.names, [handle.load.remote(spec) for handle, spec in loads])
+        self.connection.find(self.connection.services)
 
     def prepare_products(self) -> None:
         """Let the services agree how they multiply; in the engine's thread, for the system's life.
@@ -184,13 +180,23 @@ class SystemServices:
         self.connection.replacer.close()
         try:
             if self._driver is not None:
-                self._driver.close()
-                self.exchange.wires.requests[:, OPERATION] = STOP
                 with suppress(HotcoldError):
-                    self.exchange.inner.ask(self.connection.services)
-                    self.connection.call_each("join", 2.0, timeout_s=5.0)
+                    self._end_threads(self._driver)
         finally:
             self._kill()
+
+    def _end_threads(self, driver: Driver) -> None:
+        """Of the services too, unless the system has ended already: some may hear nothing then.
+
+        Errors:  HotcoldError of what ended the system, or of a service that fails meanwhile
+        """
+        try:
+            driver.load()
+        finally:
+            driver.close()
+        self.exchange.wires.requests[:, OPERATION] = STOP
+        self.exchange.inner.ask(self.connection.services)
+        self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:
         self.connection.kill()

@@ -56,6 +56,10 @@ class ServiceLost(ServiceError):
         return self.text
 
 
+class SystemLost(ServiceError):
+    """Nothing can be computed any more; all who ask are told why."""
+
+
 class CacheLost(ServiceError):
     """The GPU service was replaced: it serves, but the KV cache is empty."""
 

@@ -50,9 +50,15 @@ class KvPool:
         self._page_tables[slot, :num_pages] = pages
         return slot
 
+    def copy_to(self, page_tables: np.ndarray) -> None:
+        """Write what is lent into other page tables too. Errors: ValueError for other shapes."""
+        if page_tables.shape != self._page_tables.shape:
+            raise ValueError(f"page tables of {page_tables.shape}, not {self._page_tables.shape}")
+        page_tables[:] = self._page_tables
+
     def move(self, page_tables: np.ndarray) -> None:
         """Write into other page tables from now on, after what is lent."""
-        page_tables[:] = self._page_tables
+        self.copy_to(page_tables)
         self._page_tables = page_tables
 
     def give_back(self, slot: int) -> None:

@@ -87,7 +87,8 @@ class ServiceSpec:
     cache: CacheSpec | None = None
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
-    model_digest: str = ""  # of the model's files, where a service may be on another host
+    model_digest: str = ""  # of the model's files when the system started; "": any
+    has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"
     reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's

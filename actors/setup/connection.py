@@ -13,14 +13,17 @@ from actors.exchange.hosts_exchange import HostsExchange, Relay
 from actors.exchange.places import OwnPlace, Place
 from actors.exchange.recovery import RecoveryPolicy
 from actors.exchange.replacement import ServiceReplacer
-from actors.exchange.service_calls import await_each, call_each
-from actors.exchange.watch import LOOK_S, ActorWatch
+from actors.exchange.service_calls import await_each
+from actors.exchange.watch import ActorWatch
 from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import RequestError, ServiceLost, service_error
+from actors.protocol.failures import RequestError, ServiceLost
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.shared_memory import put_arena
 from actors.protocol.step_sizes import ProductChoice
 from actors.setup.hosts import SpawnRelay, start_relays
+from actors.setup.partition import require_partition
+from model.config.model_config import ModelConfig
+from model.errors import HotcoldError
 from numba_kernels.serve.mailbox import OPERATION, PING
 
 
@@ -60,17 +63,28 @@ class Connection:
         """All of them."""
         return range(len(self.specs))
 
+    def find(self, services: Sequence[int]) -> None:
+        """The processes of `services` run; one that ends or stops is noticed from now on.
+
+        Errors:  ServiceLost
+        """
+        self.replacer.find(services)
+
     def call_each(
-        self,
-        method: str,
-        *arguments: Any,
-        services: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, *arguments: Any, services: Sequence[int] | None = None
     ) -> list[Any]:
-        """Call a method of `services`, else of all. Errors: as in `await_each`."""
+        """Call a method of `services`, else of all, side by side. Errors: as in `await_each`."""
         asked = self.services if services is None else services
-        names, handles = [self.names[s] for s in asked], [self.handles[s] for s in asked]
-        return call_each(names, handles, method, *arguments, timeout_s=timeout_s)
+        calls = {s: getattr(self.handles[s], method).remote(*arguments) for s in asked}
+        return await_each(calls, self.watch)
+
+    def load(self, services: Sequence[int]) -> None:
+        """Let `services` load what their specs say. Errors: HotcoldError of one that fails."""
+        await_each({s: self.handles[s].load.remote(self.specs[s]) for s in services}, self.watch)
+
+    def require_partition(self, config: ModelConfig) -> None:
+        """Ask all services what they hold; each neuron has to be in one. Errors: ServiceError."""
+        require_partition(config, self.call_each("held_neurons"))
 
     def agree_on_products(self) -> ProductChoice:
         """How all services multiply long prompts from now on, also those that come in their place.
@@ -78,39 +92,28 @@ class Connection:
         Each found out by trying; a fresh process might find otherwise, and round otherwise.
         Errors:  ServiceLost of one that died or is stuck; RequestError of one that cannot
         """
-        choices: list[ProductChoice] = self._call_watched("choose_products")
+        choices: list[ProductChoice] = self._call_compiling("choose_products", self.services)
         choice = ProductChoice(*(all(chosen) for chosen in zip(*choices, strict=True)))
-        self.use_products(choice)
+        self.use_products(choice, self.services)
         return choice
 
-    def use_products(self, choice: ProductChoice) -> None:
-        """Let all services multiply so, and those in their place. Errors: as above."""
+    def use_products(self, choice: ProductChoice, services: Sequence[int]) -> None:
+        """Let `services` multiply so, and all that come in a service's place. Errors: as above."""
         self._layout = replace(self._layout, products=choice)
         self.replacer.change_layout(self._layout)
-        self._call_watched("use_products", choice)
+        self._call_compiling("use_products", services, choice)
 
-    def _call_watched(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all that may compile kernels.
-
-        Errors:  ServiceLost, RequestError
-        """
-        calls = [getattr(handle, method).remote(*arguments) for handle in self.handles]
+    def _call_compiling(self, method: str, services: Sequence[int], *arguments: Any) -> list[Any]:
+        """Call a method that may compile kernels. Errors: ServiceLost, RequestError."""
         self.watch.starting, before = True, self.watch.starting
         try:
-            while len(ray.wait(calls, num_returns=len(calls), timeout=LOOK_S)[0]) < len(calls):
-                self.watch.check(self.services, 0)
+            return self.call_each(method, *arguments, services=services)
+        except ServiceLost:
+            raise
+        except HotcoldError as error:
+            raise RequestError(str(error)) from error
         finally:
             self.watch.starting = before
-        return [self._answer(service, call) for service, call in enumerate(calls)]
-
-    def _answer(self, service: int, call: Any) -> Any:
-        try:
-            return ray.get(call)
-        except ray.exceptions.RayError as error:
-            told = str(service_error(f"{self.names[service]} service", error))
-            if isinstance(error, ray.exceptions.RayTaskError):
-                raise RequestError(told) from error
-            raise ServiceLost(service, told) from error
 
     def open(self, layout: ArenaLayout, spawn_relay: SpawnRelay) -> None:
         """Make the arenas, one on every host, and start the other hosts' relays.
@@ -142,11 +145,11 @@ class Connection:
 
         Errors:  HotcoldError of a service that fails
         """
-        calls = [
-            self.handles[s].attach.remote(self._layout, self._places[s].arena_refs)
+        calls = {
+            s: self.handles[s].attach.remote(self._layout, self._places[s].arena_refs)
             for s in services
-        ]
-        await_each([self.names[s] for s in services], calls)
+        }
+        await_each(calls, self.watch)
         self.exchange.wires.requests[services, OPERATION] = PING
         self.exchange.ask(services)
 

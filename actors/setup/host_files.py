@@ -17,12 +17,19 @@ from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 
 def require_same_model(spec: ServiceSpec) -> None:
-    """Nothing without a digest in `spec`: all services are on the driver's host.
+    """The files must be those that the system started with, also for a service that comes later.
 
     Errors:  CheckpointError where this host has no copy of the model at the path, or another model;
-             MemoryBudgetError where the service's weights do not fit here
+             MemoryBudgetError where the service's weights do not fit on a host of their own
     """
     if not spec.model_digest:
+        return
+    if not spec.has_own_files:
+        if ModelIdentity.of(spec.model_path).digest != spec.model_digest:
+            raise CheckpointError(
+                f"{spec.model_path} is another model than when the system started; put the old one "
+                "back, or start the system anew"
+            )
         return
     host = socket.gethostname()
     copy = f"copy the model's files to {spec.model_path} on every host of --hosts"

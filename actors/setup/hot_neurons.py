@@ -18,7 +18,10 @@ Layers = list[np.ndarray]  # int32 ids of each layer
 
 
 def hot_counts(config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """How many neurons of each layer no CPU service holds: (L,) int64; none without shards."""
+    """How many neurons of each layer no CPU service holds: (L,) int64; none without shards.
+
+    They are the GPU service's: `actors.setup.partition` sees to it that all neurons are somewhere.
+    """
     if not shards:
         return np.zeros(config.num_layers, np.int64)
     cold = [sum(shard[layer].size for shard in shards) for layer in range(config.num_layers)]

@@ -1,6 +1,7 @@
 """How neurons are dealt to CPU services and their threads, and what each service is to load."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,41 +75,60 @@ def _cold_shards(
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
     """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
 
+    For a system that starts: what runs may have been started by other files than lie there now.
     Errors:  ArtifactError
     """
     threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
     cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
-    digest = ModelIdentity.of(system.model_path).digest if system.hosts else ""
-    cache = CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype)
-    dtype = system.weight_dtype
     gpu = ServiceSpec(
         "gpu",
         0,
         system.num_threads,
         system.model_path,
-        cache=cache,
+        cache=CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype),
         neuron_ids=hot,
-        weight_dtype=dtype,
-        model_digest=digest,
+        weight_dtype=system.weight_dtype,
+        model_digest=ModelIdentity.of(system.model_path).digest,
+        has_own_files=bool(system.hosts),
         share=host_share(system, threads, None),
         gpu=_gpu_share(system, config),
     )
-    cpus = [
+    return [gpu, *_cpu_specs(system, gpu, threads, cold)]
+
+
+def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -> list[ServiceSpec]:
+    """What the services of a running `system` are with another number of CPU services.
+
+    The GPU service `gpu` keeps its neurons; all others are dealt to the new CPU services in turn.
+    """
+    threads = service_threads(system)
+    _, cold = cold_neurons(system, config, None, gpu.neuron_ids)
+    gpu = replace(gpu, share=host_share(system, threads, None))
+    if gpu.gpu is not None:
+        gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))
+    return [gpu, *_cpu_specs(system, gpu, threads, _cold_shards(threads, None, cold))]
+
+
+def _cpu_specs(
+    system: SystemConfig, gpu: ServiceSpec, threads: Sequence[int], shards: Sequence[Layers]
+) -> list[ServiceSpec]:
+    """The CPU services beside `gpu`: service i has threads[i] threads and the neurons shards[i]."""
+    return [
         ServiceSpec(
             f"cpu{i}",
             i + 1,
             threads[i],
             system.model_path,
-            weight_dtype=dtype,
+            weight_dtype=gpu.weight_dtype,
             neuron_ids=shard,
-            model_digest=digest,
+            model_digest=gpu.model_digest,
+            has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
         )
-        for i, shard in enumerate(cold)
+        for i, shard in enumerate(shards)
     ]
-    return [gpu, *cpus]
 
 
 def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:

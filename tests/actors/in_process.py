@@ -21,6 +21,7 @@ from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.step_sizes import ProductChoice
 from actors.setup.hot_neurons import hot_counts
+from actors.setup.partition import require_partition
 from actors.setup.shards import deal_neurons
 from model.config.build import read_config
 from model.errors import ServiceError
@@ -99,6 +100,7 @@ class InProcessSystem:
         self.config = read_config(self.path)
         if self.specs is not None:
             self.num_services = len(self.specs) - 1
+        require_partition(self.config, [self.hot_ids(), *self.layer_shards()])
         self.services: list[Service] = [self._gpu(), *self._cpus()]
         config = self.config
         self.layout = ArenaLayout(

@@ -21,6 +21,7 @@ import ray
 from actors.cpu import matrix_products, product_choice
 from actors.cpu.late_products import LateProducts
 from actors.driver.driver import Driver
+from actors.exchange.watch import ActorWatch
 from actors.gpu.rope_cache import cache_path, inv_freq
 from actors.processes.system_services import SystemServices
 from actors.protocol.arena import ArenaLayout
@@ -188,6 +189,7 @@ class Handle:
         self.used: list[ProductChoice] = []
         self.choose_products = SimpleNamespace(remote=lambda: choice)
         self.use_products = SimpleNamespace(remote=self.used.append)
+        self.ping = SimpleNamespace(remote=lambda: pytest.fail("all have answered"))
 
 
 def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,29 +200,24 @@ def test_services_agree_on_what_all_can(monkeypatch: pytest.MonkeyPatch) -> None
     connection.handles, connection.names = handles, ["gpu", "cpu0"]
     connection.specs = [None, None]  # one a service
 
-    class Watch:
-        starting = False
-
-        def check(self, services: Any, num_looks: int) -> None:
-            raise AssertionError("all have answered")
-
     class Replacer:
         layout: Any = None
 
         def change_layout(self, layout: Any) -> None:
             self.layout = layout
 
-    connection.watch, connection.replacer = Watch(), Replacer()
+    connection.watch, connection.replacer = ActorWatch(connection.names, handles), Replacer()
+    connection.watch.starting = False
     connection._layout = ArenaLayout(2, 1, 1, 1, 1, 1, 1, 1)
     monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
-    monkeypatch.setattr(ray, "get", lambda call: call)
+    monkeypatch.setattr(ray, "get", lambda call, timeout: call)
     agreed = ProductChoice(True, False, True)
     assert connection.agree_on_products() == agreed
     assert [handle.used for handle in handles] == [[agreed], [agreed]]
     assert connection.replacer.layout.products == agreed
     assert not connection.watch.starting
 
-    def lost(call: Any) -> Any:
+    def lost(call: Any, timeout: float) -> Any:
         raise ray.exceptions.RayActorError
 
     monkeypatch.setattr(ray, "get", lost)

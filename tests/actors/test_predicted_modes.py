@@ -59,6 +59,10 @@ class Oracle:
         self.num_neurons = gate.shape[0]
         self.num_chosen: list[np.ndarray] = []
 
+    def arranged(self, neuron_ids: np.ndarray) -> Oracle:
+        """See LayerPredictor."""
+        return Oracle(self.gate[neuron_ids], self.bias[neuron_ids], self.quiet[neuron_ids])
+
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
         """See LayerPredictor."""
         scores[:] = x @ self.gate.T + self.bias
@@ -72,6 +76,10 @@ class Constant:
     def __init__(self, chosen: np.ndarray) -> None:
         self.chosen = chosen
         self.num_neurons = chosen.size
+
+    def arranged(self, neuron_ids: np.ndarray) -> Constant:
+        """See LayerPredictor."""
+        return Constant(self.chosen[neuron_ids])
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
         """See LayerPredictor."""
@@ -179,9 +187,13 @@ def test_services_for_which_nothing_is_chosen(
 class Fickle:
     """Chooses other neurons for each token, by the signs of the input's numbers."""
 
-    def __init__(self, layer: int, neuron_ids: np.ndarray, width: int) -> None:
-        self.columns = (neuron_ids * 7 + layer) % width
-        self.num_neurons = neuron_ids.size
+    def __init__(self, columns: np.ndarray) -> None:
+        self.columns = columns
+        self.num_neurons = columns.size
+
+    def arranged(self, neuron_ids: np.ndarray) -> Fickle:
+        """See LayerPredictor."""
+        return Fickle(self.columns[neuron_ids])
 
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
         """See LayerPredictor."""
@@ -197,7 +209,7 @@ def test_a_step_of_many_tokens_is_as_single_steps(
     checkpoint = tiny("opt-prenorm")
     with InProcessSystem(checkpoint.path, num_services, 2, copying=copying) as system:
         order, config = np.concatenate(system.shards()), system.config
-        layers = [Fickle(i, order, config.hidden_size) for i in range(config.num_layers)]
+        layers = [Fickle((order * 7 + i) % config.hidden_size) for i in range(config.num_layers)]
         sizes = np.array([[ids.size for ids in system.shards()]] * config.num_layers)
         predictor = NeuronPredictor(layers, sizes, "ffn_input")
         single = system.logits("sign", checkpoint.ids, [1], predictor=predictor)

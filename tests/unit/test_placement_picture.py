@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from actors.protocol.messages import SystemConfig
+from actors.setup.partition import neuron_owners
+from actors.setup.shards import service_specs
 from model.config.build import read_config
 from ui.page.placement_picture import device_shares, placement_of
 
@@ -36,7 +38,9 @@ def test_a_device_may_hold_nothing() -> None:
 
 def test_the_demo_is_dealt_in_turn_without_a_plan() -> None:
     config = read_config(DEMO)
-    found = placement_of(SystemConfig(str(DEMO), num_cpu_actors=3, num_threads=3), config)
+    system = SystemConfig(str(DEMO), num_cpu_actors=3, num_threads=3)
+    owners = neuron_owners(config, service_specs(system, config))
+    found = placement_of(system, config, owners)
     assert found.plan is None
     assert [device.name for device in found.devices] == ["cpu0", "cpu1", "cpu2"]
     assert sum(device.num_neurons for device in found.devices) == 4 * config.ffn_size

@@ -41,7 +41,7 @@ def build_page(backend: Backend) -> gr.Blocks:
             with gr.Column(scale=4, min_width=320):
                 live_panel(system)
         with gr.Tab("Placement") as tab:
-            placement_tab(described, config, tab)
+            placement_tab(system, described.model_path, config, tab)
         chat.connect(page)
     page.state_session_capacity = MOST_VISITORS
     return page

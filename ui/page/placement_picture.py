@@ -9,7 +9,6 @@ import numpy as np
 
 from actors.protocol.messages import SystemConfig
 from actors.setup.placement_choice import own_profile
-from actors.setup.shards import service_specs
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity, artifact_path
 from placement.plan import PlacementPlan, load_plan
@@ -46,33 +45,28 @@ def plans_beside(model_path: str | Path) -> list[Path]:
     return sorted(artifact_path(model_path, "").glob("plan-*.safetensors"))
 
 
-def placement_of(system: SystemConfig, config: ModelConfig, plan_file: str = "") -> Placement:
-    """The placement by `plan_file`, or the one that `system` runs by.
+def placement_of(
+    system: SystemConfig,
+    config: ModelConfig,
+    owners: tuple[list[str], np.ndarray],
+    plan_file: str = "",
+) -> Placement:
+    """The placement by `plan_file`, or of `system` as it runs.
 
+    `owners` are those that run; see `actors.setup.partition.neuron_owners`.
     Errors:  ArtifactError where a file is not of this model
     """
     path = Path(system.model_path)
     identity = ModelIdentity.of(path)
     chosen = plan_file or system.plan_path
     plan = load_plan(Path(chosen), identity, config) if chosen else None
-    if plan is None:
-        names, owner = _without_plan(system, config)
-    else:
+    names, owner = owners
+    if plan is not None and plan_file:
         names, owner = list(plan.device_names), plan.neuron_device
     profile = own_profile(path, identity, config)
     counts = None if profile is None or not profile.counts.any() else profile.counts
     num_tokens = 0 if profile is None or counts is None else profile.num_tokens
     return Placement(device_shares(names, owner, counts), num_tokens, plan)
-
-
-def _without_plan(system: SystemConfig, config: ModelConfig) -> tuple[list[str], np.ndarray]:
-    """Owners (L, N) int16 where no plan says them."""
-    specs = [spec for spec in service_specs(system, config) if spec.neuron_ids is not None]
-    owner = np.zeros((config.num_layers, config.ffn_size), np.int16)
-    for index, spec in enumerate(specs):
-        for layer, ids in enumerate(spec.neuron_ids or []):
-            owner[layer, ids] = index
-    return [spec.name for spec in specs], owner
 
 
 def device_shares(

@@ -7,7 +7,7 @@ from html import escape
 import gradio as gr
 import numpy as np
 
-from actors.protocol.messages import SystemConfig
+from actors.system import System
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError
 from ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
@@ -19,11 +19,11 @@ _CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
 _RUNNING = "what runs now"
 
 
-def placement_tab(system: SystemConfig, config: ModelConfig, tab: gr.Tab) -> None:
+def placement_tab(system: System, model_path: str, config: ModelConfig, tab: gr.Tab) -> None:
     """A picture, drawn when `tab` is opened; plans beside the model can be looked at too."""
     choices = [
         (_RUNNING, ""),
-        *((file.stem, str(file)) for file in plans_beside(system.model_path)),
+        *((file.stem, str(file)) for file in plans_beside(model_path)),
     ]
     allowed = {file for _, file in choices}
     chosen = gr.Dropdown(
@@ -33,7 +33,9 @@ def placement_tab(system: SystemConfig, config: ModelConfig, tab: gr.Tab) -> Non
 
     def draw(file: str) -> str:
         try:
-            return placement_html(placement_of(system, config, file if file in allowed else ""))
+            owners, plan_file = system.call("neuron_owners"), file if file in allowed else ""
+            described = system.call("describe")
+            return placement_html(placement_of(described, config, owners, plan_file))
         except HotcoldError as error:
             return f"<p>{escape(str(error))}</p>"
 

@@ -1,0 +1,286 @@
+"""Ray without processes: a driver's actor and those of its services, all in this one.
+
+Services are real and so is everything around them. Only processes and calls are stand-ins, so that
+a test can end, stop and restart a service at the very moment that it wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.service import Service
+from actors.processes.driver_actor import DriverActor
+from actors.processes.service_actor import ServiceActor
+from actors.protocol.failures import ServiceLost
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, ask_all, cell
+
+_NODE = "this node"
+_END_NS = 60 * 10**9
+_LEFT_ALONE = {
+    "actors.exchange.service_process", "actors.protocol.ray_memory", "actors.protocol.shared_memory"
+}  # fmt: skip
+
+
+class Ref(Future[Any]):
+    """An object ref. Two of them are never equal."""
+
+
+class StandInActor:
+    """One service's actor, with a process id; Ray's part is to restart it when it ends.
+
+    `before[method]` is called in the place of a call, before it: it may stop or end the process.
+    """
+
+    def __init__(self, host: StandInRay, spec: ServiceSpec) -> None:
+        self._host = host
+        self._spec = spec
+        self.name = spec.name
+        self.before: dict[str, Callable[[], None]] = {}
+        self.is_gone = False  # for good
+        self._start()
+
+    def _start(self) -> None:
+        self.pid = next(self._host.pids)
+        self.is_stopped = False
+        self.service = self._host.new_service(self._spec)
+        self._unanswered: list[Ref] = []
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
+
+    def _call(self, method: str, arguments: Sequence[Any]) -> Ref:
+        """A call in a thread of its own; what a stopped or dead process was asked stays unsaid."""
+        ref, service, pid = Ref(), self.service, self.pid
+        if self.is_gone:
+            ref.set_exception(ray.exceptions.RayActorError())
+            return ref
+        self._unanswered.append(ref)
+
+        def run() -> None:
+            try:
+                self.before.get(method, lambda: None)()
+                if self.is_stopped or self.pid != pid or self.is_gone:
+                    return
+                known = {"ping": lambda: pid, "where": lambda: (_NODE, pid)}
+                if method == "ping":
+                    service.ping()
+                found = known.get(method, getattr(service, method))(*arguments)
+            except Exception as error:
+                found = ray.exceptions.RayTaskError(method, str(error), error)
+            if not self.is_stopped and ref in self._unanswered:
+                self._unanswered.remove(ref)
+                (ref.set_exception if isinstance(found, Exception) else ref.set_result)(found)
+
+        threading.Thread(target=run, daemon=True).start()
+        return ref
+
+    def stop(self) -> None:
+        """As SIGSTOP does: it answers no call any more."""
+        self.is_stopped = True
+
+    def kill(self, restart: bool = True) -> None:
+        """End the process. Ray puts an empty one in its place, unless told not to."""
+        calls, self._unanswered = self._unanswered, []
+        end_threads(self.service._service)
+        if restart and not self.is_gone:
+            self._start()
+        else:
+            self.is_gone, self.pid = True, -1
+        for ref in calls:
+            ref.set_exception(ray.exceptions.RayActorError())
+
+
+def end_threads(service: Service | None) -> None:
+    """End a service's threads as the end of its process would; its wires stay as they are."""
+    if service is None or not service._threads:
+        return
+    cells, words = service.wires.cells, service.wires.requests[service.index]
+    bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
+    before, rung = words.copy(), cells[bells].copy()
+    if any(thread.is_alive() for thread in service._threads):
+        words[OPERATION] = STOP
+        asked = np.array([service.index], np.int64)
+        assert ask_all(cells, asked, int(rung.max()) + 1, _END_NS) == 1
+        assert service.join(60)
+    words[:], cells[bells] = before, rung
+
+
+class StandInProcess:
+    """What `ServiceProcess` sees of a stand-in's process."""
+
+    is_local = True
+
+    def __init__(self, host: StandInRay, pid: int) -> None:
+        self.pid = pid
+        self._actor = next(actor for actor in host.actors if actor.pid == pid)
+
+    def is_gone(self) -> bool:
+        return self._actor.pid != self.pid
+
+    def is_stopped(self) -> bool:
+        return not self.is_gone() and self._actor.is_stopped
+
+    def is_paging(self) -> bool:
+        return False
+
+    def how_it_ended(self) -> str:
+        return "died"
+
+    def kill(self) -> None:
+        if not self.is_gone():
+            self._actor.kill()
+
+
+class StandInRay:
+    """In the place of the module `ray`."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self) -> None:
+        self.actors: list[StandInActor] = []
+        self.pids = itertools.count(1000)
+        self.new_service: Callable[[ServiceSpec], ServiceActor] = ServiceActor
+        # Called after each request of the engine's thread, with the services that were asked.
+        self.on_ask: Callable[[Sequence[int]], None] = lambda services: None
+
+    def spawn(self, spec: ServiceSpec, node_id: str | None) -> StandInActor:
+        """Start a service's actor."""
+        self.actors.append(StandInActor(self, spec))
+        return self.actors[-1]
+
+    def alive(self) -> list[StandInActor]:
+        """The actors whose processes run."""
+        return [actor for actor in self.actors if not actor.is_gone]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        node = {"Alive": True, "NodeID": _NODE, "NodeManagerAddress": "127.0.0.1"}
+        return [node | {"Resources": {"CPU": 64}}]
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 64}
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: _NODE)
+
+    def put(self, item: Any) -> Ref:
+        ref = Ref()
+        ref.set_result(item)
+        return ref
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref, timeout) for ref in refs]
+        if timeout == 0 and not refs.done():
+            raise ray.exceptions.GetTimeoutError
+        try:
+            return refs.result(timeout)
+        except TimeoutError:
+            raise ray.exceptions.GetTimeoutError from None
+
+    def wait(
+        self, refs: Sequence[Ref], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Ref], list[Ref]]:
+        """As soon as `num_returns` are there, or after `timeout` seconds."""
+        arrived = threading.Condition()
+
+        def tell(ref: Any) -> None:
+            with arrived:
+                arrived.notify_all()
+
+        for ref in refs:
+            ref.add_done_callback(tell)
+        with arrived:
+            arrived.wait_for(lambda: sum(ref.done() for ref in refs) >= num_returns, timeout)
+        done = [ref for ref in refs if ref.done()][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def kill(self, actor: StandInActor, no_restart: bool = True) -> None:
+        actor.kill(restart=not no_restart)
+
+
+class StandInSystem:
+    """A driver's actor that has loaded, and the services that it started."""
+
+    def __init__(self, host: StandInRay, system: SystemConfig) -> None:
+        self.host = host
+        self.actor = DriverActor(system, host.spawn, _no_relay)
+
+    def service(self, name: str) -> StandInActor:
+        """The actor of that name that serves: the oldest one that has not ended."""
+        return next(one for one in self.host.alive() if one.name == name)
+
+
+def _no_relay(*arguments: Any) -> Any:
+    raise AssertionError("a relay was started")
+
+
+@contextmanager
+def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
+    """Put a stand-in in Ray's place in all modules of `actors`; end what was started with it."""
+    host = StandInRay()
+    ask = ArenaExchange.ask
+
+    def asked(exchange: ArenaExchange, services: Sequence[int]) -> int:
+        waited = ask(exchange, services)
+        if threading.current_thread().name == "driver":
+            host.on_ask(services)
+        return waited
+
+    with monkeypatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("actors."):
+                continue
+            for replaced, stand_in in (
+                ("ray", host),
+                ("placement_group", lambda *arguments, **options: None),
+                ("remove_placement_group", lambda group: None),
+                ("put_arena", lambda arena: (host.put(arena), arena)),
+                ("ServiceProcess", lambda pid, is_local: StandInProcess(host, pid)),
+            ):
+                if replaced in vars(module) and name not in _LEFT_ALONE:
+                    patch.setattr(module, replaced, stand_in)
+        patch.setattr("actors.exchange.watch._STOPPED_LOOKS", 2)
+        patch.setattr(ArenaExchange, "ask", asked)
+        yield host
+        host.on_ask = lambda services: None
+        for actor in host.alive():
+            actor.kill(restart=False)
+
+
+@contextmanager
+def stand_in_system(host: StandInRay, system: SystemConfig) -> Iterator[StandInSystem]:
+    """A system that serves; it is stopped at the end."""
+    found = StandInSystem(host, system)
+    found.actor.load()
+    try:
+        yield found
+    finally:
+        host.on_ask = lambda services: None
+        found.actor.stop()
+
+
+def lose_once(host: StandInRay, service: int) -> None:
+    """Let `service` die at the next request that it answers; its half-written answer is garbage."""
+
+    def lose(services: Sequence[int]) -> None:
+        if service in services:
+            host.on_ask = lambda services: None
+            raise ServiceLost(service, f"service {service} died; start again")
+
+    host.on_ask = lose

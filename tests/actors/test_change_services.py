@@ -1,0 +1,279 @@
+"""Another number of CPU services: by what runs, and whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actors.exchange.recovery import MOST_FAILURES
+from actors.processes.service_actor import ServiceActor
+from actors.protocol.kv_pool import KvPool
+from actors.protocol.messages import SystemConfig
+from actors.setup.connection import Connection
+from model.config.build import read_config
+from model.errors import CheckpointError, ServiceError
+from model.files.artifact import ModelIdentity, artifact_path
+from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from predictors.predictor_file import Predictors, predictors_path, write_predictors
+from predictors.sign import SignLayer
+from tests.actors.batching import Asking
+from tests.actors.changing_services import (
+    KINDS,
+    SIZES,
+    complete,
+    config_of,
+    driver_of,
+    greedy,
+    hot_of,
+    require_whole,
+    scale_among_requests,
+    start_of,
+    tokens,
+    with_plan,
+)
+from tests.actors.stand_in_ray import (
+    StandInRay,
+    lose_once,
+    stand_in_ray,
+    stand_in_system,
+)
+from tests.conftest import TinyCheckpoint
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
+Tiny = Callable[..., TinyCheckpoint]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_up_and_down(copied: TinyCheckpoint, host: StandInRay, kind: str) -> None:
+    """A GPU's plan that the CPU carries out counts no neuron twice."""
+    with stand_in_system(host, start_of(kind, copied.path, host)) as system:
+        expected, hot = tokens(system), hot_of(system)
+        assert any(ids.size for ids in hot) == (kind != "cpu")
+        request = replace(greedy(1, 20), prompt_ids=copied.ids[:10].tolist())
+        for count in (3, 1):
+            outcome, found = scale_among_requests(system, count)
+            assert outcome.num_cpu_actors == count and found == expected
+            require_whole(system, count, hot)
+            assert complete(system, request) == copied.greedy_ids[:20]
+
+
+def test_a_profile_that_is_written_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
+    """What fires most often is known better now, but the GPU has what it has."""
+    with stand_in_system(host, start_of("cuda", copied.path, host)) as system:
+        expected, hot = tokens(system), hot_of(system)
+        config = driver_of(system).generator.config
+        counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
+        counts[:, 0::4] = 9
+        file = artifact_path(copied.path, PROFILE_FILE)
+        profile = ActivationProfile(counts, 10, "text", "")
+        write_profile(file, ModelIdentity.of(copied.path), profile)
+        system.actor.scale(2)
+        require_whole(system, 2, hot)
+        assert tokens(system) == expected
+
+
+def test_a_plan_that_is_written_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
+    with stand_in_system(host, start_of("fall-back", copied.path, host)) as system:
+        expected, hot = tokens(system), hot_of(system)
+        with_plan(copied.path, seed=2)
+        system.actor.scale(2)
+        require_whole(system, 2, hot)
+        assert tokens(system) == expected
+
+
+def write_sign_predictors(path: Path, seed: int) -> Path:
+    """Predictors that choose about half of the neurons, others with each seed."""
+    random, config = np.random.default_rng(seed), read_config(path)
+    size, width = config.ffn_size, config.hidden_size
+    layers = [
+        SignLayer(
+            random.integers(0, 1 << 48, (size, -(-width // 64))).astype(np.uint64),
+            np.zeros(size, np.float32),
+            np.zeros(width, np.float32),
+            np.ones(width, np.float32),
+        )
+        for _ in range(config.num_layers)
+    ]
+    file = predictors_path(path, "sign")
+    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+    return file
+
+
+def test_predictors_that_are_made_anew_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
+    file = write_sign_predictors(copied.path, 1)
+    config = config_of(copied.path, mode="sign", predictors_path=str(file))
+    with stand_in_system(host, config) as system:
+        expected = tokens(system)
+        assert expected != tokens_in_mode(host, replace(config, mode="exact"))
+        write_sign_predictors(copied.path, 2)
+        for count in (3, 2):
+            outcome, found = scale_among_requests(system, count)
+            assert outcome.num_cpu_actors == count
+            assert found == tokens(system) == expected
+
+
+def tokens_in_mode(host: StandInRay, config: SystemConfig) -> list[list[int]]:
+    with stand_in_system(host, config) as system:
+        return tokens(system)
+
+
+def change_model(path: Path) -> None:
+    """Another model at the same place."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 2000}))
+
+
+def test_a_model_that_is_changed_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
+    """New services would have other weights than those that run."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected = tokens(system)
+        change_model(copied.path)
+        with pytest.raises(CheckpointError, match="is another model than when the system started"):
+            system.actor.scale(2)
+        require_whole(system, 1, hot_of(system))
+        assert tokens(system) == expected
+
+
+class Refused(ServiceError):
+    """What a test lets fail."""
+
+
+def fail(*arguments: Any, **options: Any) -> Any:
+    raise Refused("a test says no")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [(Connection, "attach"), (Connection, "use_products"), (Connection, "require_partition"),
+     (KvPool, "copy_to")],
+    ids=lambda what: what[1],
+)  # fmt: skip
+def test_what_fails_before_the_change_changes_nothing(
+    copied: TinyCheckpoint,
+    host: StandInRay,
+    monkeypatch: pytest.MonkeyPatch,
+    what: tuple[type, str],
+) -> None:
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected = tokens(system)
+        services = system.actor.services
+        if what[1] == "use_products":  # as if they had been agreed on while new services loaded
+            monkeypatch.setattr(
+                "actors.processes.scaling.scaled_system",
+                lambda config, count: replace(config, num_cpu_actors=count, products=None),
+            )
+            assert services.system.products is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(*what, fail)
+            outcome, found = scale_among_requests(system, 3)
+        assert isinstance(outcome, Refused) and found == expected
+        require_whole(system, 1, hot_of(system))
+        assert system.actor.scale(2).num_cpu_actors == 2
+        require_whole(system, 2, hot_of(system))
+        assert tokens(system) == expected
+
+
+def test_what_fails_half_way_ends_the_system(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one line for all who ask: nobody gets tokens of a system that is not whole."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+
+        def break_down(*arguments: Any) -> None:
+            raise TypeError("a mistake")
+
+        monkeypatch.setattr("actors.processes.scaling.move_gpu", break_down)
+        outcome, found = scale_among_requests(system, 2)
+        line = (
+            "the system ended while its CPU services were changed: TypeError: a mistake; "
+            "start again"
+        )
+        assert [str(error) for error in (outcome, *found)] == [line] * (1 + len(SIZES))
+        for ask in (lambda: complete(system, greedy(3)), system.actor.driver_load):
+            with pytest.raises(ServiceError) as caught:
+                ask()
+            assert str(caught.value) == line
+
+
+def test_a_gpu_service_that_never_comes_back_ends_the_system(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    with stand_in_system(host, config_of(copied.path)) as system:
+        gpu = system.service("gpu")
+        gpu.before["join"] = gpu.kill
+        gpu.before["load"] = gpu.kill  # and each that comes in its place
+        outcome, found = scale_among_requests(system, 2)
+        line = str(outcome)
+        assert line.startswith("the system ended while its CPU services were changed: ")
+        assert f"{MOST_FAILURES} failures" in line and "\n" not in line
+        assert [str(error) for error in found] == [line] * len(SIZES)
+
+
+def test_a_gpu_service_that_is_lost_as_it_moves(copied: TinyCheckpoint, host: StandInRay) -> None:
+    """Killed or stopped at any call: its requests replay on the new services."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected, count = tokens(system), 1
+        for method in ("join", "attach"):
+            for what in ("kill", "stop"):
+                gpu, count = system.service("gpu"), 3 - count
+                pid = gpu.pid
+
+                def once(gpu: Any = gpu, method: str = method, what: str = what) -> None:
+                    del gpu.before[method]
+                    getattr(gpu, what)()
+
+                gpu.before[method] = once
+                outcome, found = scale_among_requests(system, count)
+                assert outcome.num_cpu_actors == count, outcome
+                assert found == tokens(system) == expected
+                assert not gpu.before and system.service("gpu").pid != pid
+                require_whole(system, count, hot_of(system))
+
+
+def test_a_gpu_service_whose_threads_do_not_end(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would serve both arenas: a fresh one comes."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected, pid = tokens(system), system.service("gpu").pid
+        monkeypatch.setattr(ServiceActor, "join", lambda service, timeout_s: False)
+        outcome, found = scale_among_requests(system, 2)
+        assert outcome.num_cpu_actors == 2 and found == expected
+        assert system.service("gpu").pid != pid
+
+
+_STEPS = st.one_of(
+    st.tuples(st.just("scale"), st.integers(1, 3)), st.tuples(st.just("lose"), st.integers(0, 3))
+)
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.sampled_from(KINDS), st.lists(_STEPS, min_size=1, max_size=4))
+def test_tokens_do_not_depend_on_what_happens_to_services(
+    tiny: Tiny, kind: str, steps: list[tuple[str, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch, stand_in_ray(monkeypatch) as host:
+        checkpoint, count = tiny("llama-relu"), 1
+        with stand_in_system(host, start_of(kind, checkpoint.path, host)) as system:
+            expected, hot = tokens(system), hot_of(system)
+            for what, number in steps:
+                if what == "scale":
+                    _, found = scale_among_requests(system, number)
+                    count = number
+                else:
+                    lose_once(host, number % (1 + count))
+                    running = [Asking(partial(complete, system, greedy(size))) for size in SIZES]
+                    found = [one.end() for one in running]
+                assert found == expected
+                require_whole(system, count, hot)

@@ -1,0 +1,144 @@
+"""Services that are stopped while somebody waits for them, and those that lack a neuron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.processes.service_actor import ServiceActor
+from actors.protocol.messages import ServiceSpec
+from actors.setup.partition import require_partition
+from model.errors import ServiceError
+from tests.actors.changing_services import (
+    config_of,
+    hot_of,
+    require_whole,
+    tokens,
+)
+from tests.actors.stand_in_ray import (
+    StandInRay,
+    StandInSystem,
+    lose_once,
+    stand_in_system,
+)
+from tests.conftest import TinyCheckpoint
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
+Tiny = Callable[..., TinyCheckpoint]
+
+
+@pytest.mark.parametrize("method", ["load", "held_neurons", "attach"])
+def test_a_new_service_that_is_stopped_is_refused(
+    copied: TinyCheckpoint, host: StandInRay, method: str
+) -> None:
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected, spawn = tokens(system), host.spawn
+
+        def stopping(spec: ServiceSpec, node_id: str | None) -> Any:
+            actor = spawn(spec, node_id)
+            if spec.name == "cpu1":
+                actor.before[method] = actor.stop
+            return actor
+
+        system.actor.services.spawn = stopping
+        with pytest.raises(ServiceError) as caught:
+            system.actor.scale(2)
+        assert str(caught.value) == (
+            "the number of CPU services stays 1: the cpu1 service does not answer: it is stopped "
+            "or stuck"
+        )
+        system.actor.services.spawn = spawn
+        require_whole(system, 1, hot_of(system))
+        assert tokens(system) == expected
+
+
+def test_a_service_that_is_stopped_before_it_tells_its_counts(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    """The engine's thread waits for it, and all requests with it."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected = tokens(system)
+        system.actor.profile_window([1, 2, 3], [])
+        cpu = system.service("cpu0")
+        cpu.before["fired_counts"] = cpu.stop
+        with pytest.raises(ServiceError, match="the cpu0 service does not answer"):
+            system.actor.fired_counts()
+        lose_once(host, 1)
+        assert tokens(system) == expected
+
+
+@pytest.mark.parametrize("method", ["load", "attach"])
+def test_a_service_that_is_stopped_while_the_system_starts(
+    copied: TinyCheckpoint, host: StandInRay, method: str
+) -> None:
+    spawn = host.spawn
+
+    def stopping(spec: ServiceSpec, node_id: str | None) -> Any:
+        actor = spawn(spec, node_id)
+        if spec.name == "cpu0":
+            actor.before[method] = actor.stop
+        return actor
+
+    host.spawn = stopping  # type: ignore[method-assign]
+    system = StandInSystem(host, config_of(copied.path))
+    with pytest.raises(ServiceError, match="the cpu0 service does not answer: it is stopped"):
+        system.actor.load()
+    assert not host.alive()
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.data())
+def test_a_partition(num_neurons: int, num_services: int, data: st.DataObject) -> None:
+    config: Any = type("Config", (), {"num_layers": 2, "ffn_size": num_neurons})
+    owners = st.lists(st.integers(0, num_services - 1), min_size=num_neurons, max_size=num_neurons)
+    layers = [np.array(data.draw(owners)) for _ in range(2)]
+    held: list[Any] = [
+        [np.flatnonzero(layer == service) for layer in layers] for service in range(num_services)
+    ]
+    require_partition(config, [None, *held])
+    spoilt = data.draw(st.integers(0, num_services - 1))
+    neuron = data.draw(st.integers(0, num_neurons - 1))
+    own = held[spoilt][1]
+    missing, twice = own[own != neuron], np.append(own, neuron)
+    for layer, has_changed in ((missing, missing.size < own.size), (twice, True)):
+        held[spoilt] = [held[spoilt][0], layer]
+        if has_changed:
+            with pytest.raises(ServiceError, match=r"of layer 1, . are in no service and . too"):
+                require_partition(config, held)
+
+
+class Forgetful(ServiceActor):
+    """A CPU service of which one neuron is lost on the way; at first it is only told so."""
+
+    loses = True
+
+    def load(self, spec: ServiceSpec | None = None) -> None:
+        if spec is not None and spec.index and self.loses:
+            ids = spec.neuron_ids or []
+            spec = replace(spec, neuron_ids=[ids[0][1:], *ids[1:]])
+        super().load(spec)
+
+
+def test_a_system_that_lacks_a_neuron_does_not_start(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    host.new_service = Forgetful
+    system = StandInSystem(host, config_of(copied.path))
+    with pytest.raises(ServiceError, match="of layer 0, 1 are in no service and 0 too many"):
+        system.actor.load()
+
+
+def test_a_service_that_comes_back_with_fewer_neurons_ends_the_system(
+    copied: TinyCheckpoint, host: StandInRay
+) -> None:
+    with stand_in_system(host, config_of(copied.path)) as system:
+        tokens(system)
+        host.new_service = Forgetful
+        lose_once(host, 1)
+        with pytest.raises(ServiceError, match="the cpu0 service came back with other neurons"):
+            tokens(system)
