@@ -21,14 +21,14 @@ class LongWinded:
         self.is_on = False
         self.requests: list[GenerateRequest] = []
 
-    def begin(self, method: str, *args: Any, control: bool = False) -> Any:
+    def begin(self, method: str, *args: Any) -> Any:
         """As `System.begin`."""
         if method == "submit":
             (request,) = args
             request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
             self.requests.append(request)
             args = (request,)
-        return self.system.begin(method, *args, control=control)
+        return self.system.begin(method, *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.system, name)
