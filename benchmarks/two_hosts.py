@@ -7,11 +7,14 @@ CPU service on each, and a link of 1 Gbit/s and the given round trips. What a se
 bandwidth is not to be seen here, only what the way there costs: `docs/cluster.md` puts the two
 together. Lines of "calls" ask every service by an actor call of its own, with neither relay nor
 arena. Every system must give the same tokens, with --faults too while one CPU service of the second
-host is killed and one of the first is stopped.
+host is killed and one of the first is stopped. --then runs a command on the first host while the last
+system still answers, by the name that it has in the table.
 """
 
 import json
+import shlex
 import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,6 +60,7 @@ class Plan:
 @click.option("--system", "systems", type=click.Choice([*_SYSTEMS]), multiple=True)
 @click.option("--prompt-ids", help="Token ids like 1,2,3; some spread-out ones without it.")
 @click.option("--faults", is_flag=True, help="Lose a service of each host while tokens come.")
+@click.option("--then", "command", help="A command to run beside the last system.")
 @click.option("--json", "report", type=click.Path(dir_okay=False, path_type=Path))
 def main(
     model: str | None,
@@ -67,6 +71,7 @@ def main(
     systems: tuple[str, ...],
     prompt_ids: str | None,
     faults: bool,
+    command: str | None,
     report: Path | None,
 ) -> None:
     """Print the table; write it with --json FILE too."""
@@ -84,7 +89,10 @@ def main(
         try:
             client.tell(nodes=2)
             for name in systems or tuple(_SYSTEMS):
-                rows += measure(cluster, client, name, plan)
+                rows += _measure(cluster, client, name, plan)
+            if command is not None:
+                there = cluster.link.command(0, shlex.split(command))
+                subprocess.run(there, env=cluster.environment, check=True)
         finally:
             client.end()
     found = [ids for row in rows for ids in [row["ids"], *row.get("lost", {"ids": []})["ids"]]]
@@ -95,7 +103,7 @@ def main(
         report.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(cluster: TwoNodes, client: Client, name: str, plan: Plan) -> list[dict[str, Any]]:
+def _measure(cluster: TwoNodes, client: Client, name: str, plan: Plan) -> list[dict[str, Any]]:
     """The rows of one system, which is called what it is and goes on."""
     num_hosts, exchange = _SYSTEMS[name]
     config = read_config(plan.path)
