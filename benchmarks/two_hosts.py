@@ -7,8 +7,8 @@ CPU service on each, and a link of 1 Gbit/s and the given round trips. What a se
 bandwidth is not to be seen here, only what the way there costs: `docs/cluster.md` puts the two
 together. Lines of "calls" ask every service by an actor call of its own, with neither relay nor
 arena. Every system must give the same tokens, with --faults too while one CPU service of the second
-host is killed and one of the first is stopped. --then runs a command on the first host while the last
-system still answers, by the name that it has in the table.
+host is killed and one of the first is stopped. --then runs a command on the first host while the
+last system still answers, by the name that it has in the table.
 """
 
 import json
