@@ -114,6 +114,9 @@ class Chooser:
         self.layer, self.neuron_ids = layer, neuron_ids
         self.num_neurons = len(neuron_ids)
 
+    def arranged(self, neuron_ids: np.ndarray) -> Chooser:
+        return Chooser(self.layer, self.neuron_ids[neuron_ids])
+
     def score(self, x: np.ndarray, scores: np.ndarray) -> None:
         scores[:] = chooser_scores(self.layer, x)[:, self.neuron_ids]
 

@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from actors.protocol.messages import SystemConfig
+from actors.setup.partition import neuron_owners
+from actors.setup.shards import service_specs
 from model.config.build import read_config
 from model.errors import UsageError
 from model.files.locate import DEMO_DIRECTORY
@@ -34,6 +36,7 @@ def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> Non
     from ui.page.placement_tab import placement_html
 
     system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
-    found = placement_of(system, read_config(DEMO_DIRECTORY))
+    config = read_config(DEMO_DIRECTORY)
+    found = placement_of(system, config, neuron_owners(config, service_specs(system, config)))
     root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
     assert len(root.findall(".//polyline")) == len(root.findall(".//tbody/tr")) == 3
