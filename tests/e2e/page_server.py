@@ -24,10 +24,10 @@ class LongWinded:
     def begin(self, method: str, *args: Any) -> Any:
         """As `System.begin`."""
         if method == "submit":
-            (request,) = args
+            epoch, request = args
             request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
             self.requests.append(request)
-            args = (request,)
+            args = (epoch, request)
         return self.system.begin(method, *args)
 
     def __getattr__(self, name: str) -> Any:
