@@ -158,6 +158,6 @@ def local_ray() -> Iterator[None]:
 
     from actors.launch import start_local_ray
 
-    start_local_ray(num_cpus=4, arena_bytes=128 << 20)
+    start_local_ray(num_cpus=8, arena_bytes=128 << 20)  # four of them are kept systems'
     yield
     ray.shutdown()

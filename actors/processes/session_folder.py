@@ -66,9 +66,15 @@ class SessionFolder:
 
 
 def base_folder() -> Path:
-    """Where such folders are: as RAY_TMPDIR says, or the temporary folder if its name is short."""
+    """Where such folders are: as RAY_TMPDIR says, or the temporary folder if its name is short.
+
+    It is made where it is not there. Errors:  OSError
+    """
     if chosen := os.environ.get("RAY_TMPDIR"):
-        return Path(chosen)
+        folder = Path(chosen)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+        return folder
     base = tempfile.gettempdir()
     return Path(base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp")
 

@@ -67,10 +67,13 @@ def is_reserved(raylet_pid: int) -> bool:
 
 def _stores(raylet_pid: int) -> list[Path]:
     """The open files of a raylet's object store; none where they cannot be seen from here."""
+    found = []
     with suppress(OSError):
-        links = list(Path(f"/proc/{raylet_pid}/fd").iterdir())
-        return [link for link in links if os.readlink(link).startswith(f"{FOLDER}/plasma")]
-    return []
+        for link in Path(f"/proc/{raylet_pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # the raylet has closed it meanwhile
+                if os.readlink(link).startswith(f"{FOLDER}/plasma"):
+                    found.append(link)
+    return found
 
 
 def require_in_memory(arena: np.ndarray) -> None:
@@ -89,7 +92,8 @@ def _mapped_file(address: int) -> str:
         span, _, _, _, _, *file = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
         if first <= address < last:
-            return file[0].removesuffix(" (deleted)") if file else ""
+            name = file[0].removesuffix(" (deleted)") if file else ""
+            return name if name.startswith("/") else ""  # such as [heap]
     return ""
 
 
