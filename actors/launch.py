@@ -1,5 +1,6 @@
 """Plain classes made into Ray actors: the only place that says so."""
 
+import logging
 import os
 from contextlib import suppress
 from typing import Any
@@ -8,18 +9,19 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.processes.closed_ray import closed_to_others
+from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray.session_folder import SessionFolder
+from actors.private_ray.start import init_private
 from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
-from actors.processes.private_ray import init_private
 from actors.processes.relay_actor import RelayActor
 from actors.processes.service_actor import ServiceActor
-from actors.processes.session_folder import SessionFolder
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from actors.setup.hosts import node_ids
 
+_log = logging.getLogger(__name__)
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
@@ -60,7 +62,8 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     others = _children()
     try:
         init_private(_FIRST_WORKERS, **options)
-    except Exception:  # of any kind, where this version of Ray is not like those that were known
+    except Exception as error:  # of any kind, where this Ray is not like those that were known
+        _log.warning("Ray is started in its own way, which takes longer: %s", error)
         _end(_children() - others)
         _init(options)
     keep_stdout_clean()

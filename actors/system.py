@@ -181,10 +181,10 @@ class System:
 
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
-        if self._owned:
-            self.end()
-        if self._owns_ray:
+        if self._owns_ray:  # all of them are Ray's
             ray.shutdown()
+        elif self._owned:
+            self.end()
 
     def end(self) -> None:
         """End the system, whoever started it."""

@@ -13,10 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import click
 
+from actors.private_ray.fork_server import ForkServer
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from model.errors import HotcoldError
 
@@ -26,10 +28,16 @@ EXIT_DEFECT = 70
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "generate": LazyCommand("jobs.commands.generate:generate", "Continue a prompt."),
-    "chat": LazyCommand("jobs.commands.chat:chat", "Talk with a model in the terminal."),
+    "generate": LazyCommand(
+        "jobs.commands.generate:generate", "Continue a prompt.", starts_system=True
+    ),
+    "chat": LazyCommand(
+        "jobs.commands.chat:chat", "Talk with a model in the terminal.", starts_system=True
+    ),
     "serve": LazyCommand(
-        "jobs.commands.serve:serve", "The chat page and an OpenAI-compatible API."
+        "jobs.commands.serve:serve",
+        "The chat page and an OpenAI-compatible API.",
+        starts_system=True,
     ),
     "scale": LazyCommand(
         "jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
@@ -46,7 +54,9 @@ COMMANDS = {
         "jobs.commands.quantize:quantize", "Write a model again in 8 or 4 bits a weight."
     ),
     "perplexity": LazyCommand(
-        "jobs.commands.perplexity:perplexity", "Score a mode on a text, and compare it with dense."
+        "jobs.commands.perplexity:perplexity",
+        "Score a mode on a text, and compare it with dense.",
+        starts_system=True,
     ),
     "profile": LazyCommand(
         "jobs.commands.profile:profile", "Count on a text how often each neuron fires."
@@ -107,6 +117,8 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     in a segmentation fault.
     """
     try:
+        if command is cli:
+            _begin_workers(sys.argv[1:])
         status = main(command=command, program=program)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else EXIT_FAILURE
@@ -121,6 +133,15 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
         except (OSError, ValueError):  # nobody reads it, its disk is full; or it has been closed
             status = status or EXIT_FAILURE
     os._exit(status)
+
+
+def _begin_workers(arguments: Sequence[str]) -> None:
+    """Let workers' imports begin beside those of a command that will start a Ray of its own."""
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
+    if command and command.starts_system and not asks_for_help and "RAY_ADDRESS" not in os.environ:
+        with suppress(OSError):  # told by whoever starts Ray
+            ForkServer.begin("HOTCOLD_API_KEY")
 
 
 def _report(error: BaseException) -> tuple[str, int]:

@@ -21,6 +21,7 @@ class LazyCommand(NamedTuple):
 
     target: str  # "module:attribute"
     short_help: str
+    starts_system: bool = False
 
 
 class LazyGroup(click.Group):

@@ -13,7 +13,7 @@ import psutil
 import ray
 
 from actors import launch
-from actors.processes.session_folder import SessionFolder
+from actors.private_ray.session_folder import SessionFolder
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import is_reserved
 
@@ -25,13 +25,18 @@ class Echo:
     def say(self, what: str) -> str:
         return what
 
+    def draw(self) -> str:
+        """What Ray draws at random in this process."""
+        return str(ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex())
+
 
 def main() -> None:
     if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
     folders = set(SessionFolder.all())
-    launch.start_local_ray(3, 0)  # of more workers than cores Ray ends those that wait for long
-    said = ray.get(Echo.remote().say.remote("here"))  # type: ignore[attr-defined]
+    launch.start_local_ray(3, 0)
+    echoes = [Echo.remote(), Echo.remote()]  # type: ignore[attr-defined]
+    said = ray.get(echoes[0].say.remote("here"))
     processes = psutil.Process().children(recursive=True)
     raylet = next(process for process in processes if process.name() == "raylet")
     told = {
@@ -40,8 +45,11 @@ def main() -> None:
         "monitor_every_ms": raylet.environ()[MONITOR_EVERY_MS],
         "owner": os.getpid(),
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
+        "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
         "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
+        "parents": {process.pid: process.ppid() for process in processes},
+        "groups": [process.pid for process in processes if os.getpgid(process.pid) == process.pid],
     }
     print(json.dumps(told), flush=True)
     if sys.stdin.readline().strip() == "shutdown":

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from actors import launch
-from actors.processes import session_folder
+from actors.private_ray import session_folder, start
 from model.errors import MemoryBudgetError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
@@ -38,9 +38,22 @@ class Starting:
         return sum(process.poll() is None for process in self.left)
 
 
+class NoServer:
+    """Stands in for the process that workers are forked from."""
+
+    def __init__(self) -> None:
+        self.folder = session_folder.SessionFolder()
+        self.end = self.folder.remove
+
+    @classmethod
+    def take(cls) -> NoServer:
+        return cls()
+
+
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_folder, "base_folder", lambda: tmp_path)
+    monkeypatch.setattr(start, "ForkServer", NoServer)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -24,9 +24,9 @@ import pytest
 import ray
 
 from actors import launch
-from actors.processes import private_ray
-from actors.processes.closed_ray import closed_to_others
-from actors.processes.session_folder import PREFIX, SessionFolder
+from actors.private_ray import start
+from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray.session_folder import PREFIX, SessionFolder
 from tests.actors.private_ray_script import Echo
 from tests.ray_doors import answers, listening, ray_methods
 
@@ -88,11 +88,16 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
         process.communicate(b"shutdown\n", timeout=60)
         assert ended([int(pid) for pid in told["processes"]])
     assert not list(base.iterdir())
-    # A worker takes its name once it has begun to work.
-    kinds = ("gcs_server", "raylet", "stand_in_agent", "ray::", "default_worker")
-    servers, raylets, agents, *workers = (len(of_kind(told, kind)) for kind in kinds)
-    assert (servers, raylets, agents, sum(workers)) == (1, 1, 2, 3)
-    assert len(told["processes"]) == 7
+    # A worker takes its name once it has begun to work; until then it has its server's.
+    servers = of_kind(told, "fork_server")
+    forked = {int(pid) for pid, parent in told["parents"].items() if parent in servers}
+    kinds = ("gcs_server", "raylet", "stand_in_agent")
+    assert [len(of_kind(told, kind)) for kind in kinds] == [1, 1, 2]
+    assert len(forked) == 3
+    assert len(told["processes"]) == 8  # the fork server is one of them
+    # Ray kills the process group of a worker that has ended.
+    assert forked <= set(told["groups"])
+    assert len(set(told["drawn"])) == 2  # forked workers draw ids of their own
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
 
@@ -135,7 +140,7 @@ def test_a_stand_in_ends_with_its_raylet() -> None:
 import runpy, signal
 pause = signal.pause
 signal.pause = lambda: (print("waits", flush=True), pause())
-runpy.run_path({str(private_ray._STAND_IN)!r}, run_name="__main__")
+runpy.run_path({str(start._STAND_IN)!r}, run_name="__main__")
 """
     code = f"""
 import os, subprocess, sys, time
@@ -153,20 +158,34 @@ time.sleep(1000)
 
 
 def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
-    command = [sys.executable, "-I", "-S", str(private_ray._STAND_IN)]
+    command = [sys.executable, "-I", "-S", str(start._STAND_IN)]
     environment = os.environ | {"RAY_RAYLET_PID": "1000000000"}
     assert subprocess.run(command, env=environment, timeout=60).returncode == 0
 
 
+def test_a_raylet_that_ends_is_not_awaited(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ending(start: Callable[..., Any], *_: object) -> Callable[..., Any]:
+        return lambda command, *args, **kwargs: start(["false"], *args, **kwargs)
+
+    monkeypatch.setattr(start, "_with_command", ending)
+    with pytest.raises(ChildProcessError, match="the raylet has ended"):
+        start.init_private(1, address="local", num_cpus=1, include_dashboard=False)
+    assert not ray.is_initialized()
+    assert not list(base.glob(f"{PREFIX}*"))
+
+
 def test_another_version_of_ray_is_started_as_it_wants(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unknown(*_: object) -> None:
         raise TypeError("the raylet's command has changed")
 
     before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(private_ray, "_with_command", unknown)
+    monkeypatch.setattr(start, "_with_command", unknown)
     launch.start_local_ray(1, 0)
+    assert [record.message for record in caplog.records if record.name == "actors.launch"] == [
+        "Ray is started in its own way, which takes longer: the raylet's command has changed"
+    ]
     try:
         assert len(list(base.glob(f"{PREFIX}*"))) == 1  # that of the private one has been removed
         assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]

@@ -6,17 +6,21 @@ agents. The parts of Ray that this leans on are its own, not public: whoever cal
 falls back on `ray.init` where it fails.
 """
 
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ray
 
-from actors.processes.closed_ray import closed_to_others
-from actors.processes.session_folder import SessionFolder
+from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray.fork_server import ADDRESS, ForkServer
+from actors.private_ray.session_folder import SessionFolder
 
 _STAND_IN = Path(__file__).with_name("stand_in_agent.py")
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
@@ -27,12 +31,11 @@ _AGENT_PORTS = (
     "runtime_env_agent_port",
 )
 _NO_PORT = 1  # nothing of ours listens there
+_WORKER = "--python_worker_command"
 _WORKERS = "--num_prestart_python_workers"
 _WORKERS_AT_ONCE = "--maximum_startup_concurrency"
-# What workers import before anybody asks them for an actor.
-_PRELOADED = {
-    "RAY_preload_python_modules": "actors.launch,actors.cpu.cpu_service,actors.gpu.gpu_service"
-}
+_FORKED_WORKER = Path(__file__).with_name("forked_worker.py")
+_REGISTERED_S = 15.0  # for the raylet to register with the GCS server; mostly it takes 0.2
 _starting = threading.Lock()
 
 
@@ -45,26 +48,42 @@ def init_private(num_workers: int, **options: Any) -> None:
              children of this process
     """
     from ray._private import node as ray_node
+    from ray._private import utils
 
     SessionFolder.remove_dead()
-    folder = SessionFolder()
-    node_class = _node_class(ray_node, folder, num_workers)
-    with _starting:
-        usual = ray_node.Node
-        ray_node.Node = node_class
+    server = ForkServer.take()
+    node_class = _node_class(ray_node, server, num_workers)
+    at_once = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    with (
+        _starting,
+        _replaced(ray_node, "Node", node_class),
+        # A node sleeps where it waits for its raylet, which has been awaited then.
+        _replaced(ray_node, "time", at_once),
+        # It imports all that a dashboard needs, for a third of a second.
+        _replaced(utils, "get_dashboard_dependency_error", lambda: None),
+    ):
         try:
             # A hook, such as that of `uv run`, asks for an environment that an agent has to make.
-            with closed_to_others(folder.path):
-                ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
+            with closed_to_others(server.folder.path):
+                ray.init(_temp_dir=str(server.folder.temp_dir), _skip_env_hook=True, **options)
         except BaseException:
             ray.shutdown()
-            folder.remove()
+            server.end()
             raise
-        finally:
-            ray_node.Node = usual
 
 
-def _node_class(ray_node: ModuleType, folder: SessionFolder, num_workers: int) -> type:
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let `owner.name` be `value` meanwhile. Errors: AttributeError where there is none."""
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+def _node_class(ray_node: ModuleType, server: ForkServer, num_workers: int) -> type:
     """Ray's class of a node's processes, without those that a private one has no use for."""
     from ray._private import services
 
@@ -73,6 +92,7 @@ def _node_class(ray_node: ModuleType, folder: SessionFolder, num_workers: int) -
 
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
             ray_params.session_name = "session"  # a socket's path may have about a hundred bytes
+            ray_params.worker_path = str(_FORKED_WORKER)
             super().__init__(ray_params, *args, **kwargs)
 
         def start_monitor(self) -> None:
@@ -90,32 +110,52 @@ def _node_class(ray_node: ModuleType, folder: SessionFolder, num_workers: int) -
             for name in _AGENT_PORTS:
                 port_file = Path(self._session_dir) / f"{name}_{self._node_id}"
                 port_file.write_text(str(_NO_PORT))
-            usual = services.start_ray_process
-            services.start_ray_process = _with_command(usual, num_workers)
-            try:
+            start = _with_command(services.start_ray_process, num_workers, server)
+            with _replaced(services, "start_ray_process", start):
                 super().start_raylet(*args, **kwargs)
-            finally:
-                services.start_ray_process = usual
+            self._await_raylet()
+
+        def _await_raylet(self) -> None:
+            """Ray looks once a second, and for half a minute even where the raylet has ended.
+
+            Errors:  ChildProcessError, TimeoutError
+            """
+            (raylet,) = self.all_processes["raylet"]
+            deadline = time.monotonic() + _REGISTERED_S
+            while not self.get_gcs_client().get_all_node_info(timeout=_REGISTERED_S):
+                if raylet.process.poll() is not None:
+                    raise ChildProcessError("the raylet has ended")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the raylet has not registered in {_REGISTERED_S:.0f} s")
+                time.sleep(0.005)
 
         def kill_all_processes(self, *args: Any, **kwargs: Any) -> None:
-            """End them, and remove their files."""
-            super().kill_all_processes(*args, **kwargs)
-            folder.remove()
+            """Kill them, for none holds anything that stays, and remove their files."""
+            super().kill_all_processes(check_alive=False, allow_graceful=False)
+            server.end()
 
     return PrivateNode
 
 
-def _with_command(start: Callable[..., Any], num_workers: int) -> Callable[..., Any]:
+def _with_command(
+    start: Callable[..., Any], num_workers: int, server: ForkServer
+) -> Callable[..., Any]:
     """`start`, of a process, with the raylet's command changed."""
+    worker = subprocess.list2cmdline([str(_FORKED_WORKER)])
 
     def changed(argument: str) -> str:
         name = argument.split("=", 1)[0]
         if name in _AGENTS:
             return f'{name}="{sys.executable}" -I -S "{_STAND_IN}"'
+        if name == _WORKER:
+            return argument.replace(worker, f"-I -S {worker}")
         return f"{name}={num_workers}" if name in (_WORKERS, _WORKERS_AT_ONCE) else argument
 
     def start_changed(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | _PRELOADED
+        kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | {
+            ADDRESS: str(server.address),
+            "RAY_kill_idle_workers_interval_ms": "0",  # they wait for the driver's first calls
+        }
         return start([changed(argument) for argument in command], *args, **kwargs)
 
     return start_changed

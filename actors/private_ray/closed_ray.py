@@ -38,7 +38,7 @@ def closed_to_others(folder: Path) -> Iterator[None]:
             # Ray keeps the command line, where an API key may be.
             _changed(utils, "get_entrypoint_name", lambda: "hotcold"),
         ):
-            _read_anew()
+            read_anew()
             yield
     finally:
         for name, value in before.items():
@@ -57,8 +57,8 @@ def _changed(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, usual)
 
 
-def _read_anew() -> None:
-    """Let this process forget which token and mode it has read before, unless it uses them."""
+def read_anew() -> None:
+    """Let this process read token and mode again from its environment, unless it uses them."""
     if ray.is_initialized():
         return
     with suppress(ImportError, AttributeError):  # of a Ray that remembers neither

@@ -1,0 +1,1 @@
+"""A Ray of only what one process needs, and workers that are forked."""

@@ -1,0 +1,142 @@
+"""The process that a private Ray's workers are forked from, once it has imported what they need.
+
+A worker takes a second to import Ray, NumPy and Numba. Here one process does so, beside the one
+that starts Ray, and each worker begins as a copy of it. In place of a worker the raylet runs
+`forked_worker.py`, which asks for one at a socket, and becomes one itself where there is none to
+be had.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+from actors.private_ray.session_folder import SessionFolder
+
+ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
+_WORKER = "ray._private.workers.default_worker"
+# None of them may have made actor classes: Ray draws their ids at random, and all workers would
+# then draw the same ones from there on.
+_PRELOADED = (
+    _WORKER,
+    "actors.processes.driver_actor",
+    "actors.processes.service_actor",
+    "actors.driver.driver",
+    "actors.cpu.cpu_service",
+    "actors.gpu.gpu_service",
+)
+# With a later one the server ends, and workers start as that Ray starts them.
+_NEWEST_RAY = (2, 60)
+_NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
+_REQUEST_BYTES = 1 << 20
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+class ForkServer:
+    """The server as its owner sees it; it ends with the owner, and all workers with it."""
+
+    _begun: "ForkServer | None" = None
+
+    @classmethod
+    def begin(cls, *secrets: str) -> None:
+        """Start one for the next who takes it: what it imports takes time.
+
+        Environment variables named in `secrets` are kept from it.
+        """
+        if cls._begun is None:
+            cls._begun = cls(*secrets)
+            atexit.register(cls._begun.end)
+
+    @classmethod
+    def take(cls) -> "ForkServer":
+        """The one that has been begun, else a new one, to be ended. Errors: OSError."""
+        begun, cls._begun = cls._begun, None
+        if begun is not None:
+            atexit.unregister(begun.end)
+        return begun or cls()
+
+    def __init__(self, *secrets: str) -> None:
+        """Start it; its socket is in a session folder of its own. Errors: OSError."""
+        self.folder = SessionFolder()
+        self.address = self.folder.path / "workers"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self.address))
+            listener.listen()
+            path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+            shown = {name: text for name, text in os.environ.items() if name not in secrets}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
+                env=shown | {"PYTHONPATH": path},  # modules are found as here
+                stdin=subprocess.PIPE,  # never written to: it closes when the owner ends
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                process_group=0,  # of its own: Ctrl-C is not for it
+            )
+
+    def end(self) -> None:
+        """Kill it, with all workers that it forked, and remove the folder; may be repeated."""
+        self._process.kill()
+        self._process.communicate()
+        self.folder.remove()
+
+
+def main() -> None:
+    """Fork a worker for each who asks at the socket whose descriptor is the first argument."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    # Ray reads these two when it is imported, and never again. A worker ends with the process that
+    # the second one names, and with the raylet's socket.
+    os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    import ray
+
+    if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST_RAY:
+        return
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    server = os.getpid()
+    gc.freeze()  # what all workers share is not written to by a collection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker's exit status
+    while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+        asked, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _become_worker(asked, server)
+        asked.close()
+
+
+def _become_worker(asked: socket.socket, server: int) -> None:
+    """Be the worker that `asked` asks for, until the process `server` ends; never returns."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != server:  # it ended before it could be asked for its signal
+        sys.exit()
+    os.setpgid(0, 0)  # where a worker has ended, the raylet kills its process group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, streams, _, _ = socket.recv_fds(asked, _REQUEST_BYTES, 3)
+    arguments, environment, folder = json.loads(request)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    from actors.private_ray.closed_ray import read_anew
+
+    read_anew()
+    worker = sys.modules[_WORKER].__file__ or ""
+    sys.argv = [worker, *arguments]
+    asked.send(b"forked")
+    asked.close()
+    runpy.run_path(worker, run_name="__main__")
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
