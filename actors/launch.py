@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
+_ENDED_S = 10.0  # for processes that were killed
 _FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
 _CONTROL_CALLS = 8  # at once, whatever their number: calls in the group CONTROL, which are short
 CONTROL = "control"
@@ -63,9 +64,9 @@ def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
     try:
         init_private(_FIRST_WORKERS, **options)
     except Exception as error:  # of any kind, where this Ray is not like those that were known
-        _log.warning("Ray is started in its own way, which takes longer: %s", error)
         _end(_children() - others)
         _init(options)
+        _log.warning("Ray has started in its own way, which takes longer: %s", error)
     keep_stdout_clean()
     for process in _children() - others:
         with suppress(psutil.NoSuchProcess):
@@ -95,6 +96,7 @@ def _end(processes: set[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs(processes, timeout=_ENDED_S)
 
 
 def _children() -> set[psutil.Process]:

@@ -18,8 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-
-from actors.private_ray.session_folder import SessionFolder
+from pathlib import Path
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
 _WORKER = "ray._private.workers.default_worker"
@@ -64,34 +63,42 @@ class ForkServer:
         return begun or cls()
 
     def __init__(self, *secrets: str) -> None:
-        """Start it; its socket is in a session folder of its own. Errors: OSError."""
-        self.folder = SessionFolder()
-        self.address = self.folder.path / "workers"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(self.address))
-            listener.listen()
-            path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-            shown = {name: text for name, text in os.environ.items() if name not in secrets}
+        """Start it; it imports, and waits for `listen`. Errors: OSError."""
+        self._control, theirs = _socketpair()  # the server ends where the owner's side closes
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        shown = {name: text for name, text in os.environ.items() if name not in secrets}
+        with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                 env=shown | {"PYTHONPATH": path},  # modules are found as here
-                stdin=subprocess.PIPE,  # never written to: it closes when the owner ends
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
+                pass_fds=[theirs.fileno()],
                 process_group=0,  # of its own: Ctrl-C is not for it
             )
 
+    def listen(self, address: Path) -> None:
+        """Let it fork a worker for each who asks at this path. Errors: OSError."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(address))
+            listener.listen()
+            socket.send_fds(self._control, [b"listen"], [listener.fileno()])
+
     def end(self) -> None:
-        """Kill it, with all workers that it forked, and remove the folder; may be repeated."""
+        """Kill it, with all workers that it forked; may be repeated."""
         self._process.kill()
-        self._process.communicate()
-        self.folder.remove()
+        self._process.wait()
+        self._control.close()
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def main() -> None:
-    """Fork a worker for each who asks at the socket whose descriptor is the first argument."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    """Fork a worker for each who asks where the owner says, at a socket that is an argument."""
+    owner = socket.socket(fileno=int(sys.argv[1]))
     # Ray reads these two when it is imported, and never again. A worker ends with the process that
     # the second one names, and with the raylet's socket.
     os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
@@ -104,10 +111,15 @@ def main() -> None:
     server = os.getpid()
     gc.freeze()  # what all workers share is not written to by a collection
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker's exit status
-    while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+    _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
+    if not descriptors:  # the owner has ended
+        return
+    listener = socket.socket(fileno=descriptors[0])
+    while owner not in select.select([owner, listener], [], [])[0]:
         asked, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
+            owner.close()
             _become_worker(asked, server)
         asked.close()
 

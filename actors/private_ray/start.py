@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ _WORKER = "--python_worker_command"
 _WORKERS = "--num_prestart_python_workers"
 _WORKERS_AT_ONCE = "--maximum_startup_concurrency"
 _FORKED_WORKER = Path(__file__).with_name("forked_worker.py")
+_WORKERS_SOCKET = "workers"  # where the fork server is asked for them
 _REGISTERED_S = 15.0  # for the raylet to register with the GCS server; mostly it takes 0.2
 _starting = threading.Lock()
 
@@ -51,25 +52,26 @@ def init_private(num_workers: int, **options: Any) -> None:
     from ray._private import utils
 
     SessionFolder.remove_dead()
-    server = ForkServer.take()
-    node_class = _node_class(ray_node, server, num_workers)
     at_once = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    with (
-        _starting,
-        _replaced(ray_node, "Node", node_class),
-        # A node sleeps where it waits for its raylet, which has been awaited then.
-        _replaced(ray_node, "time", at_once),
-        # It imports all that a dashboard needs, for a third of a second.
-        _replaced(utils, "get_dashboard_dependency_error", lambda: None),
-    ):
-        try:
+    with _starting, ExitStack() as undo:
+        folder = SessionFolder()
+        undo.callback(folder.remove)
+        server = ForkServer.take()
+        undo.callback(server.end)
+        server.listen(folder.path / _WORKERS_SOCKET)
+        undo.callback(ray.shutdown)
+        node_class = _node_class(ray_node, server, folder, num_workers)
+        with (
+            _replaced(ray_node, "Node", node_class),
+            # A node sleeps where it waits for its raylet, which has been awaited then.
+            _replaced(ray_node, "time", at_once),
+            # It imports all that a dashboard needs, for a third of a second.
+            _replaced(utils, "get_dashboard_dependency_error", lambda: None),
+            closed_to_others(folder.path),
+        ):
             # A hook, such as that of `uv run`, asks for an environment that an agent has to make.
-            with closed_to_others(server.folder.path):
-                ray.init(_temp_dir=str(server.folder.temp_dir), _skip_env_hook=True, **options)
-        except BaseException:
-            ray.shutdown()
-            server.end()
-            raise
+            ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
+        undo.pop_all()
 
 
 @contextmanager
@@ -83,7 +85,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, usual)
 
 
-def _node_class(ray_node: ModuleType, server: ForkServer, num_workers: int) -> type:
+def _node_class(
+    ray_node: ModuleType, server: ForkServer, folder: SessionFolder, num_workers: int
+) -> type:
     """Ray's class of a node's processes, without those that a private one has no use for."""
     from ray._private import services
 
@@ -110,7 +114,7 @@ def _node_class(ray_node: ModuleType, server: ForkServer, num_workers: int) -> t
             for name in _AGENT_PORTS:
                 port_file = Path(self._session_dir) / f"{name}_{self._node_id}"
                 port_file.write_text(str(_NO_PORT))
-            start = _with_command(services.start_ray_process, num_workers, server)
+            start = _with_command(services.start_ray_process, num_workers, folder)
             with _replaced(services, "start_ray_process", start):
                 super().start_raylet(*args, **kwargs)
             self._await_raylet()
@@ -133,12 +137,13 @@ def _node_class(ray_node: ModuleType, server: ForkServer, num_workers: int) -> t
             """Kill them, for none holds anything that stays, and remove their files."""
             super().kill_all_processes(check_alive=False, allow_graceful=False)
             server.end()
+            folder.remove()
 
     return PrivateNode
 
 
 def _with_command(
-    start: Callable[..., Any], num_workers: int, server: ForkServer
+    start: Callable[..., Any], num_workers: int, folder: SessionFolder
 ) -> Callable[..., Any]:
     """`start`, of a process, with the raylet's command changed."""
     worker = subprocess.list2cmdline([str(_FORKED_WORKER)])
@@ -153,7 +158,7 @@ def _with_command(
 
     def start_changed(command: list[str], *args: Any, **kwargs: Any) -> Any:
         kwargs["env_updates"] = (kwargs.get("env_updates") or {}) | {
-            ADDRESS: str(server.address),
+            ADDRESS: str(folder.path / _WORKERS_SOCKET),
             "RAY_kill_idle_workers_interval_ms": "0",  # they wait for the driver's first calls
         }
         return start([changed(argument) for argument in command], *args, **kwargs)

@@ -5,6 +5,8 @@ cannot start.
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -14,6 +16,7 @@ import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -163,39 +166,54 @@ def test_a_stand_in_whose_raylet_has_ended_ends_too() -> None:
     assert subprocess.run(command, env=environment, timeout=60).returncode == 0
 
 
-def test_a_raylet_that_ends_is_not_awaited(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_its_own_process(check: Callable[[Path], None], folder: Path) -> None:
+    """Call `check` where no other test has started Ray."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        pool.submit(check, folder).result(timeout=120)
+
+
+def start_a_raylet_that_ends(base: Path) -> None:
     def ending(start: Callable[..., Any], *_: object) -> Callable[..., Any]:
         return lambda command, *args, **kwargs: start(["false"], *args, **kwargs)
 
-    monkeypatch.setattr(start, "_with_command", ending)
+    setattr(start, "_with_command", ending)  # noqa: B010
     with pytest.raises(ChildProcessError, match="the raylet has ended"):
         start.init_private(1, address="local", num_cpus=1, include_dashboard=False)
     assert not ray.is_initialized()
     assert not list(base.glob(f"{PREFIX}*"))
 
 
-def test_another_version_of_ray_is_started_as_it_wants(
-    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def start_another_version(base: Path) -> None:
     def unknown(*_: object) -> None:
         raise TypeError("the raylet's command has changed")
 
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger(launch.__name__).addHandler(Kept())
     before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(start, "_with_command", unknown)
+    setattr(start, "_with_command", unknown)  # noqa: B010
     launch.start_local_ray(1, 0)
-    assert [record.message for record in caplog.records if record.name == "actors.launch"] == [
-        "Ray is started in its own way, which takes longer: the raylet's command has changed"
+    assert said == [
+        "Ray has started in its own way, which takes longer: the raylet's command has changed"
     ]
-    try:
-        assert len(list(base.glob(f"{PREFIX}*"))) == 1  # that of the private one has been removed
-        assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
-        children = set(psutil.Process().children(recursive=True)) - before
-        servers = [child for child in children if "gcs_server" in child.name()]
-        assert len(servers) == 1  # that of the private one has been ended
-        sockets = listening([psutil.Process(), *children])
-        assert {address for address, _ in sockets} <= LOOPBACK
-    finally:
-        ray.shutdown()
+    assert len(list(base.glob(f"{PREFIX}*"))) == 1  # that of the private one has been removed
+    assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
+    children = set(psutil.Process().children(recursive=True)) - before
+    servers = [child for child in children if "gcs_server" in child.name()]
+    assert len(servers) == 1  # that of the private one has been ended
+    sockets = listening([psutil.Process(), *children])
+    assert {address for address, _ in sockets} <= LOOPBACK
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("check", [start_a_raylet_that_ends, start_another_version])
+def test_where_it_cannot_start(base: Path, check: Callable[[Path], None]) -> None:
+    in_its_own_process(check, base)
 
 
 def family(told: dict[str, Any]) -> list[psutil.Process]:
