@@ -21,7 +21,7 @@ from actors.system import System
 from model.errors import HotcoldError
 
 SHM = Path("/dev/shm")
-SCALED = "scaled"
+SCALED, STARVED = "scaled", "out of memory"
 _SHM_BYTES = 256 << 20  # of the /dev/shm that is ours alone, so that filling it harms nobody
 _CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 _LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
@@ -146,7 +146,7 @@ KINDS = {
         Kind(SCALED, _scale, loses=False),
         Kind("kill -9, /dev/shm full", _fill_shared_memory, loses=True),
         # Killed so twice within a minute, a service is given up.
-        Kind("out of memory", _take_memory, loses=True, rest_s=120.0),
+        Kind(STARVED, _take_memory, loses=True, rest_s=120.0),
     )
 }
 

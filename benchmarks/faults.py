@@ -33,13 +33,16 @@ import numpy as np
 
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
-from benchmarks.fault_kinds import KINDS, SCALED, Kind, possible_kinds
+from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from model.errors import HotcoldError
 from model.files.locate import locate_model
 from model.sampling import SamplingParams
 
 _A_MINUTE_S, _MOST_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
+# The kernel says that it has killed somebody for want of memory, and not whom: a service that is
+# lost soon after is taken for it.
+_STARVED_S = 20.0
 _TICK_S, _LONGEST_TICK_S = 0.02, 0.2
 _SILENCE_S = 0.5  # that a lost service causes
 _SETTLED_S = 0.6  # a fault is over when tokens have come for so long
@@ -205,6 +208,8 @@ class Pace:
         """Whether that kind may come now; taken as done if so."""
         now = time.monotonic()
         if now - self._last.get(kind.name, -math.inf) < kind.rest_s:
+            return False
+        if kind.loses is not False and now - self._last.get(STARVED, -math.inf) < _STARVED_S:
             return False
         if kind.loses is not False:
             if len(self._losses) == _MOST_A_MINUTE and now - self._losses[0] < _A_MINUTE_S:

@@ -20,6 +20,7 @@ import click
 
 from actors.private_ray.fork_server import ForkServer
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
+from jobs.support.until_stopped import interrupt_again
 from model.errors import HotcoldError
 
 EXIT_FAILURE = 1
@@ -116,6 +117,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     use. Where Ray's start was interrupted, Ray's `CoreWorkerProcess::HandleAtExit` does, and ends
     in a segmentation fault.
     """
+    sys.unraisablehook = interrupt_again
     try:
         if command is cli:
             _begin_workers(sys.argv[1:])

@@ -11,7 +11,7 @@ from actors.protocol.failures import KILLED_FOR_MEMORY
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 
 _GONE_S = 30.0
-_RECENTLY_S = 60.0
+_RECENTLY_S = 5.0  # a process is gone soon after the kernel has killed it
 _TOLD_LOOKS, _LOOK_S = 20, 0.1
 _WAITS_FOR_DISK = "D"
 _STATE, _MAJOR_FAULTS = 0, 9  # words of /proc/PID/stat after the program's name in parentheses
@@ -26,7 +26,7 @@ class ServiceProcess:
         self._process: psutil.Process | None = None
         self._is_local = is_local
         num_oom_kills = _num_oom_kills() if is_local else 0
-        self._oom_kills = (num_oom_kills, num_oom_kills)  # a minute or two ago, and since
+        self._oom_kills = (num_oom_kills, num_oom_kills)  # some seconds ago, and since
         self._noted_s = time.monotonic()
         self._num_read_back = 0
         if is_local:

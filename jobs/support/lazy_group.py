@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from jobs.support.until_stopped import interrupts_after
+
 
 @dataclass
 class Invocation:
@@ -42,7 +44,8 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         module, _, attribute = entry.target.partition(":")
-        command: click.Command = getattr(import_module(module), attribute)
+        with interrupts_after():
+            command: click.Command = getattr(import_module(module), attribute)
         add_debug_option(command)
         return command
 

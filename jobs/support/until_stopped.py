@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where they must not interrupt just anything.
+"""Ctrl-C and SIGTERM where they must not interrupt just anything, and where they could get lost.
 
 For a command that serves: once to end in good order, twice at once. For a command that waits for
 something long: to end that.
@@ -7,8 +7,10 @@ What a handler tells goes through a SimpleQueue: a handler may interrupt another
 call that waits for it, and of all there is to wait with only that may be entered twice.
 """
 
+import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from types import FrameType
 from typing import Any
 
 _LOOK_S = 0.1
+_AGAIN_S = 0.02
+_PID = os.getpid()
+_MAIN_AND_SIGINT = (threading.main_thread().ident or 0, signal.SIGINT)
 
 
 class Signals:
@@ -70,6 +75,45 @@ class Signals:
         self._changed.put(None)
         if not self._is_waiting:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_after() -> Iterator[None]:
+    """Within it Ctrl-C interrupts at the end; a second one at once.
+
+    For imports: Python loses an exception that comes in a callback of its own, such as that of a
+    module's lock, and in some functions written in C.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    num_come = 0
+
+    def count(number: int, frame: FrameType | None) -> None:
+        nonlocal num_come
+        num_come += 1
+        if num_come > 1:
+            raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGINT, count)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+        if num_come:
+            signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_again(lost: Any) -> None:
+    """For `sys.unraisablehook`: an interrupt that cannot be raised where it came, comes again."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        if os.getpid() != _PID:  # a fork that is about to run another program
+            return
+        # Not here: whatever is raised in the hook is lost as well.
+        threading.Timer(_AGAIN_S, signal.pthread_kill, _MAIN_AND_SIGINT).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 @contextmanager

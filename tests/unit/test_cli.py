@@ -115,6 +115,47 @@ def test_interrupt_is_quiet(run: Run) -> None:
     assert (status, out, err.strip()) == (130, "", "")
 
 
+def test_an_interrupt_while_a_command_is_imported_is_not_lost(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python loses one that comes in a callback of its own."""
+    module = tmp_path / "loses_interrupts.py"
+    module.write_text(
+        "import signal\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        f"from {__name__} import fails\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(TABLE, "lost", LazyCommand("loses_interrupts:fails", "Is imported."))
+    assert run("lost") == (130, "", "\n")
+    assert "loses_interrupts" in sys.modules
+    assert run("lost") == (0, "None None None\n", "")
+
+
+def test_an_interrupt_in_a_callback_comes_again() -> None:
+    code = """
+import signal, time, click
+from jobs.cli import run
+
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+@click.command()
+def command():
+    gone = Gone()
+    del gone
+    time.sleep(60)
+    print("went on")
+
+run(command)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
+
+
 def test_end_of_input(run: Run) -> None:
     status, _out, err = run("fails", error=EOFError())
     assert (status, err.strip()) == (1, "hotcold: error: standard input ended")
