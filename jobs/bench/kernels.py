@@ -11,18 +11,17 @@ from typing import Any
 
 import click
 import numpy as np
-from numba import njit
 
 from jobs.support.console import json_option, print_json, stderr_console
 from model.weights.memory import aligned_empty
-from numba_kernels.decode.ffn import NO_MASKS
-from numba_kernels.decode.rows import rows_kernel, split_range
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from numba_kernels.decode.rows import split_range
+from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from numba_kernels.formats import Q4, Q8, row_items
-from numba_kernels.ir.vector_ir import prefetch_row
+from numba_kernels.measure.parts import dense_part, sparse_part
+from numba_kernels.measure.plain_reads import read_listed, read_row
 from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
-from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
+from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from numba_kernels.serve.mailbox import CELLS_A_SERVICE
 from placement.machine.survey import usable_cores
 
 _DTYPES: dict[str, np.dtype] = {
@@ -34,50 +33,6 @@ _DTYPES: dict[str, np.dtype] = {
 }
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01
 _ROW_BYTE = 0x11  # of quantized rows: all values and scales are small and positive
-_NO_BIAS = np.empty(0, np.float32)
-
-
-@njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _read_row(words):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for i in range(words.shape[0]):
-        total += words[i]
-    return total
-
-
-@njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _read_listed(gate, up, down, ids, first, last):  # type: ignore[no-untyped-def]
-    """Of each layer, gate rows of ids[first:last], then four up rows, four down rows, and so on."""
-    total, rows = np.uint64(0), gate.shape[0] // ids.shape[0]
-    for layer in range(ids.shape[0]):
-        base, listed = layer * rows, ids[layer]
-        for i in range(first, last):
-            if i + 2 < last:
-                prefetch_row(gate, base + listed[i + 2])
-            total += _read_row(gate[base + listed[i]])
-        for i in range(first, last, 4):
-            for matrix in (up, down):
-                for k in range(i, min(i + 4, last)):
-                    if k + 2 < last:
-                        prefetch_row(matrix, base + listed[k + 2])
-                    total += _read_row(matrix[base + listed[k]])
-    return total
-
-
-@njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _dense_part(weights, x, room, thread, out, first, last):  # type: ignore[no-untyped-def]
-    rows_kernel(weights, _NO_BIAS, prepared(weights, x, room, thread), out, first, last)
-
-
-@njit(nogil=True)  # not cached: Numba would not notice changed kernels
-def _sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # type: ignore[no-untyped-def]
-    """The FFN of every layer over its ids, all of which fire, as services compute it."""
-    for layer in range(ids.shape[0]):
-        layer_ffn(
-            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS, True, x, arrays,
-            scratch, 0, out,
-        )  # fmt: skip
-        meet(cells, 0, num_threads)
 
 
 @click.command()
@@ -211,7 +166,7 @@ class _Bench:
         parts = [
             slice(*split_range(len(words), i, self.num_threads, 4)) for i in range(self.num_threads)
         ]
-        seconds = self._parallel(lambda i: _read_row(words[parts[i]]))
+        seconds = self._parallel(lambda i: read_row(words[parts[i]]))
         return seconds, self.gate.nbytes
 
     def dense(self) -> tuple[float, int]:
@@ -219,20 +174,20 @@ class _Bench:
         rows = self.gate.shape[0]
         parts = [split_range(rows, i, self.num_threads, 4) for i in range(self.num_threads)]
         seconds = self._parallel(
-            lambda i: _dense_part(self.gate, self.x, self.room, i, self.out, *parts[i])
+            lambda i: dense_part(self.gate, self.x, self.room, i, self.out, *parts[i])
         )
         return seconds, self.gate.nbytes
 
     def read_listed(self) -> tuple[float, int]:
         """Sum the rows that `sparse` reads, in its order."""
-        seconds = self._parallel(lambda i: _read_listed(*self.words, self.ids, *self._part(i)))
+        seconds = self._parallel(lambda i: read_listed(*self.words, self.ids, *self._part(i)))
         return seconds, self._listed_bytes()
 
     def sparse(self) -> tuple[float, int]:
         """Every layer's FFN over its ids, all of which fire; threads share each layer's ids."""
 
         def run(thread: int) -> None:
-            _sparse_part(
+            sparse_part(
                 thread, self.num_threads, self.cells, self.arrays, self.ids, self.x[:1],
                 self.scratch, self.partial,
             )  # fmt: skip

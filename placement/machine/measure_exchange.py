@@ -1,6 +1,6 @@
 """What it costs to ask a service and be answered, beyond the time that the service works.
 
-The loops here wait, work and answer as a service's threads do (`numba_kernels/serve/mailbox.py`).
+Threads wait, work and answer as a service's do (`numba_kernels/measure/exchange.py`).
 The work is a millisecond of spinning: long enough for whoever waits to fall asleep, as between two
 requests of a token, when a core takes longer to wake than the words take to travel.
 """
@@ -12,21 +12,17 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from model.weights.memory import aligned_empty
-from numba_kernels.serve.doorbell import INTS_A_CELL, now_ns
+from numba_kernels.measure.exchange import NOT_ANSWERED, ask_in_turn, work_until_stopped
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import (
-    BUSY_NS,
     CELLS_A_SERVICE,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
     OPERATION,
     PING,
     STOP,
-    ask_all,
-    finish_request,
-    next_request,
     post,
 )
 
@@ -34,7 +30,6 @@ _ROUNDS = 400
 _FEWEST = 0.05  # share of questions
 _WORK_NS = 1_000_000
 _PATIENCE_NS = 60_000_000_000
-_NOT_ANSWERED = np.iinfo(np.int64).min
 
 
 def measure_exchange_us(
@@ -64,14 +59,14 @@ def measure_exchange_us(
     for thread in threads:
         thread.start()
     try:
-        costs_ns = _ask_in_turn(cells, replies, first, others, rounds, _PATIENCE_NS)
+        costs_ns = ask_in_turn(cells, replies, first, others, rounds, _PATIENCE_NS)
     finally:
         requests[:, OPERATION] = STOP
         for service in range(count):
             post(cells, service, rounds + 1)
         for thread in threads:
             thread.join()
-    if _NOT_ANSWERED in costs_ns:
+    if NOT_ANSWERED in costs_ns:
         raise RuntimeError("a service did not answer within a minute")
     return median_us(costs_ns, work_ns)
 
@@ -87,35 +82,4 @@ def median_us(costs_ns: np.ndarray, work_ns: int) -> float:
 def _live(core: int, *wires: Any) -> None:
     # This thread's alone. Each has its own core: two on one would wait for each other's work.
     os.sched_setaffinity(0, {core})
-    _serve(*wires)
-
-
-@njit(nogil=True)
-def _serve(cells, requests, replies, service, num_threads, work_ns):  # type: ignore[no-untyped-def]
-    """Be one thread of a service until it is told to stop."""
-    seen = np.int32(0)
-    while True:
-        seen = next_request(cells, service, seen)
-        if requests[service, OPERATION] == STOP:
-            return
-        started_ns = now_ns()
-        while now_ns() < started_ns + work_ns:
-            pass
-        finish_request(cells, replies, cells[:0], service, seen, num_threads, started_ns)
-
-
-@njit(nogil=True)
-def _ask_in_turn(cells, replies, first, others, rounds, patience_ns):  # type: ignore[no-untyped-def]
-    """What each question cost beyond the longest work, (2 * rounds,) ns."""
-    costs_ns = np.full(2 * rounds, _NOT_ANSWERED, np.int64)
-    for i in range(2 * rounds):
-        services = first if i % 2 == 0 else others
-        started_ns = now_ns()
-        if ask_all(cells, services, i // 2 + 1, patience_ns) < services.shape[0]:
-            return costs_ns
-        took_ns = now_ns() - started_ns
-        longest_ns = 0
-        for service in services:
-            longest_ns = max(longest_ns, replies[service, BUSY_NS])
-        costs_ns[i] = took_ns - longest_ns
-    return costs_ns
+    work_until_stopped(*wires)

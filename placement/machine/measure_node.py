@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-from numba import njit
 
 from model.weights.memory import aligned_empty
-from numba_kernels.decode.ffn import NO_MASKS
-from numba_kernels.decode.rows import rows_kernel, split_range
-from numba_kernels.serve.doorbell import INTS_A_CELL, barrier, now_ns
-from numba_kernels.serve.layer_ffn import FfnArrays, layer_ffn, new_scratch
+from numba_kernels.decode.rows import split_range
+from numba_kernels.measure.passes import gather_passes, read_passes, rows_passes
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
@@ -105,7 +104,7 @@ class _Bench:
 
         def work(thread: int, times: np.ndarray) -> None:
             first, last = split_range(items.size, thread, self.num_threads, 512)
-            _read_passes(items[first:last], self.cells, self.num_threads, times)
+            read_passes(items[first:last], self.cells, self.num_threads, times)
 
         return self._rates(work, self.weights.nbytes)
 
@@ -115,9 +114,7 @@ class _Bench:
 
         def work(thread: int, times: np.ndarray) -> None:
             first, last = split_range(self.weights.shape[0], thread, self.num_threads, 1)
-            _rows_passes(
-                self.weights, self.x, out, first, last, self.cells, self.num_threads, times
-            )
+            rows_passes(self.weights, self.x, out, first, last, self.cells, self.num_threads, times)
 
         return self._rates(work, self.weights.nbytes)
 
@@ -133,48 +130,8 @@ class _Bench:
         out = np.zeros((1, _WIDTH), np.float32)
 
         def work(thread: int, times: np.ndarray) -> None:
-            _gather_passes(
+            gather_passes(
                 thread, self.num_threads, self.cells, arrays, ids, self.x, scratch, out, times
             )
 
         return self._rates(work, 3 * self.num_ids * _ROW_BYTES)
-
-
-@njit(nogil=True)
-def _sum(items):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for i in range(items.shape[0]):
-        total += items[i]
-    return total
-
-
-@njit(nogil=True)
-def _read_passes(items, cells, num_threads, times):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for i in range(times.shape[0]):
-        barrier(cells, 0, 1, num_threads)
-        times[i, 0] = now_ns()
-        total += _sum(items)
-        times[i, 1] = now_ns()
-    return total  # what nobody uses would not be computed
-
-
-@njit(nogil=True)
-def _rows_passes(weights, x, out, first, last, cells, num_threads, times):  # type: ignore[no-untyped-def]
-    for i in range(times.shape[0]):
-        barrier(cells, 0, 1, num_threads)
-        times[i, 0] = now_ns()
-        rows_kernel(weights, _NO_BIAS, x, out, first, last)
-        times[i, 1] = now_ns()
-
-
-@njit(nogil=True)
-def _gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, times):  # type: ignore[no-untyped-def]
-    for i in range(times.shape[0]):
-        barrier(cells, 0, 1, num_threads)
-        times[i, 0] = now_ns()
-        layer_ffn(
-            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS, False, x, arrays, scratch, 0,
-            out,
-        )  # fmt: skip
-        times[i, 1] = now_ns()

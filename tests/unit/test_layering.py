@@ -68,6 +68,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "decode": {"checks", "formats", "ir", "load"},
         "prompt": {"decode", "ir"},
         "serve": {"checks", "decode", "formats"},
+        "measure": {"decode", "ir", "serve"},
     },
     "model": {
         "errors": set(),

@@ -1,0 +1,1 @@
+"""Loops that time the kernels, the memory and the exchange; compiled with them."""
