@@ -9,7 +9,7 @@ other time with pipes. An interrupt is right where the command ends with 130, wh
 standard output begins the undisturbed output, and no process, no file of Ray's and no core is left.
 These end with 0: a command that was done already, `serve` once it serves, and `chat` at a terminal,
 where Ctrl-C ends an answer and Ctrl-D the conversation. Python itself, before it has read the
-program, ends by the signal, which a shell calls 130 as well.
+program, ends by the signal, which a shell calls 130 as well, or with 1 while it looks for packages.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Interrupt:
     output: float  # in the end
     status: int
     wrong: str  # what was left or written besides; "" for nothing
+    is_early: bool = False  # Python had not read the program
 
     @property
     def phase(self) -> str:
@@ -70,7 +71,7 @@ class Interrupt:
     def expected_statuses(self) -> set[int]:
         """The exit statuses that are right."""
         if self.phase == PHASES[0]:
-            return {INTERRUPTED, -signal.SIGINT}
+            return {1} if self.is_early else {INTERRUPTED, -signal.SIGINT}
         goes_on = self.command == "serve" or (self.command == "chat" and self.terminal)
         if goes_on and self.phase != PHASES[1]:
             return {0}
@@ -96,6 +97,7 @@ def interrupt_of(name: str, terminal: bool, run: Run, undisturbed: str) -> Inter
         len(output) / len(whole),
         run.status,
         "; ".join(run.left),
+        "init_import_site" in run.errors,
     )
     wrong = list(run.left)
     if not whole.startswith(output):
