@@ -10,7 +10,7 @@ import ray
 
 from actors.exchange.places import Place
 from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.service_process import ServiceProcess
+from actors.exchange.service_process import KillNotes, ServiceProcess
 from actors.exchange.watch import LOOK_S, ActorWatch
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import ServiceLost, cause_of, service_error
@@ -141,7 +141,8 @@ class ServiceReplacer:
         """The process that runs now. Errors: ServiceError where none answers."""
         call = self._handles[service].where.remote()
         node_id, pid = self._await(service, call, _PATIENCE_LOOKS)
-        return ServiceProcess(pid, node_id == ray.get_runtime_context().get_node_id())
+        is_local = node_id == ray.get_runtime_context().get_node_id()
+        return KillNotes.take(ServiceProcess(pid, is_local))
 
     def _expect(self, service: int, process: ServiceProcess) -> None:
         self._processes[service] = process

@@ -1,9 +1,12 @@
 """The operating system's view of a service's process, where it runs on the driver's node."""
 
 import os
+import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -11,6 +14,7 @@ from actors.protocol.failures import KILLED_FOR_MEMORY
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 
 _GONE_S = 30.0
+_NOTE_S = 1.0
 _RECENTLY_S = 5.0  # a process is gone soon after the kernel has killed it
 _TOLD_LOOKS, _LOOK_S = 20, 0.1
 _WAITS_FOR_DISK = "D"
@@ -42,11 +46,13 @@ class ServiceProcess:
         """Whether it has ended; False where that cannot be seen from here."""
         if not self._is_local:
             return False
-        has_ended = self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        if not has_ended and time.monotonic() - self._noted_s >= _RECENTLY_S:
+        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    def note_kills(self) -> None:
+        """Take note, while it lives, of how many processes the kernel has killed."""
+        if time.monotonic() - self._noted_s >= _RECENTLY_S and not self.is_gone():
             self._oom_kills = self._oom_kills[1], _num_oom_kills()
             self._noted_s = time.monotonic()
-        return has_ended
 
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal; False where that cannot be seen from here."""
@@ -86,6 +92,37 @@ class ServiceProcess:
             return str(self._process.status())
         except psutil.NoSuchProcess:
             return None
+
+
+class KillNotes:
+    """Takes note of the kernel's kills every second, for all processes of this one's services.
+
+    The kernel says how many it has killed, and not whom: what it counted in the seconds in which a
+    process was lost is taken for that process.
+    """
+
+    _processes: ClassVar["weakref.WeakSet[ServiceProcess]"] = weakref.WeakSet()
+    _lock = threading.Lock()
+    _thread: threading.Thread | None = None
+
+    @classmethod
+    def take(cls, process: ServiceProcess) -> ServiceProcess:
+        """The same process, noted from now on."""
+        with cls._lock:
+            cls._processes.add(process)
+            if cls._thread is None:
+                cls._thread = threading.Thread(target=cls._run, name="kills", daemon=True)
+                cls._thread.start()
+        return process
+
+    @classmethod
+    def _run(cls) -> None:
+        while True:
+            time.sleep(_NOTE_S)
+            with cls._lock:
+                processes = list(cls._processes)
+            for process in processes:
+                process.note_kills()
 
 
 def killed_by_ray(pid: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.exchange.places import withdraw_request
-from actors.exchange.service_process import ServiceProcess
+from actors.exchange.service_process import KillNotes, ServiceProcess
 from actors.exchange.watch import ActorWatch
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.shared_memory import put_arena
@@ -40,7 +40,7 @@ class RelayActor:
 
     def expect(self, service: int, pid: int) -> None:
         """The service is in process `pid` of this host, which has been asked nothing yet."""
-        self._processes[service] = ServiceProcess(pid, is_local=True)
+        self._processes[service] = KillNotes.take(ServiceProcess(pid, is_local=True))
         self._watch.expect(service, self._processes[service])
         withdraw_request(self._require_exchange().wires, service)
 
