@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ui.api import sse
 from ui.api import text as api_text
@@ -17,6 +18,7 @@ from ui.api.errors import ApiError, as_api_error
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from ui.api.tokens import TokenTexts
 
+_GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked
 _CLIENT_GONE = 499  # nobody reads it
 
 
@@ -38,7 +40,7 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI, backend: Backend) -> None:
     async def told(request: Request, error: Exception) -> Response:
-        if isinstance(error, sse.ClientGoneError):
+        if isinstance(error, _GONE):
             return Response(status_code=_CLIENT_GONE)
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
@@ -46,7 +48,7 @@ def _add_error_handlers(app: FastAPI, backend: Backend) -> None:
         backend.metrics.add_refusal(answer.status)
         return JSONResponse(answer.body, answer.status, answer.headers)
 
-    for kind in (ApiError, HTTPException, sse.ClientGoneError, Exception):
+    for kind in (ApiError, HTTPException, *_GONE, Exception):
         app.add_exception_handler(kind, told)
 
 

@@ -198,6 +198,32 @@ def test_a_client_that_does_not_read_is_given_up_at_the_deadline(num_read: int) 
     assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
 
 
+def test_a_client_that_goes_away_while_it_asks_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = make_backend(Client(END))
+    parts = [
+        {"type": "http.request", "body": b'{"prompt"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
+        "query_string": b"", "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+    asyncio.run(create_app(backend)(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert not caplog.records
+    assert backend.num_active == 0
+
+
 def test_a_place_is_free_when_the_driver_has_delivered() -> None:
     client = Client(TokenEvent("a", None, 1), END)
     backend = make_backend(client)
