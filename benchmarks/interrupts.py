@@ -74,7 +74,7 @@ class Interrupt:
             return {1} if self.is_early else {INTERRUPTED, -signal.SIGINT}
         goes_on = self.command == "serve" or (self.command == "chat" and self.terminal)
         if goes_on and self.phase != PHASES[1]:
-            return {0}
+            return {0, INTERRUPTED} if self.phase == PHASES[3] else {0}  # it may be ending
         return {INTERRUPTED, 0} if self.output >= 1 else {INTERRUPTED}
 
     @property
