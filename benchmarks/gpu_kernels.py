@@ -26,7 +26,9 @@ from cuda_kernels.kernels import CudaKernels
 from cuda_kernels.launch import cupy_copies
 from cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
 from cuda_kernels.timing import graph_seconds
+from numba_kernels.decode.activations import activation
 
+_RELU = activation("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
 _LEAST_BYTES = 1 << 30
 _RANDOM_ROWS = 1021  # repeated; a prime, so that blocks of rows differ
@@ -165,7 +167,7 @@ class Bench:
             for layer, x in enumerate(xs):
                 gate, up, down = matrices[3 * layer : 3 * layer + 3]
                 self.kernels.hot_ffn(
-                    gate, bias, up, None, down, None, x, 0, False, scratch, out,
+                    gate, bias, up, None, down, None, x, _RELU, False, scratch, out,
                     counts[layer : layer + 1],
                 )  # fmt: skip
 

@@ -14,16 +14,24 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device import DeviceMemoryError
+from numba_kernels.checks import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
 
 _SMI_S = 20.0
 # Of cublas_api.h; CuPy does not promise names for them.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
 _MOST_FLOAT16 = 65504.0
+# By the names of numba_kernels.checks: of the gate's product g, and of up's, f; h is a threshold.
+_CUT, _AS_IT_IS = "(g <= h ? 0.0f : g)", "f"
 _EXPRESSIONS = {
-    0: "(g <= 0 ? 0.0f : g)",
-    1: "(g / (1.0f + expf(-g)))",
-    2: "(0.5f * g * (1.0f + erff(g * 0.70710678118654752f)))",
+    RELU: _CUT,
+    FATRELU: _CUT,
+    DRELU: _CUT,
+    RELU2: "(g <= 0 ? 0.0f : g * g)",
+    SILU: "(g / (1.0f + expf(-g)))",
+    GELU: "(0.5f * g * (1.0f + erff(g * 0.70710678118654752f)))",
+    GELU_TANH: "(0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g))))",
 }
+_FACTORS = {DRELU: "(f <= 0 ? 0.0f : f)"}
 # The nearest bfloat16, ties to even; a NaN stays one.
 _TO_BFLOAT16 = """
 unsigned int bits = __float_as_uint(x);
@@ -239,11 +247,13 @@ class CupyDevice:
         self.xp.ElementwiseKernel("float32 x", "int16 y", _TO_BFLOAT16, name)(x, out)
         return out
 
-    def activate(self, code: int, gates: Any, factors: Any | None) -> None:
+    def activate(self, function: Any, gates: Any, factors: Any | None) -> None:
         """See `Device.activate`."""
+        code = function.code
         key = code, factors is not None
         if key not in self._functions:
-            inputs, factor = ("float32 x, float32 f", " * f") if key[1] else ("float32 x", "")
+            inputs = "float32 x, float32 h" + (", float32 f" if key[1] else "")
+            factor = f" * {_FACTORS.get(code, _AS_IT_IS)}" if key[1] else ""
             self._functions[key] = self.xp.ElementwiseKernel(
                 inputs,
                 "float32 y",
@@ -251,7 +261,7 @@ class CupyDevice:
                 f"hotcold_activate_{code}_{int(key[1])}",
             )
         arrays = (gates,) if factors is None else (gates, factors)
-        self._functions[key](*arrays, gates)
+        self._functions[key](arrays[0], np.float32(function.threshold), *arrays[1:], gates)
 
     def mark(self) -> Any:
         """See `Device.mark`."""

@@ -34,6 +34,7 @@ _MOST_HEAD_DIM = 256
 _WARPS = THREADS // WARP
 _GROUP = 32
 _NORM = Entry("norm", "NORM_TOKENS")
+_SOFTCAP = Entry("softcap", "SOFTCAP")
 _QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
 _MERGE_SPLITS = Entry("attention", "MERGE_SPLITS")
 _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
@@ -53,13 +54,40 @@ class CudaKernels:
         self._launcher = CupyLauncher() if launcher is None else launcher
         self._quantized: dict[int, Any] = {}
 
-    def norm(self, kind: int, x: Any, weight: Any, bias: Any, epsilon: float, out: Any) -> None:
+    def norm(
+        self,
+        kind: int,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        epsilon: float,
+        out: Any,
+        residual: Any = None,
+        factor: float = 1.0,
+    ) -> None:
         """See `DeviceKernels`."""
         arguments = (
             np.int32(kind), self._at(x), self._at(weight), self._at(bias), np.float32(epsilon),
-            np.int32(x.shape[1]), self._at(out),
+            np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual), np.float32(factor),
+            self._at(out),
         )  # fmt: skip
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
+
+    def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
+        """See `DeviceKernels`."""
+        width, row_items = weight.shape[0], x.shape[1]
+        at = self._at(x) + np.uint64(4 * first)
+        arguments = (
+            np.int32(RMS_NORM), at, self._at(weight), NULL, np.float32(epsilon), np.int32(width),
+            np.int64(row_items), NULL, np.float32(1), at,
+        )  # fmt: skip
+        grid = (x.shape[0], (last - first) // width, 1)
+        self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
+
+    def softcap(self, x: Any, cap: float) -> None:
+        """See `DeviceKernels`."""
+        arguments = self._at(x), np.int64(x.size), np.float32(cap)
+        self._launcher.launch(_SOFTCAP, (ceil_div(x.size, THREADS), 1, 1), THREADS, arguments)
 
     def rows_times_vectors(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
@@ -96,9 +124,9 @@ class CudaKernels:
         head_dim = keys.shape[3]
         arguments = (
             self._at(qkv), np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim),
-            self._at(rope_table), self._at(positions), self._at(slots), self._at(page_tables),
-            np.int32(page_tables.shape[1]), np.int32(keys.shape[2]), self._at(keys),
-            self._at(values),
+            self._at(rope_table), np.int32(rope_table.shape[2]), self._at(positions),
+            self._at(slots), self._at(page_tables), np.int32(page_tables.shape[1]),
+            np.int32(keys.shape[2]), self._at(keys), self._at(values),
         )  # fmt: skip
         entry = Entry("rope", "ROPE_STORE", (_cache_format(keys),))
         pairs = (num_heads + 2 * num_kv_heads) * ceil_div(head_dim, 2)
@@ -120,6 +148,8 @@ class CudaKernels:
         max_length: int,
         scratch: Any,
         out: Any,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
         """See `DeviceKernels`."""
         head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
@@ -137,13 +167,14 @@ class CudaKernels:
         numbers = np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_dim)
         arguments = (
             at[0], *numbers, at[1], at[2], *places, np.int32(page_tables.shape[1]),
-            np.int32(keys.shape[2]), np.float32(scale), np.int32(num_splits), self._at(scratch),
+            np.int32(keys.shape[2]), np.float32(scale), np.float32(softcap), np.int32(window),
+            np.int32(num_splits), self._at(scratch),
         )  # fmt: skip
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
         self._launcher.launch(entry, grid, THREADS, arguments)
         merged = (
-            self._at(scratch), numbers[0], numbers[2], self._at(positions), np.int32(num_splits),
-            self._at(out),
+            self._at(scratch), numbers[0], numbers[2], self._at(positions), np.int32(window),
+            np.int32(num_splits), self._at(out),
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
@@ -156,7 +187,7 @@ class CudaKernels:
         down: DeviceMatrix,
         down_bias: Any,
         x: Any,
-        code: int,
+        function: Any,
         keep_all: bool,
         scratch: Any,
         out: Any,
@@ -167,7 +198,7 @@ class CudaKernels:
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(
-                gate, gate_bias, up, up_bias, x, code, keep_all, token_masks, layout, scratch
+                gate, gate_bias, up, up_bias, x, function, keep_all, token_masks, layout, scratch
             )
             self._down(down, layout, scratch)
         _, _, counts, partials, _ = self._parts_of(scratch, layout)
@@ -187,7 +218,7 @@ class CudaKernels:
         up: DeviceMatrix | None,
         up_bias: Any,
         x: Any,
-        code: int,
+        function: Any,
         keep_all: bool,
         token_masks: Any,
         layout: FfnLayout,
@@ -201,8 +232,9 @@ class CudaKernels:
         arguments = (
             *at, self._at(gate_bias), self._at(up_bias), self._at(token_masks),
             np.int64(gate.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
-            *vectors, np.int32(layout.num_tokens), np.int32(code), np.int32(keep_all),
-            np.int32(tiles.num_tiles), h, is_fired,
+            *vectors, np.int32(layout.num_tokens), np.int32(function.code),
+            np.float32(function.threshold), np.int32(keep_all), np.int32(tiles.num_tiles), h,
+            is_fired,
         )  # fmt: skip
         entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
         grid = ceil_div(layout.num_neurons, product_rows_a_block(gate.format, tiles))

@@ -20,11 +20,32 @@ class DeviceKernels(Protocol):
     tokens beside it.
     """
 
-    def norm(self, kind: int, x: Any, weight: Any, bias: Any, epsilon: float, out: Any) -> None:
+    def norm(
+        self,
+        kind: int,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        epsilon: float,
+        out: Any,
+        residual: Any = None,
+        factor: float = 1.0,
+    ) -> None:
         """out[t] = RMSNorm or LayerNorm of x[t]; a norm without weights copies.
 
-        Shapes:  x, out (T, d), may be one array; weight (d,) or (0,), bias (d,) or (0,)
+        With `residual`, residual[t] + factor * that.
+        Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
+                 bias (d,) or (0,)
         """
+
+    def norm_parts(self, x: Any, first: int, last: int, weight: Any, epsilon: float) -> None:
+        """RMSNorm, in place, of each `size` numbers of x[t, first:last].
+
+        Shapes:  x (T, d), weight (size,), last - first a multiple of size
+        """
+
+    def softcap(self, x: Any, cap: float) -> None:
+        """x = cap * tanh(x / cap), in place."""
 
     def rows_times_vectors(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
@@ -48,7 +69,8 @@ class DeviceKernels(Protocol):
     ) -> None:
         """Rotate query and key heads in place, write keys and values of this layer to the cache.
 
-        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, dim / 2), or (0, 2, 0) for none;
+        Shapes:  qkv (T, (H + 2 KV) * dim); rope_table (P, 2, half), or (0, 2, 0) for none: 2 * half
+                 items of a head are rotated;
                  positions, slots (T,); page_tables (slots, pages); keys, values (M, KV, 64, dim)
         Dtypes:  positions, slots, page_tables int32; keys, values float32 or uint16 (float16 bits)
         """
@@ -67,8 +89,13 @@ class DeviceKernels(Protocol):
         max_length: int,
         scratch: Any,
         out: Any,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
         """Each token's heads attend to the positions up to its own, grouped-query.
+
+        With a window to the last `window` of them alone; with a softcap scores become
+        softcap * tanh(score / softcap).
 
         No token stands at position `max_length` or beyond. scratch: `attention_scratch_items`.
         Shapes:  out (T, H * dim), the rest as in `rope_store`; dim <= 256
@@ -83,7 +110,7 @@ class DeviceKernels(Protocol):
         down: DeviceMatrix,
         down_bias: Any,
         x: Any,
-        code: int,
+        function: Any,
         keep_all: bool,
         scratch: Any,
         out: Any,
@@ -93,6 +120,7 @@ class DeviceKernels(Protocol):
 
         out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
 
+        function: an `Activation` of numba_kernels; with drelu up's factor is relu of itself.
         A neuron that fires for no token costs its gate row, unless `keep_all`. num_fired is set to
         the number of those that fire for any. scratch: `ffn_scratch_items`.
         Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias

@@ -5,7 +5,7 @@ No cache, no batching, no speed: a sequence of T tokens in, logits of all T posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,16 +17,11 @@ from model.config.build import read_config
 from model.config.layer_order import layer_input, mixed_and_ffn_input
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
+from model.torch_activations import activated, activated_up
 from model.weights.attention import AttentionWeights, load_attention
 from model.weights.embedding import HeadWeights, load_embedding, load_head
 from model.weights.ffn import FfnWeights, load_ffn
 from numba_kernels.load.convert import to_float32
-
-_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-}
 
 
 def reference_logits(
@@ -48,19 +43,25 @@ def reference_logits(
     embedding = load_embedding(checkpoint, config)
     h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
     for layer in range(config.num_layers):
-        h = _layer(config, attention, ffn, layer, h)
+        h = _layer(config, attention, ffn, embedding.ffn_output_norm[layer], layer, h)
     h = layer_input(config.layer_order, config.num_layers, h, partial(_ffn_norm, config, attention))
     return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
 
 def _layer(
-    config: ModelConfig, weights: AttentionWeights, ffn: FfnWeights, layer: int, h: torch.Tensor
+    config: ModelConfig,
+    weights: AttentionWeights,
+    ffn: FfnWeights,
+    ffn_output_norm: np.ndarray,
+    layer: int,
+    h: torch.Tensor,
 ) -> torch.Tensor:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return _norm(config, x, weights.norm_weight[layer], weights.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return residual + _attention(config, weights, layer, x)
+        out = _attention(config, weights, layer, x)
+        return residual + _added(config, out, weights.attention_norm_weight[layer])
 
     order, ffn_norm = config.layer_order, partial(_ffn_norm, config, weights)
     mixed, ffn_input = mixed_and_ffn_input(
@@ -70,7 +71,13 @@ def _layer(
         ffn_norm=partial(ffn_norm, layer),
         add_attention=add_attention,
     )
-    return mixed + _ffn(config, ffn, layer, ffn_input)
+    return mixed + _added(config, _ffn(config, ffn, layer, ffn_input), ffn_output_norm)
+
+
+def _added(config: ModelConfig, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:
+    """What attention and FFN add to the residual: normed and scaled, where the model does so."""
+    normed = _norm(config, x, norm_weight, norm_weight[:0]) if norm_weight.size else x
+    return normed * config.residual_scale
 
 
 def _ffn_norm(
@@ -99,16 +106,27 @@ def _norm(
     )
 
 
-def _rope(config: ModelConfig, x: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + hd / 2) of x (T, heads, hd) by its position's angle."""
-    if config.rope is None:
+def _rope(config: ModelConfig, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + size / 2) of the first `size` of x (T, heads, hd) by an angle."""
+    index = config.rope_of_layer(layer)
+    if index < 0:
         return x
-    inv_freq = torch.from_numpy(config.rope.inv_freq(config.head_dim))
+    rope, is_long = config.ropes[index], config.ropes[index].is_long(len(x))
+    inv_freq = torch.from_numpy(rope.inv_freq(config.head_dim, is_long))
     # Angles are rounded to float32, as in transformers.
     angles = torch.outer(torch.arange(x.shape[0], dtype=torch.float32), inv_freq).double()
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # (T, 1, hd / 2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    cos, sin = (part[:, None] * rope.table_scale for part in (angles.cos(), angles.sin()))
+    rotated, rest = x.tensor_split([2 * len(inv_freq)], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def _qk_norm(config: ModelConfig, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+    """RMSNorm of every len(weight) numbers of x (T, heads, hd)."""
+    if not weight.size:
+        return x
+    parts = x.reshape(len(x), -1, weight.size)
+    return _norm(config, parts, weight, weight[:0]).reshape(x.shape)
 
 
 def _attention(
@@ -117,20 +135,30 @@ def _attention(
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     qkv = _linear(x, weights.qkv[layer], weights.qkv_bias[layer]).view(len(x), -1, size)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)  # each (T, heads, hd)
-    q, k = _rope(config, q), _rope(config, k)
+    q = _rope(config, layer, _qk_norm(config, q, weights.q_norm_weight[layer]))
+    k = _rope(config, layer, _qk_norm(config, k, weights.k_norm_weight[layer]))
     k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) / size**0.5
-    is_future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    shares = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+    scores = torch.einsum("thd,shd->hts", q, k) * config.score_scale
+    scores = _capped(scores, config.attention_softcap)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)  # the future
+    if config.window_of_layer(layer):
+        hidden |= torch.ones(len(x), len(x), dtype=torch.bool).tril(-config.window_of_layer(layer))
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     out = torch.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
     return _linear(out, weights.out[layer], weights.out_bias[layer])
 
 
+def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
 def _ffn(config: ModelConfig, weights: FfnWeights, layer: int, x: torch.Tensor) -> torch.Tensor:
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
-    fired = _FNS[config.activation_fn](_linear(x, weights.gate[part], weights.gate_bias[part]))
+    name = config.activation_fn
+    products = _linear(x, weights.gate[part], weights.gate_bias[part])
+    fired = activated(name, products, config.activation_threshold)
     if config.has_gate:
-        fired = fired * _linear(x, weights.up[part], weights.up_bias[part])
+        fired = fired * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
     out = fired @ _double(weights.down[part])  # (T, N) @ (N, d)
     return out + _double(weights.down_bias[layer]) if weights.down_bias.size else out
 
@@ -140,4 +168,4 @@ def _logits(config: ModelConfig, weights: HeadWeights, h: torch.Tensor) -> torch
         h = _norm(config, h, weights.final_norm_weight, weights.final_norm_bias)
     if weights.project_out.size:
         h = h @ _double(weights.project_out).T
-    return h @ _double(weights.head).T
+    return _capped(h @ _double(weights.head).T, config.logit_softcap)

@@ -4,7 +4,19 @@ import numpy as np
 
 from numba_kernels.formats import FLOATS, QUANTIZED, row_width
 
-ACTIVATION_CODES = {"relu": 0, "silu": 1, "gelu": 2}
+# An FFN's function, which kernels know by its number. drelu is relu of the gate's product times
+# relu of up's; fatrelu has a threshold.
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
+ACTIVATION_CODES = {
+    "relu": RELU,
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "relu2": RELU2,
+    "fatrelu": FATRELU,
+    "drelu": DRELU,
+}
+ACTIVATION_NAMES = {code: name for name, code in ACTIVATION_CODES.items()}
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.kept import digest_of, kept_array
+from tests.patched_models import load_model
 from tests.tiny_models import VOCAB_SIZE
 
 if TYPE_CHECKING:  # they take seconds to import, and not every process of a run needs them
@@ -97,7 +98,5 @@ class TinyCheckpoint:
     def _model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """In float32 unless told otherwise."""
         import torch
-        from transformers import AutoModelForCausalLM
 
-        dtype = dtype or torch.float32
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
+        return load_model(self.path, dtype or torch.float32)

@@ -19,23 +19,26 @@ if TYPE_CHECKING:  # they take seconds to import
 
 VOCAB_SIZE = 101
 MAX_POSITIONS = 128
+_NORMS_OF_ONE_MORE = ("gemma2", "gemma3_text", "nemotron")  # than their weights
 Variant = functools.partial  # of a function that makes a model, with what it changes of its config
+
+
+_LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "hidden_act": "relu",
+}
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "intermediate_size": 88,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": MAX_POSITIONS,
-        "hidden_act": "relu",
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+    return LlamaForCausalLM(LlamaConfig(**(_LLAMA_SIZES | changes)))
 
 
 def _opt(**changes: Any) -> PreTrainedModel:
@@ -69,6 +72,69 @@ def _falcon(**changes: Any) -> PreTrainedModel:
     return FalconForCausalLM(FalconConfig(**(sizes | changes)))
 
 
+_WIDER: dict[str, Any] = {"num_key_value_heads": 2, "hidden_act": "silu", "head_dim": 20}
+
+
+def _relative(kind: str, **sizes: Any) -> PreTrainedModel:
+    """A model of a family that is much like Llama, by the name of its class."""
+    import transformers
+
+    config_class = getattr(transformers, _CONFIGS.get(kind, f"{kind}Config"))
+    config = config_class(**(_LLAMA_SIZES | _TOKENS | sizes))
+    model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "query_pre_attn_scalar": 31,
+    "sliding_window": 7,
+    "hidden_act": "gelu_pytorch_tanh",  # as published, and not read
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
+
+def _published(model: PreTrainedModel, **config_json: Any) -> PreTrainedModel:
+    """A model whose config.json is written with other values: those that its own code reads."""
+    model.published_config = config_json  # type: ignore[assignment]
+    return model
+
+
+def _sparse_llama(**changes: Any) -> PreTrainedModel:
+    return _published(
+        _relative("Llama", **changes),
+        model_type="sparsellama",
+        architectures=["SparseLlamaForCausalLM"],
+        hidden_act="fatrelu",
+        hidden_act_param=0.6,
+    )
+
+
+def _bamboo(**changes: Any) -> PreTrainedModel:
+    return _published(
+        _relative("Mistral", **changes),
+        model_type="bamboo",
+        architectures=["BambooForCausalLM"],
+    )
+
+
+def _minicpm(**changes: Any) -> PreTrainedModel:
+    return _published(
+        _relative("Llama", tie_word_embeddings=True, **changes),
+        model_type="minicpm",
+        architectures=["MiniCPMForCausalLM"],
+        hidden_act="fatrelu",
+        hidden_act_param=0.5,
+        scale_emb=3,
+        scale_depth=1.4,
+        dim_model_base=16,
+    )
+
+
 _ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -79,6 +145,13 @@ _ROPES: dict[str, dict[str, Any]] = {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+        "long_factor": [2.0, 2.5, 3.0, 4.0, 6.0, 9.0],
+        "original_max_position_embeddings": 200,
     },
 }
 _GROUPED: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -106,6 +179,36 @@ VARIANTS: dict[str, Variant] = {
     "falcon-grouped-1norm": Variant(_falcon, **_GROUPED, num_ln_in_parallel_attn=1),
     "falcon-gelu": Variant(_falcon, **_GROUPED, activation="gelu", tie_word_embeddings=False),
     "falcon-bias": Variant(_falcon, **_GROUPED, bias=True),
+    "mistral": Variant(_relative, "Mistral", num_key_value_heads=2, sliding_window=7),
+    "mistral-wide": Variant(_relative, "Mistral", **_WIDER, sliding_window=None),
+    "qwen2": Variant(_relative, "Qwen2", num_key_value_heads=2, hidden_act="silu"),
+    "qwen2-windows": Variant(
+        _relative, "Qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": Variant(_relative, "Qwen3", **_WIDER, tie_word_embeddings=True),
+    "qwen3-windows": Variant(
+        _relative,
+        "Qwen3",
+        **_WIDER,
+        use_sliding_window=True,
+        sliding_window=33,
+        max_window_layers=2,
+    ),
+    "arcee": Variant(_relative, "Arcee", **(_WIDER | {"hidden_act": "relu2"})),
+    "nemotron": Variant(_relative, "Nemotron", **(_WIDER | {"hidden_act": "relu2"})),
+    "prosparse": Variant(_sparse_llama),
+    "bamboo": Variant(_bamboo, num_key_value_heads=2, sliding_window=9),
+    "minicpm": Variant(_minicpm),
+    "gemma2": Variant(_relative, "Gemma2", **_GEMMA, attn_logit_softcapping=3.0),
+    "gemma3": Variant(_relative, "Gemma3", **_GEMMA, num_hidden_layers=7),
+    "phi3": Variant(_relative, "Phi3", num_key_value_heads=2, hidden_act="silu"),
+    "phi3-windows": Variant(
+        _relative, "Phi3", sliding_window=11, rope_parameters=_ROPES["longrope"]
+    ),
+    "olmo2": Variant(_relative, "Olmo2", num_key_value_heads=2, hidden_act="silu"),
+    "smollm3": Variant(
+        _relative, "SmolLM3", num_key_value_heads=2, hidden_act="silu", num_hidden_layers=5
+    ),
     "falcon-sequential": Variant(_falcon, parallel_attn=False, multi_query=False, bias=True),
 }
 
@@ -119,7 +222,15 @@ def make_tiny(
     """
     made = VARIANTS[variant]
     is_old = variant.endswith("-old")
-    asked = made.func.__name__, sorted(made.keywords.items()), is_old, dtype, seed, shards
+    asked = (
+        made.func.__name__,
+        made.args,
+        sorted(made.keywords.items()),
+        is_old,
+        dtype,
+        seed,
+        shards,
+    )
     name = f"model-{digest_of(repr(asked))}"
     copy_kept(name, Path(path), lambda kept: _write(made, kept, is_old, dtype, seed, shards))
     return Path(path)
@@ -134,11 +245,16 @@ def _write(
     model = made().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_like(name, parameter))
+            offset = 1.0 if model.config.model_type in _NORMS_OF_ONE_MORE else 0.0
+            is_norm = parameter.dim() == 1 and not name.endswith("bias")
+            parameter.copy_(_random_like(name, parameter) - offset * is_norm)
     model = model.to(getattr(torch, dtype))
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     shard_bytes = num_bytes + 1 if shards == 1 else -(-num_bytes // shards)
     model.save_pretrained(directory, max_shard_size=shard_bytes)
+    if published := getattr(model, "published_config", None):
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | published))
     if is_old:
         _write_old_rope_keys(directory / "config.json")
 

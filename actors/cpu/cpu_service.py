@@ -15,7 +15,7 @@ from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.ffn import load_ffn
 from model.weights.tensor_reader import Touch
-from numba_kernels.checks import activation_code
+from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
 from numba_kernels.serve.mailbox import (
@@ -42,7 +42,7 @@ class CpuService(Service):
         index: int,
         num_threads: int,
         arrays: FfnArrays,
-        activation_fn: str,
+        function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
         """Serve the shard `arrays`; see `load_cpu_service` for one from a checkpoint.
@@ -53,7 +53,7 @@ class CpuService(Service):
         super().__init__(name, index, num_threads)
         self.arrays = arrays
         self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
-        self.activation_fn = activation_fn
+        self.function = function
         self.buckets = np.zeros(int(arrays.offsets[-1]), np.uint8) if buckets is None else buckets
 
     def prepare(self, layout: ArenaLayout) -> None:
@@ -95,7 +95,7 @@ class CpuService(Service):
                 self.arrays,
                 self._scratch,
                 self._buckets,
-                activation_code(self.activation_fn),
+                self.function,
             )
         )
 
@@ -114,7 +114,7 @@ class CpuService(Service):
             self.arrays,
             self._scratch,
             self._buckets,
-            activation_code(self.activation_fn),
+            self.function,
         )
 
     def answer_in_python(self) -> None:
@@ -137,7 +137,7 @@ class CpuService(Service):
             self.arrays,
             layer,
             x,
-            self.activation_fn,
+            self.function,
             partial,
             skip_silent=bool(request[SKIP_SILENT]),
             counts=counts,
@@ -212,4 +212,5 @@ def load_cpu_service(
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     name = f"cpu{index - 1}" if index else "gpu"
-    return CpuService(name, index, num_threads, arrays, config.activation_fn, buckets)
+    function = activation(config.activation_fn, config.activation_threshold)
+    return CpuService(name, index, num_threads, arrays, function, buckets)

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 
 from actors.cpu.matrix_products import MatrixProducts
+from model.torch_activations import activated
+from numba_kernels.checks import ACTIVATION_NAMES, DRELU
+from numba_kernels.decode.activations import Activation
 from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.operands import PART_COLUMNS
 from numba_kernels.prompt.prompt_ffn import (
@@ -20,11 +23,6 @@ from numba_kernels.prompt.prompt_ffn import (
 )
 from numba_kernels.serve.layer_ffn import FfnArrays
 
-_FUNCTIONS = {
-    "relu": torch.relu,
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-}
 # Up to this share of neurons that fire, one by one is faster than products over all
 # (docs/lab_log.md).
 _FEW = 0.18
@@ -35,7 +33,7 @@ def prompt_ffn(
     arrays: FfnArrays,
     layer: int,
     x: np.ndarray,
-    activation_fn: str,
+    function: Activation,
     out: np.ndarray,
     *,
     skip_silent: bool,
@@ -44,7 +42,7 @@ def prompt_ffn(
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
     `skip_silent` allows to leave silent neurons out. Where `counts` is given, counts[n] += number
-    of tokens for which neuron n's activation is not 0.
+    of tokens for which neuron n's activation is not 0; with drelu also its up product.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
@@ -54,10 +52,13 @@ def prompt_ffn(
 
     tokens = torch.from_numpy(x)
     h = products.linear(tokens, part(arrays.gate), part(arrays.gate_bias))
-    h = _FUNCTIONS[activation_fn](h)
+    h = activated(ACTIVATION_NAMES[function.code], h, float(function.threshold))
+    up, up_bias, down = part(arrays.up), part(arrays.up_bias), part(arrays.down)
+    if function.code == DRELU:
+        h *= torch.relu(products.linear(tokens, up, up_bias))
+        up, up_bias = up[:0], up_bias[:0]
     if counts is not None:
         torch.from_numpy(counts).add_((h != 0).sum(dim=0))
-    up, up_bias, down = part(arrays.up), part(arrays.up_bias), part(arrays.down)
     if skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
         _add_fired(products, up, up_bias, down, x, h.numpy(), out)
     else:

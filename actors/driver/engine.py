@@ -16,7 +16,8 @@ from actors.telemetry.step_times import StepTimes
 from model.config.model_config import ModelConfig
 from model.weights.embedding import EmbeddingWeights
 from numba_kernels.decode.finite import finite_pair, finite_rows
-from numba_kernels.decode.merge import merge_partials
+from numba_kernels.decode.merge import merge_normed, merge_partials
+from numba_kernels.decode.norm import norm_kind
 from numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     ATTENTION,
@@ -139,10 +140,23 @@ class Engine:
             first, partials = GPU, partials[:1]
         else:
             self._ffn(layer, num_tokens)
-        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
+        self._merge(layer, partials, first, num_tokens)
         # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
         if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
             raise bad_layer(wires, layer, num_tokens, first)
+
+    def _merge(self, layer: int, partials: np.ndarray, first: int, num_tokens: int) -> None:
+        """hidden = mixed + the FFN's output, normed and scaled where the model does so."""
+        wires, config = self.exchange.wires, self.config
+        weight = self.embedding.ffn_output_norm[layer]
+        if not weight.size and config.residual_scale == 1:
+            merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
+            return
+        kind, epsilon = norm_kind(config.norm_kind), np.float32(config.norm_eps)
+        scale = np.float32(config.residual_scale)
+        merge_normed(
+            wires.mixed, partials, first, num_tokens, kind, weight, epsilon, scale, wires.hidden
+        )
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""

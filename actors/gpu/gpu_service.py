@@ -16,14 +16,14 @@ from actors.gpu.rope_cache import inv_freq
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import CacheSpec
 from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from model.config.model_config import ModelConfig
+from model.config.model_config import ModelConfig, RopeConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import load_attention
 from model.weights.embedding import load_head
 from model.weights.memory import aligned_empty
 from model.weights.tensor_reader import Touch
 from numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
-from numba_kernels.decode.norm import LAYER_NORM, RMS_NORM
+from numba_kernels.decode.norm import norm_kind
 from numba_kernels.decode.vectors import empty_vectors
 from numba_kernels.serve.doorbell import clock_ns
 from numba_kernels.serve.mailbox import (
@@ -171,9 +171,13 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        norm_kind=RMS_NORM if config.norm_kind == "rmsnorm" else LAYER_NORM,
+        norm_kind=norm_kind(config.norm_kind),
         norm_epsilon=np.float32(config.norm_eps),
         order=config.layer_order,
+        scale=np.float32(config.score_scale),
+        softcap=np.float32(config.attention_softcap),
+        residual_scale=np.float32(config.residual_scale),
+        logit_softcap=np.float32(config.logit_softcap),
     )
 
 
@@ -184,11 +188,24 @@ def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.nd
     return aligned_empty(shape, dtype, huge_pages=False)
 
 
-def rope_array(config: ModelConfig, cache: CacheSpec) -> np.ndarray:
-    """Cosines and sines of all positions; (0, 2, 0) for a model without rope."""
-    if config.rope is None:
-        return np.empty((0, 2, 0), np.float32)
-    return rope_table(inv_freq(config.rope, config.head_dim), cache.num_positions)
+def position_arrays(config: ModelConfig, cache: CacheSpec) -> dict[str, np.ndarray]:
+    """What layers need to know of positions: those of `AttentionArrays`, by their names.
+
+    rope_tables (R, P, 2, half) float32 cosines and sines; layer_ropes, windows (L,) int32
+    """
+    tables = [_rope_array(rope, config.head_dim, cache.num_positions) for rope in config.ropes]
+    layers = range(config.num_layers)
+    return {
+        "rope_tables": np.stack(tables) if tables else np.empty((0, 0, 2, 0), np.float32),
+        "layer_ropes": np.array([config.rope_of_layer(layer) for layer in layers], np.int32),
+        "windows": np.array([config.window_of_layer(layer) for layer in layers], np.int32),
+    }
+
+
+def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
+    """Of longrope's two lists of factors a system takes the one that fits its longest sequence."""
+    table = rope_table(inv_freq(rope, head_dim, rope.is_long(num_positions)), num_positions)
+    return table if rope.table_scale == 1 else table * np.float32(rope.table_scale)
 
 
 def load_gpu_service(
@@ -218,7 +235,7 @@ def load_gpu_service(
         **vars(head),
         keys=cache_array(config, cache, config.num_layers),
         values=cache_array(config, cache, config.num_layers),
-        rope_table=rope_array(config, cache),
+        **position_arrays(config, cache),
     )
     hot = None
     if neuron_ids is not None:

@@ -15,6 +15,7 @@ from numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.serve.serve_attention import (
     AttentionArrays,
     AttentionShape,
+    norm_whole,
     rotate_and_store,
 )
 
@@ -58,9 +59,14 @@ def _attend(
     """
     num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
     first = int(wires.positions[0])
-    num_pages = -(-(first + num_tokens) // size)
-    pages = wires.page_tables[wires.slots[0], :num_pages]
-    cached = np.empty((2, shape.num_kv_heads, num_pages * size, shape.head_dim), np.float32)
+    window = int(arrays.windows[layer])
+    first_page = max(0, first + 1 - window) // size if window else 0
+    end_page = -(-(first + num_tokens) // size)
+    pages = wires.page_tables[wires.slots[0], first_page:end_page]
+    cached = np.empty((2, shape.num_kv_heads, pages.size * size, shape.head_dim), np.float32)
+
+    def norm(thread: int) -> None:
+        norm_whole(thread, num_threads, layer, shape, arrays, qkv)
 
     def store(thread: int) -> None:
         rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
@@ -70,6 +76,7 @@ def _attend(
         for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
             read_kernel(cache[layer], pages, *heads, out)
 
+    products.each_thread(norm)
     products.each_thread(store)
     products.each_thread(read)
     heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
@@ -78,15 +85,42 @@ def _attend(
     attended = torch.empty(num_tokens, shape.num_heads, shape.head_dim)
     for begin in range(0, num_tokens, _QUERIES):
         end = min(begin + _QUERIES, num_tokens)
-        length = first + end
-        attended[begin:end] = torch.nn.functional.scaled_dot_product_attention(
-            queries[:, :, begin:end],
-            keys[:, :, :length],
-            values[:, :, :length],
-            attn_mask=torch.arange(length) <= torch.arange(first + begin, length)[:, None],
-            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        seen = max(0, first + begin + 1 - window) if window else 0
+        theirs = torch.arange(seen, first + end)
+        own = torch.arange(first + begin, first + end)[:, None]
+        mask = theirs <= own
+        if window:
+            mask &= theirs > own - window
+        part = slice(seen - first_page * size, first + end - first_page * size)
+        attended[begin:end] = _attention(
+            shape, queries[:, :, begin:end], keys[:, :, part], values[:, :, part], mask
         )[0].transpose(0, 1)
     return attended.view(num_tokens, -1)
+
+
+def _attention(
+    shape: AttentionShape,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """queries (1, H, T, hd), keys and values (1, G, P, hd), mask (T, P): (1, H, T, hd)."""
+    scale, cap = float(shape.scale), float(shape.softcap)
+    if not cap:
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+            scale=scale,
+        )
+    group = shape.num_heads // shape.num_kv_heads
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    scores = cap * torch.tanh(queries @ keys.transpose(2, 3) * scale / cap)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return shares @ values
 
 
 def dense_attention(
@@ -114,7 +148,9 @@ def dense_attention(
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         qkv = products.linear(x, arrays.qkv[layer], arrays.qkv_bias[layer])
         heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
-        return residual + products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
+        out = products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
+        out = _norm(shape, out, arrays.attention_norm_weight[layer], _NO_BIAS)
+        return residual + (out if shape.residual_scale == 1 else out * float(shape.residual_scale))
 
     mixed, ffn_input = mixed_and_ffn_input(
         shape.order,
@@ -142,4 +178,7 @@ def dense_head(
     x = _norm(shape, x, arrays.final_norm_weight, arrays.final_norm_bias)
     if arrays.project_out.shape[0]:
         x = products.linear(x, arrays.project_out, _NO_BIAS)
-    torch.from_numpy(wires.logits[: end - begin]).copy_(products.linear(x, arrays.head, _NO_BIAS))
+    logits, cap = products.linear(x, arrays.head, _NO_BIAS), float(shape.logit_softcap)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    torch.from_numpy(wires.logits[: end - begin]).copy_(logits)

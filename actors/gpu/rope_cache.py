@@ -22,22 +22,22 @@ from model.files.whole_file import write_whole
 from numba_kernels.own_cache import own_folder
 
 
-def inv_freq(rope: RopeConfig, head_dim: int) -> np.ndarray:
+def inv_freq(rope: RopeConfig, head_dim: int, is_long: bool = False) -> np.ndarray:
     """See `RopeConfig.inv_freq`, which is asked where this machine has not kept its answer."""
     try:
-        path = cache_path(rope, head_dim)
+        path = cache_path(rope, head_dim, is_long)
     except OSError:
-        return rope.inv_freq(head_dim)
-    found = _read(path, head_dim // 2)
+        return rope.inv_freq(head_dim, is_long)
+    found = _read(path, rope.rotary_dim(head_dim) // 2)
     if found is None:
-        found = rope.inv_freq(head_dim)
+        found = rope.inv_freq(head_dim, is_long)
         bits = found.astype("<f4").tobytes()
         with contextlib.suppress(OSError):
             write_whole(path, hashlib.sha256(bits).digest() + bits)
     return found
 
 
-def cache_path(rope: RopeConfig, head_dim: int) -> Path:
+def cache_path(rope: RopeConfig, head_dim: int, is_long: bool = False) -> Path:
     """The file, below XDG_CACHE_HOME or ~/.cache: of this rope, this torch and this processor.
 
     Errors:  OSError where there is no folder of this user's alone
@@ -45,6 +45,7 @@ def cache_path(rope: RopeConfig, head_dim: int) -> Path:
     key = {
         "rope": asdict(rope),
         "head_dim": head_dim,
+        "is_long": is_long,
         "torch": metadata.version("torch"),
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),

@@ -200,7 +200,7 @@ def _require_kernels(root: Path = Path("/")) -> None:
 def _mode(config: ModelConfig, mode: str | None) -> str:
     """The mode; `exact` skips nothing where no activation is zero, so those default to dense."""
     if mode is None:
-        return "exact" if config.activation_fn == "relu" else "dense"
+        return "exact" if config.is_sparse else "dense"
     if mode not in MODES:
         raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
     return mode

@@ -1,4 +1,5 @@
-// Decode attention: each token's heads over the cached positions up to its own, grouped-query.
+// Decode attention: each token's heads over the cached positions up to its own, grouped-query;
+// with a window, over the last ones of them.
 //
 // Positions are cut into splits of 128 wherever a sequence ends; a block takes one split, one token
 // and up to QUERIES heads that share a key-value head. A second kernel merges the splits in order.
@@ -15,9 +16,18 @@ struct Step {
     int num_heads, num_kv_heads, head_dim;
     const int* positions;
     const int* slots;
-    float scale;
+    float scale, softcap;  // softcap 0: none
+    int window;            // positions that a token sees, or 0 for all
     int num_splits;
 
+    DEVICE int last_position(int token) const { return load(positions + token); }
+    DEVICE int first_position(int token) const {
+        int beyond = last_position(token) + 1 - window;
+        return window > 0 && beyond > 0 ? beyond : 0;
+    }
+    DEVICE float capped(float score) const {
+        return softcap > 0.0f ? softcap * tanhf(score / softcap) : score;
+    }
     DEVICE const float* query(int token, int head) const {
         i64 all_heads = num_heads + 2 * num_kv_heads;
         return qkv + (token * all_heads + head) * head_dim;
@@ -98,7 +108,9 @@ DEVICE void score(
                 for (int offset = LANES / 2; offset > 0; offset /= 2) {
                     sum += __shfl_xor_sync(ALL_LANES, sum, offset);
                 }
-                if (place.lane == 0 && p < count) shared.scores[q][p] = sum * step.scale;
+                if (place.lane == 0 && p < count) {
+                    shared.scores[q][p] = step.capped(sum * step.scale);
+                }
             }
         }
     }
@@ -174,7 +186,10 @@ DEVICE void attend_split(
     const Step& step, const Cache& cache, const u8* keys, const u8* values, int token, int split,
     int kv_head, int first_head, int num_queries, float* partials) {
     __shared__ Shared<LANES, QUERIES> shared;
-    int begin = split * SPLIT, count = least(SPLIT, load(step.positions + token) + 1 - begin);
+    int end = least((split + 1) * SPLIT, step.last_position(token) + 1);
+    int begin = split * SPLIT, first = step.first_position(token);
+    begin = begin < first ? first : begin;
+    int count = end - begin;
     if (count <= 0) return;
     int thread = threadIdx.x;
     if (thread < count) {
@@ -233,8 +248,9 @@ DEVICE float block_largest(float value) {
 DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     __shared__ float shares[THREADS], totals[THREADS];
     int head = blockIdx.x, token = blockIdx.y, size = step.head_dim, thread = threadIdx.x;
-    int splits = load(step.positions + token) / SPLIT + 1;
-    const float* first = partials + step.partial(token, head, 0);
+    int first_split = step.first_position(token) / SPLIT;
+    int splits = step.last_position(token) / SPLIT + 1 - first_split;
+    const float* first = partials + step.partial(token, head, first_split);
     float top = -infinity(), total = 0.0f, sums[MOST_HEAD_DIM / THREADS] = {};
     for (int s = thread; s < splits; s += THREADS) {
         top = fmaxf(top, load(first + static_cast<i64>(s) * (size + 2) + size));
@@ -274,8 +290,10 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     attend_splits_##FORMAT##_##VECTOR##_##LANES##_##QUERIES(                                       \
         const float* qkv, int num_heads, int num_kv_heads, int head_dim, const u8* keys,           \
         const u8* values, const int* positions, const int* slots, const int* page_tables,          \
-        int pages_a_slot, int page_positions, float scale, int num_splits, float* partials) {      \
-        Step step{qkv, num_heads, num_kv_heads, head_dim, positions, slots, scale, num_splits};    \
+        int pages_a_slot, int page_positions, float scale, float softcap, int window,              \
+        int num_splits, float* partials) {                                                         \
+        Step step{qkv,   num_heads, num_kv_heads, head_dim, positions,                             \
+                  slots, scale,     softcap,      window,   num_splits};                           \
         Cache cache{page_tables, pages_a_slot, page_positions, num_kv_heads};                      \
         int group = num_heads / num_kv_heads, tiles = (group + QUERIES - 1) / QUERIES;             \
         int kv_head = blockIdx.x / tiles, first = blockIdx.x % tiles * QUERIES;                    \
@@ -287,8 +305,9 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
 #define MERGE_SPLITS()                                                                             \
     ENTRY(THREADS)                                                                                 \
     merge_splits(                                                                                  \
-        const float* partials, int num_heads, int head_dim, const int* positions, int num_splits,  \
-        float* out) {                                                                              \
-        Step step{nullptr, num_heads, 0, head_dim, positions, nullptr, 0.0f, num_splits};          \
+        const float* partials, int num_heads, int head_dim, const int* positions, int window,      \
+        int num_splits, float* out) {                                                              \
+        Step step{nullptr, num_heads, 0,    head_dim, positions,                                   \
+                  nullptr, 0.0f,      0.0f, window,   num_splits};                                 \
         merge_head(step, partials, out);                                                           \
     }

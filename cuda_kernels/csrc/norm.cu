@@ -1,4 +1,6 @@
-// RMSNorm and LayerNorm, a block a token; `out` may be `x`.
+// RMSNorm and LayerNorm, a block a token, or a part of a token's numbers; `out` may be `x`.
+//
+//     out = norm(x)    or residual + factor * norm(x)    without weights the norm is x itself
 #include "common.cuh"
 
 constexpr int NORM_THREADS = 512;
@@ -18,7 +20,7 @@ DEVICE float block_sum(float value) {
 
 DEVICE void norm_token(
     int kind, const float* x, const float* weight, const float* bias, float epsilon, int width,
-    float* out) {
+    const float* residual, float factor, float* out) {
     float shift = 0.0f, scale = 1.0f;
     if (weight) {
         float sum = 0.0f, squares = 0.0f;
@@ -36,6 +38,7 @@ DEVICE void norm_token(
         float value = load_own(x + i);
         if (weight) value = (value - shift) * scale * load(weight + i);
         if (weight && bias) value += load(bias + i);
+        if (residual) value = load(residual + i) + factor * value;
         store(out + i, value);
     }
 }
@@ -44,7 +47,8 @@ DEVICE void norm_token(
     ENTRY(NORM_THREADS)                                                                            \
     norm_tokens(                                                                                   \
         int kind, const float* x, const float* weight, const float* bias, float epsilon,           \
-        int width, float* out) {                                                                   \
-        i64 start = static_cast<i64>(blockIdx.x) * width;                                          \
-        norm_token(kind, x + start, weight, bias, epsilon, width, out + start);                    \
+        int width, i64 row_items, const float* residual, float factor, float* out) {               \
+        i64 start = blockIdx.x * row_items + static_cast<i64>(blockIdx.y) * width;                 \
+        const float* added = residual ? residual + start : nullptr;                                \
+        norm_token(kind, x + start, weight, bias, epsilon, width, added, factor, out + start);     \
     }

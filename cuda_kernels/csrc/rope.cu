@@ -1,4 +1,5 @@
-// Rotates query and key heads of a step in place, and writes keys and values to the cache.
+// Rotates query and key heads of a step in place, or the first items of each, and writes keys and
+// values to the cache.
 #include "cache.cuh"
 
 template <int FORMAT>
@@ -10,17 +11,19 @@ DEVICE void store_item(u8* cache, i64 item, float value) {
     }
 }
 
-// A thread takes item i and its mate, half a head further on.
+// A thread takes an item and its mate: half of what is rotated further on, or half of the rest.
 template <int FORMAT>
 DEVICE void rope_store_pair(
-    float* qkv, int num_heads, int head_dim, const float* rope_table, int slot, int position,
-    const Cache& cache, u8* keys, u8* values, int pair) {
-    int half = (head_dim + 1) / 2, head = pair / half, i = pair % half, mate = half + i;
+    float* qkv, int num_heads, int head_dim, const float* rope_table, int half, int slot,
+    int position, const Cache& cache, u8* keys, u8* values, int pair) {
+    int pairs = (head_dim + 1) / 2, head = pair / pairs, i = pair % pairs, mate = half + i;
     int num_rotated = num_heads + cache.num_kv_heads;
+    bool is_rotated = i < half;
+    if (!is_rotated) i += half, mate = i + (head_dim - 2 * half + 1) / 2;
     bool has_mate = mate < head_dim;
     float* vector = qkv + static_cast<i64>(head) * head_dim;
     float a = load_own(vector + i), b = has_mate ? load_own(vector + mate) : 0.0f;
-    if (rope_table && head < num_rotated) {
+    if (is_rotated && head < num_rotated) {
         const float* angle = rope_table + static_cast<i64>(position) * 2 * half;
         float cosine = load(angle + i), sine = load(angle + half + i), first = a;
         a = a * cosine - b * sine;
@@ -40,13 +43,13 @@ DEVICE void rope_store_pair(
     ENTRY(THREADS)                                                                                 \
     rope_store_##FORMAT(                                                                           \
         float* qkv, int num_heads, int num_kv_heads, int head_dim, const float* rope_table,        \
-        const int* positions, const int* slots, const int* page_tables, int pages_a_slot,          \
-        int page_positions, u8* keys, u8* values) {                                                \
+        int half, const int* positions, const int* slots, const int* page_tables,                  \
+        int pages_a_slot, int page_positions, u8* keys, u8* values) {                              \
         int token = blockIdx.y, all_heads = num_heads + 2 * num_kv_heads;                          \
         int pair = blockIdx.x * THREADS + threadIdx.x;                                             \
         if (pair >= all_heads * ((head_dim + 1) / 2)) return;                                      \
         Cache cache{page_tables, pages_a_slot, page_positions, num_kv_heads};                      \
         rope_store_pair<FORMAT>(                                                                   \
             qkv + static_cast<i64>(token) * all_heads * head_dim, num_heads, head_dim, rope_table, \
-            load(slots + token), load(positions + token), cache, keys, values, pair);              \
+            half, load(slots + token), load(positions + token), cache, keys, values, pair);        \
     }

@@ -151,7 +151,7 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
 
 
 def _remark(config: ModelConfig, resumed_at: int) -> None:
-    if config.activation_fn != "relu":
+    if not config.is_sparse:
         click.echo(
             f"warning: this model's activation is {config.activation_fn}, which is never exactly "
             "zero: every neuron counts as firing for nearly every token",

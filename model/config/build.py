@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from model.config.families import FAMILIES
-from model.config.families.family import Family, max_positions
+from model.config.families.family import Family, max_positions, num_layers
 from model.config.json_reader import ConfigReader, read_json_object
-from model.config.model_config import ModelConfig, WeightDtype
+from model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from model.config.quantization import quantized_dtype
 from model.errors import shown
 
@@ -18,10 +18,14 @@ DTYPES: dict[str, WeightDtype] = {
     "float16": "float16",
     "bfloat16": "bfloat16",
 }
-MAX_LAYERS = 4096
 MAX_VOCAB = 1 << 24
 
-# Keys of relatives of the supported families that would change the result without any error.
+# Models with a part for pictures beside a language model, which is one of the families.
+_WRAPPERS = {"gemma3": "gemma3_text"}
+_WRAPPER_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+
+# Keys of relatives of the supported families that would change the result without any error; a
+# family reads some of them itself (`Family.reads`).
 _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
     "num_local_experts": lambda value: value in (0, 1),
     "num_experts": lambda value: value in (0, 1),
@@ -32,6 +36,14 @@ _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
     "partial_rotary_factor": lambda value: value == 1,
     "attn_logit_softcapping": lambda value: False,
     "final_logit_softcapping": lambda value: False,
+    "query_pre_attn_scalar": lambda value: False,
+    "sliding_window_pattern": lambda value: False,
+    "no_rope_layers": lambda value: (
+        isinstance(value, list) and all(has_rope == 1 for has_rope in value)
+    ),
+    "scale_emb": lambda value: value == 1,
+    "scale_depth": lambda value: False,
+    "dim_model_base": lambda value: False,
     "clip_qkv": lambda value: False,
     "use_qk_norm": lambda value: value is False,
     "qk_layernorm": lambda value: value is False,
@@ -50,28 +62,53 @@ def build_config(
     config: dict[str, Any], *, source: str = "config.json", name: str = "model"
 ) -> ModelConfig:
     """Build from config.json's content. `source` names the file in errors (ConfigError)."""
-    reader = ConfigReader(config, source)
+    reader = ConfigReader(_text_part(config), source)
     family = _family(reader)
-    _refuse_unsupported(reader)
+    reader = ConfigReader({**family.defaults, **reader.values}, source)
+    _refuse_unsupported(reader, family)
     fields = family.read_fields(reader)
     vocab_size = reader.integer("vocab_size", high=MAX_VOCAB)
-    bos_ids = reader.token_ids("bos_token_id", (family.bos_id,), vocab_size)
+    bos_ids = reader.token_ids("bos_token_id", _ids(family.bos_id), vocab_size)
     shared = {
         "family": family.name,
         "name": name,
         "dtype": _dtype(reader),
-        "num_layers": reader.integer("num_hidden_layers", high=MAX_LAYERS),
+        "num_layers": num_layers(reader),
         "vocab_size": vocab_size,
         "max_positions": max_positions(reader),
         "bos_token_id": bos_ids[0] if bos_ids else None,
-        "eos_token_ids": reader.token_ids("eos_token_id", (family.eos_id,), vocab_size),
+        "eos_token_ids": reader.token_ids("eos_token_id", _ids(family.eos_id), vocab_size),
         "tied_embeddings": reader.boolean("tie_word_embeddings", family.tied_embeddings),
         "embed_size": fields["hidden_size"],
     }
     result = ModelConfig(**shared | fields)
-    if result.rope is not None and result.head_dim % 2:
-        raise reader.fail("head_dim", f"is {result.head_dim}; rotary positions need an even number")
+    for rope in result.ropes:
+        _check_rope(reader, rope, result.head_dim)
     return result
+
+
+def _ids(default: int | None) -> tuple[int, ...]:
+    return () if default is None else (default,)
+
+
+def _check_rope(reader: ConfigReader, rope: RopeConfig, head_dim: int) -> None:
+    size = rope.rotary_dim(head_dim)
+    if size % 2 or size == 0:
+        what = f"{head_dim}; rotary positions need an even number"
+        raise reader.fail("head_dim", f"is {what}" + (f" of {size}" if size != head_dim else ""))
+    for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if rope.kind == "longrope" and len(factors) != size // 2:
+            raise reader.fail(key, f"has {len(factors)} numbers; give {size // 2}, one a pair")
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config that has one for pictures too; else the config."""
+    kind = config.get("model_type")
+    inner = config.get("text_config")
+    if not isinstance(kind, str) or kind not in _WRAPPERS or not isinstance(inner, dict):
+        return config
+    outer = {key: value for key, value in config.items() if key in _WRAPPER_KEYS}
+    return {**inner, **outer, "model_type": _WRAPPERS[kind], "architectures": None}
 
 
 def _family(reader: ConfigReader) -> Family:
@@ -91,10 +128,13 @@ def _family(reader: ConfigReader) -> Family:
     )
 
 
-def _refuse_unsupported(reader: ConfigReader) -> None:
+def _refuse_unsupported(reader: ConfigReader, family: Family) -> None:
     for key, accepted in _CHANGES_RESULT.items():
+        if key in family.reads:
+            continue
         reader.refuse(key, accepted, "not supported: it would change the result; use another model")
-    if reader.values.get("use_sliding_window") is not False:
+    reads_windows = "sliding_window" in family.reads
+    if not reads_windows and reader.values.get("use_sliding_window") is not False:
         reader.refuse("sliding_window", lambda value: False, "sliding windows are not supported")
 
 

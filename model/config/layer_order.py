@@ -3,12 +3,16 @@
     residual = h                                or ffn_norm(h) of the layer before: `norms_output`
     x = norm(residual)                          or the residual itself, without `norms_input`
     mixed = residual + attention(x)             or norm of that: `norms_sum`
+                                                or residual + attention_norm(attention(x)):
+                                                `norms_added`
     ffn_input = ffn_norm(mixed)                 or mixed itself, without `norms_ffn_input`
                 ffn_norm(residual), or x        of a parallel layer: `is_parallel`
-    h = mixed + ffn(ffn_input)
+    h = mixed + ffn(ffn_input)                  or mixed + output_norm(ffn(ffn_input)):
+                                                `norms_added`
 
 The norm that ends a layer is computed where the next one, or the head, begins: the driver sums up
-the FFN, and the norms are with attention. Compiled loops read the same flags.
+the FFN, and the norms are with attention. But what is normed before it is added, `norms_added`, the
+driver norms: only it has the sum and `mixed`. Compiled loops read the same flags.
 """
 
 from __future__ import annotations
@@ -27,12 +31,15 @@ class LayerOrder(NamedTuple):
     is_parallel: bool = False
     norms_ffn_input: bool = True
     norms_output: bool = False
+    norms_added: bool = False
 
 
 PRE_NORM = LayerOrder()
 POST_NORM = LayerOrder(
     norms_input=False, norms_sum=True, norms_ffn_input=False, norms_output=True
 )  # opt-350m
+PRE_AND_OUTPUT_NORM = LayerOrder(norms_added=True)  # Gemma
+OUTPUT_NORM = LayerOrder(norms_input=False, norms_ffn_input=False, norms_added=True)  # OLMo 2
 PARALLEL = LayerOrder(is_parallel=True)  # Falcon
 PARALLEL_SHARED_NORM = LayerOrder(is_parallel=True, norms_ffn_input=False)  # Falcon-7B
 
@@ -57,7 +64,7 @@ def mixed_and_ffn_input(
 ) -> tuple[_Rows, _Rows]:
     """What the FFN's output is added to, and what the FFN reads; perhaps the same rows.
 
-    add_attention(x, residual) = residual + attention(x)
+    add_attention(x, residual) = residual + attention(x), normed before where the order has it
     """
     x = norm(residual) if order.norms_input else residual
     mixed = add_attention(x, residual)

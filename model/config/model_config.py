@@ -8,40 +8,65 @@ from typing import Literal
 import numpy as np
 
 from model.config.layer_order import (
+    OUTPUT_NORM,
     PARALLEL,
     PARALLEL_SHARED_NORM,
     POST_NORM,
+    PRE_AND_OUTPUT_NORM,
     PRE_NORM,
     LayerOrder,
 )
 
-ActivationFn = Literal["relu", "silu", "gelu"]
+ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
+# Exactly zero for some inputs: a neuron fires where it is not.
+SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
 WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base period and how frequencies are scaled."""
+    """Rotary position embedding: the base period and how frequencies are scaled.
+
+    `share` of a head's dimensions are rotated, the first ones. longrope divides frequencies by one
+    of two lists of factors, and its cosines and sines are multiplied with `table_scale`.
+    """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
+    share: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    table_scale: float = 1.0
 
-    def inv_freq(self, head_dim: int) -> np.ndarray:
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many dimensions of a head are rotated."""
+        return int(head_dim * self.share)
+
+    def is_long(self, num_positions: int) -> bool:
+        """Whether sequences of up to so many positions take longrope's long factors."""
+        return self.kind == "longrope" and num_positions > self.original_max_positions
+
+    def inv_freq(self, head_dim: int, is_long: bool = False) -> np.ndarray:
         """Return the angle per position of each pair of dimensions, in radians.
 
-        default: theta ** (-2i / head_dim);  linear: that / factor;  llama3: long waves / factor,
-        short waves kept, those between interpolated
-        Shapes:  (head_dim / 2,)
+        default: theta ** (-2i / d), d the dimensions that are rotated;  linear: that / factor;
+        llama3: long waves / factor, short waves kept, those between interpolated;
+        longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if `is_long`
+        Shapes:  (d / 2,)
         Dtypes:  float32, computed by torch operation for operation as transformers computes it
         Source:  transformers/modeling_rope_utils.py
         """
         import torch  # here, as only services and tests compute it: reading a config stays fast
 
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float) / head_dim
+        size = self.rotary_dim(head_dim)
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float) / size
+        if self.kind == "longrope":
+            factors = torch.tensor(self.long_factors if is_long else self.short_factors)
+            return (1.0 / (factors * self.theta**exponents)).numpy()
         inv_freq = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
             inv_freq = inv_freq / self.factor
@@ -63,7 +88,8 @@ class RopeConfig:
 class ModelConfig:
     """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
 
-    post_norm, parallel_ffn and has_ffn_norm say what `layer_order` tells in full.
+    post_norm, parallel_ffn and the has_..._norm say what `layer_order` tells in full. A scale of 1,
+    a softcap of 0, an offset of 0 and an empty tuple are none.
     """
 
     family: str  # a key of `families.FAMILIES`
@@ -79,18 +105,33 @@ class ModelConfig:
     ffn_size: int
     has_gate: bool  # False: down(fn(first)); True: down(fn(gate) * up)
     activation_fn: ActivationFn
+    activation_threshold: float = 0.0  # of fatrelu
     norm_kind: Literal["rmsnorm", "layernorm"]
     norm_eps: float
     norm_affine: bool = True  # False: norms have no weights (all ones)
+    norm_offset: float = 0.0  # added to norms' weights, in float32
+    has_norm: bool = True  # before attention
     has_ffn_norm: bool = True
+    has_output_norms: bool = False  # of attention and of the FFN, before they are added
     has_final_norm: bool = True
     post_norm: bool = False
     parallel_ffn: bool = False
-    attention_bias: bool
+    attention_bias: bool  # of q, k and v
+    out_bias: bool  # of attention's output projection
     ffn_bias: bool
-    fused_qkv: bool = False  # one query_key_value tensor, grouped by KV head
+    fused_qkv: Literal["", "stacked", "grouped"] = ""  # one tensor: q | k | v, or by KV head
+    fused_gate_up: bool = False  # one tensor: gate's rows, then up's
+    qk_norm: Literal["", "head", "full"] = ""  # RMSNorm of each head of q and k, or of all at once
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and FFN add to the residual
+    logit_scale: float = 1.0
     max_positions: int
-    rope: RopeConfig | None
+    ropes: tuple[RopeConfig, ...] = ()  # none: positions are learned
+    layer_ropes: tuple[int, ...] = ()  # of each layer: which rope, or -1 for none; empty: the first
+    windows: tuple[int, ...] = ()  # of each layer: positions that a token sees, or 0 for all
     position_offset: int = 0  # added to a position to find its learned row
     tied_embeddings: bool
     bos_token_id: int | None
@@ -103,7 +144,34 @@ class ModelConfig:
             return POST_NORM
         if self.parallel_ffn:
             return PARALLEL if self.has_ffn_norm else PARALLEL_SHARED_NORM
+        if self.has_output_norms:
+            return PRE_AND_OUTPUT_NORM if self.has_norm else OUTPUT_NORM
         return PRE_NORM
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether activations may be exactly zero: the neuron then does not fire."""
+        return self.activation_fn in SPARSE_ACTIVATION_FNS
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rope of most models' every layer; None where positions are learned."""
+        return self.ropes[0] if self.ropes else None
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied with."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    def rope_of_layer(self, layer: int) -> int:
+        """The index of the layer's rope; -1 where its heads are not rotated."""
+        if not self.ropes:
+            return -1
+        return self.layer_ropes[layer] if self.layer_ropes else 0
+
+    def window_of_layer(self, layer: int) -> int:
+        """How many positions a token sees there, its own included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def qkv_rows(self) -> int:
@@ -120,6 +188,17 @@ class ModelConfig:
     def attention_size(self) -> int:
         """Width of the attention's output before its output projection."""
         return self.num_heads * self.head_dim
+
+    @property
+    def q_norm_size(self) -> int:
+        """Numbers of q that are normed together; 0 for none."""
+        return {"": 0, "head": self.head_dim, "full": self.attention_size}[self.qk_norm]
+
+    @property
+    def k_norm_size(self) -> int:
+        """Numbers of k that are normed together; 0 for none."""
+        full = self.num_kv_heads * self.head_dim
+        return {"": 0, "head": self.head_dim, "full": full}[self.qk_norm]
 
     @property
     def norm_bias(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from model.config.json_reader import ConfigReader
@@ -11,40 +12,61 @@ from model.errors import shown
 KINDS = ("default", "linear", "llama3")
 DEFAULT_THETA = 10_000.0
 _MAX = 1e12
+_MOST_FACTORS = 4096
 
 
-def read_rope(reader: ConfigReader, max_positions: int) -> RopeConfig:
-    """Read both spellings; where both are given they must agree. Errors: ConfigError."""
+def read_rope(
+    reader: ConfigReader,
+    max_positions: int,
+    *,
+    theta: float = DEFAULT_THETA,
+    share: float | None = None,
+    kinds: tuple[str, ...] = KINDS,
+) -> RopeConfig:
+    """Read both spellings; where both are given they must agree. Errors: ConfigError.
+
+    `theta` and `share` are the family's defaults; without `share` all dimensions are rotated, and
+    another partial_rotary_factor is refused.
+    """
     found = [
-        _read(reader, key, max_positions)
+        read_rope_object(reader, key, max_positions, theta, share, kinds)
         for key in ("rope_scaling", "rope_parameters")
         if reader.has(key)
     ]
     if not found:
-        return RopeConfig(theta=reader.number("rope_theta", DEFAULT_THETA, low=1e-6, high=_MAX))
+        theta = reader.number("rope_theta", theta, low=1e-6, high=_MAX)
+        return RopeConfig(theta=theta, share=_share(reader, None, share))
     if found[0] != found[-1]:
         raise reader.fail("rope_scaling", "and rope_parameters disagree; remove one of them")
     return found[0]
 
 
-def _read(reader: ConfigReader, key: str, max_positions: int) -> RopeConfig:
+def read_rope_object(
+    reader: ConfigReader,
+    key: str,
+    max_positions: int,
+    default_theta: float = DEFAULT_THETA,
+    share: float | None = None,
+    kinds: tuple[str, ...] = KINDS,
+) -> RopeConfig:
+    """Read one object of rope settings, the value of `key`. Errors: ConfigError."""
     values = reader.values[key]
     if not isinstance(values, dict):
         raise reader.fail(key, f"is {shown(values, 60)}; give an object")
     rope = ConfigReader(values, f"{reader.source}: {key}")
-    rope.refuse(
-        "partial_rotary_factor", lambda value: value == 1, "partial rotation is not supported"
-    )
     nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
     if nested is not None:
         raise rope.fail(shown(nested), "sets a rope of its own; use one rope for all layers")
-    kind = _kind(rope)
-    theta = _theta(reader, rope)
+    kind = _kind(rope, kinds)
+    theta = _theta(reader, rope, default_theta)
+    part = _share(reader, rope, share)
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, share=part)
+    if kind == "longrope":
+        return _longrope(reader, rope, max_positions, theta, part)
     factor = rope.number("factor", low=1e-6, high=_MAX)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor)
+        return RopeConfig(theta=theta, kind="linear", factor=factor, share=part)
     low = rope.number("low_freq_factor", low=1e-6, high=_MAX)
     high = rope.number("high_freq_factor", low=1e-6, high=_MAX)
     if high <= low:
@@ -56,24 +78,66 @@ def _read(reader: ConfigReader, key: str, max_positions: int) -> RopeConfig:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=_original_positions(reader, rope, max_positions),
+        share=part,
     )
 
 
-def _kind(rope: ConfigReader) -> Any:
+def _longrope(
+    reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
+) -> RopeConfig:
+    """Phi-3's; the scale of its table follows from how far the context was extended."""
+    original = _original_positions(reader, rope, max_positions)
+    factor = rope.number("factor", max_positions / original, low=1e-6, high=_MAX)
+    scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        original_max_positions=original,
+        share=share,
+        short_factors=_factors(rope, "short_factor"),
+        long_factors=_factors(rope, "long_factor"),
+        table_scale=rope.number("attention_factor", scale, low=1e-6, high=_MAX),
+    )
+
+
+def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
+    values: Any = rope.values.get(key)
+    is_list = isinstance(values, list) and 0 < len(values) <= _MOST_FACTORS
+    if not is_list or any(type(v) not in (int, float) or not 0 < v <= _MAX for v in values):
+        raise rope.fail(key, f"is {shown(values, 60)}; give a list of numbers above 0")
+    return tuple(float(value) for value in values)
+
+
+def _share(reader: ConfigReader, rope: ConfigReader | None, share: float | None) -> float:
+    """The share of a head's dimensions that is rotated; all where the family rotates all."""
+    key = "partial_rotary_factor"
+    found = [r for r in (rope, reader) if r is not None and r.has(key)]
+    if share is None:
+        for each in found:
+            each.refuse(key, lambda value: value == 1, "partial rotation is not supported")
+        return 1.0
+    shares = [each.number(key, low=1e-6, high=1.0) for each in found] or [share]
+    if shares[0] != shares[-1]:
+        raise reader.fail(key, f"is {shares[-1]:g} and {shares[0]:g} elsewhere; keep one")
+    return shares[0]
+
+
+def _kind(rope: ConfigReader, known: tuple[str, ...]) -> Any:
     kinds = [rope.text(key) for key in ("rope_type", "type") if rope.has(key)] or ["default"]
+    kinds = ["longrope" if kind == "su" else kind for kind in kinds]  # its first name
     if kinds[0] != kinds[-1]:
         raise rope.fail(
             "rope_type", f"is {shown(kinds[0])} but type is {shown(kinds[-1])}; keep one"
         )
-    if kinds[0] not in KINDS:
+    if kinds[0] not in known:
         raise rope.fail(
             "rope_type",
-            f"is {shown(kinds[0])}, which is not supported; supported: {', '.join(KINDS)}",
+            f"is {shown(kinds[0])}, which is not supported; supported: {', '.join(known)}",
         )
     return kinds[0]
 
 
-def _theta(reader: ConfigReader, rope: ConfigReader) -> float:
+def _theta(reader: ConfigReader, rope: ConfigReader, default: float) -> float:
     thetas = [
         r.number("rope_theta", low=1e-6, high=_MAX) for r in (rope, reader) if r.has("rope_theta")
     ]
@@ -81,7 +145,7 @@ def _theta(reader: ConfigReader, rope: ConfigReader) -> float:
         raise rope.fail(
             "rope_theta", f"is {thetas[0]:g} but outside it is {thetas[-1]:g}; keep one"
         )
-    return thetas[0] if thetas else DEFAULT_THETA
+    return thetas[0] if thetas else default
 
 
 def _original_positions(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> int:

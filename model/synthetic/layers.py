@@ -17,12 +17,8 @@ from model.config.model_config import ModelConfig
 from model.hot_share import hot_share
 from model.synthetic.gate import make_gate_rows
 from model.synthetic.random_source import NormalSource
+from model.torch_activations import activated, activated_up
 
-_ACTIVATION_FNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-}
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
 _UPDATES_RMS, _TIED_UPDATES_RMS = 0.5, 1.4
@@ -57,7 +53,6 @@ class LayerMaker:
         self._write = write
         updates_rms = _TIED_UPDATES_RMS if config.tied_embeddings else _UPDATES_RMS
         self._update_rms = updates_rms / (2 * config.num_layers) ** 0.5
-        self._activation_fn = _ACTIVATION_FNS[config.activation_fn]
 
     def make(self, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
         """Write one layer and apply it to `hidden_states` (NUM_TOKENS, D), in place."""
@@ -114,9 +109,10 @@ class LayerMaker:
             self._write(f"{names.gate}.bias", bias)
         pre_activations = gate.pre_activations
         del gate  # one large matrix at a time
-        neurons = self._activation_fn(pre_activations)
+        name = self._config.activation_fn
+        neurons = activated(name, pre_activations, self._config.activation_threshold)
         if names.up:
-            neurons *= self._linear(names.up, x, num_neurons, has_bias)
+            neurons *= activated_up(name, self._linear(names.up, x, num_neurons, has_bias))
         return pre_activations, self._linear(
             names.down, neurons, self._config.hidden_size, has_bias, self._update_rms
         )

@@ -12,6 +12,7 @@ from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
+from model.weights.norms import norm_weight
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 
 
@@ -21,9 +22,11 @@ class AttentionWeights:
 
     norm_* is applied before attention and ffn_norm_* before the FFN; with post_norm each is applied
     after its residual sum. ffn_norm_weight is (L, 0) where the FFN reads what attention reads.
+    attention_norm_weight is of what attention adds; q_norm_weight and k_norm_weight of the numbers
+    of one head of q and k, or of all together. All three are RMSNorms', or (L, 0).
     """
 
-    norm_weight: np.ndarray  # (L, d) float32
+    norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
     norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
     qkv: np.ndarray  # (L, (H + 2 KV) hd, d) bits
     qkv_bias: np.ndarray  # (L, (H + 2 KV) hd) float32, or (L, 0)
@@ -31,6 +34,9 @@ class AttentionWeights:
     out_bias: np.ndarray  # (L, d) float32, or (L, 0)
     ffn_norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
     ffn_norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
+    attention_norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
+    q_norm_weight: np.ndarray  # (L, hd) or (L, H hd) float32, or (L, 0)
+    k_norm_weight: np.ndarray  # (L, hd) or (L, KV hd) float32, or (L, 0)
 
 
 def load_attention(
@@ -91,14 +97,17 @@ def _empty_attention(reader: TensorReader, config: ModelConfig, layers: int) -> 
         return np.empty((layers, size if present else 0), np.float32)
 
     return AttentionWeights(
-        norm_weight=vectors(hidden, True),
-        norm_bias=vectors(hidden, config.norm_bias),
+        norm_weight=vectors(hidden, config.has_norm),
+        norm_bias=vectors(hidden, config.has_norm and config.norm_bias),
         qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first.qkv[0]}.weight"),
         qkv_bias=vectors(config.qkv_rows, config.attention_bias),
         out=reader.matrix((layers, hidden, config.attention_size), f"{first.out}.weight"),
-        out_bias=vectors(hidden, config.attention_bias),
+        out_bias=vectors(hidden, config.out_bias),
         ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
         ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),
+        attention_norm_weight=vectors(hidden, config.has_output_norms),
+        q_norm_weight=vectors(config.q_norm_size, True),
+        k_norm_weight=vectors(config.k_norm_size, True),
     )
 
 
@@ -118,13 +127,23 @@ def _load_norms(
     layer: int,
 ) -> None:
     size = config.hidden_size
-    pairs = [(names.norm, weights.norm_weight, weights.norm_bias)]
-    if config.has_ffn_norm:
-        pairs.append((names.ffn_norm, weights.ffn_norm_weight, weights.ffn_norm_bias))
-    for name, weight, bias in pairs:
-        weight[layer] = reader.norm_weight(name, size, config.norm_affine)
-        if config.norm_bias:
+    for name, weight, bias in (
+        (names.norm, weights.norm_weight, weights.norm_bias),
+        (names.ffn_norm, weights.ffn_norm_weight, weights.ffn_norm_bias),
+    ):
+        if weight.shape[1]:
+            weight[layer] = norm_weight(reader, config, name, size)
+        if bias.shape[1]:
             bias[layer] = reader.vector(f"{name}.bias", (size,))
+    for name, weight in (
+        (names.attention_norm, weights.attention_norm_weight),
+        (names.q_norm, weights.q_norm_weight),
+        (names.k_norm, weights.k_norm_weight),
+    ):
+        if weight.shape[1]:
+            weight[layer] = norm_weight(reader, config, name, weight.shape[1])
+    if not config.qk_norm:
+        reader.refuse(f"{names.qkv[0].rpartition('.')[0]}.q_norm.weight")
 
 
 def _load_projections(
@@ -135,7 +154,7 @@ def _load_projections(
     layer: int,
 ) -> None:
     hidden = config.hidden_size
-    order = _fused_row_ids(config) if config.fused_qkv else None
+    order = _fused_row_ids(config) if config.fused_qkv == "grouped" else None
     first = 0
     for name, num_rows in zip(names.qkv, config.qkv_sizes, strict=True):
         part = slice(first, first + num_rows)
@@ -147,7 +166,7 @@ def _load_projections(
         else:
             reader.refuse(f"{name}.bias")
     reader.rows(f"{names.out}.weight", hidden, weights.out[layer])
-    if config.attention_bias:
+    if config.out_bias:
         weights.out_bias[layer] = reader.vector(f"{names.out}.bias", (hidden,))
     else:
         reader.refuse(f"{names.out}.bias")

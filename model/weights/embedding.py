@@ -10,13 +10,16 @@ from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
+from model.weights.norms import norm_weight
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from numba_kernels.load.convert import to_float32
 
 
 @dataclass
 class EmbeddingWeights:
-    """Token rows stay in the mapped file, not copied.
+    """What the driver holds: embeddings, and norms of what the FFNs add, which it sums up.
+
+    Token rows stay in the mapped file, not copied.
 
     Loading reads them all once, to find values that are not finite; later only the rows of tokens
     that occur are read.
@@ -26,11 +29,13 @@ class EmbeddingWeights:
     positions: np.ndarray  # (P, d) float32, or (0, 0)
     project_in: np.ndarray  # (d, E) float32, or (0, 0)
     position_offset: int
+    scale: float  # of what is looked up
+    ffn_output_norm: np.ndarray  # (L, d) float32, or (L, 0)
 
     def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return hidden states of tokens at positions.
 
-        out[t] = project_in @ tokens[token_ids[t]] + learned[positions[t] + position_offset]
+        out[t] = scale * (project_in @ tokens[token_ids[t]]) + learned[positions[t] + offset]
         Shapes:  token_ids (T,), positions (T,), out (T, d)
         Dtypes:  ids and positions int32 or int64, out float32
         Errors:  ValueError for an id outside the vocabulary or a position without a learned row
@@ -39,6 +44,8 @@ class EmbeddingWeights:
         hidden_states = to_float32(self.tokens[token_ids])
         if self.project_in.size:
             hidden_states = hidden_states @ self.project_in.T
+        if self.scale != 1:
+            hidden_states = hidden_states * np.float32(self.scale)
         if self.positions.size:
             _check_range("position", positions, self.positions.shape[0] - self.position_offset)
             hidden_states = hidden_states + self.positions[positions + self.position_offset]
@@ -47,7 +54,10 @@ class EmbeddingWeights:
 
 @dataclass
 class HeadWeights:
-    """Final norm, projection to the embedding size where there is one, and vocabulary rows."""
+    """Final norm, projection to the embedding size where there is one, and vocabulary rows.
+
+    A scale of logits is part of the final norm.
+    """
 
     final_norm_weight: np.ndarray  # (d,) float32, or (0,)
     final_norm_bias: np.ndarray  # (d,) float32, or (0,)
@@ -70,12 +80,24 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
     hidden, embed = config.hidden_size, config.embed_size
     positions = project_in = np.empty((0, 0), np.float32)
     tokens = reader.mapped(f"{names.tokens}.weight", (config.vocab_size, embed))
-    if config.rope is None:
+    if not config.ropes:
         num_rows = config.max_positions + config.position_offset
         positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
     if embed != hidden:
         project_in = reader.vector(f"{names.project_in}.weight", (hidden, embed))
-    return EmbeddingWeights(tokens, positions, project_in, config.position_offset)
+    output_norm = np.empty((config.num_layers, hidden * config.has_output_norms), np.float32)
+    if config.has_output_norms:
+        for layer in range(config.num_layers):
+            name = names.of_layer(layer).ffn_output_norm
+            output_norm[layer] = norm_weight(reader, config, name, hidden)
+    return EmbeddingWeights(
+        tokens,
+        positions,
+        project_in,
+        config.position_offset,
+        config.embedding_scale,
+        output_norm,
+    )
 
 
 def load_head(
@@ -101,12 +123,14 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
     """`load_head` by a reader of the caller's."""
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
-    norm_weight = norm_bias = np.empty(0, np.float32)
+    weight = bias = np.empty(0, np.float32)
     project_out = np.empty((0, 0), np.float32)
     if config.has_final_norm:
-        norm_weight = reader.norm_weight(names.final_norm, hidden, config.norm_affine)
+        weight = norm_weight(reader, config, names.final_norm, hidden)
         if config.norm_bias:
-            norm_bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
+            bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
+        if config.logit_scale != 1:
+            weight, bias = (v * np.float32(config.logit_scale) for v in (weight, bias))
     else:
         reader.refuse(f"{names.final_norm}.weight")
     if embed != hidden:
@@ -114,7 +138,7 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
     name = head_name(reader.checkpoint, config)
     head = reader.matrix((config.vocab_size, embed), name)
     reader.rows(name, config.vocab_size, head)
-    return HeadWeights(norm_weight, norm_bias, project_out, head)
+    return HeadWeights(weight, bias, project_out, head)
 
 
 def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:

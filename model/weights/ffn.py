@@ -66,7 +66,8 @@ def load_gate(
     name = tensor_names(config).of_layer(layer).gate
     with TensorReader(checkpoint, None) as reader:
         gate = reader.matrix((config.ffn_size, config.hidden_size), f"{name}.weight")
-        reader.rows(f"{name}.weight", config.ffn_size, gate)
+        rows = np.arange(config.ffn_size, dtype=np.int32)
+        reader.rows(f"{name}.weight", _stored_rows(config), gate, rows)
         if not config.ffn_bias:
             return gate, np.empty(0, np.float32)
         return gate, reader.vector(f"{name}.bias", (config.ffn_size,))
@@ -139,15 +140,21 @@ def _empty_ffn(
     )
 
 
+def _stored_rows(config: ModelConfig) -> int:
+    """Rows of the tensors that hold gate and up."""
+    return config.ffn_size * (2 if config.fused_gate_up else 1)
+
+
 def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int) -> None:
     names = tensor_names(config).of_layer(layer)
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
     ids = weights.neuron_ids[part]
     size = config.ffn_size
-    reader.rows(f"{names.gate}.weight", size, weights.gate[part], ids)
+    reader.rows(f"{names.gate}.weight", _stored_rows(config), weights.gate[part], ids)
     reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
     if config.has_gate:
-        reader.rows(f"{names.up}.weight", size, weights.up[part], ids)
+        first = np.int32(size if config.fused_gate_up else 0)
+        reader.rows(f"{names.up}.weight", _stored_rows(config), weights.up[part], ids + first)
     if not config.ffn_bias:
         reader.refuse(f"{names.gate}.bias")
         return

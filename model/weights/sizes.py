@@ -14,9 +14,10 @@ def attention_bytes(config: ModelConfig) -> int:
     hidden = config.hidden_size
     matrices = config.qkv_rows * row_bytes(config, hidden)
     matrices += hidden * row_bytes(config, config.attention_size)
-    num_norms = 1 + config.has_ffn_norm
+    num_norms = config.has_norm + config.has_ffn_norm
     vectors = num_norms * hidden * (1 + config.norm_bias)
-    vectors += (config.qkv_rows + hidden) * config.attention_bias
+    vectors += config.has_output_norms * hidden + config.q_norm_size + config.k_norm_size
+    vectors += config.qkv_rows * config.attention_bias + hidden * config.out_bias
     return config.num_layers * (matrices + 4 * vectors)
 
 

@@ -154,10 +154,6 @@ class TensorReader:
         self._on_bytes(self.checkpoint.num_bytes(name))
         return values
 
-    def norm_weight(self, name: str, size: int, affine: bool) -> np.ndarray:
-        """Return a norm's weights as float32; all ones where norms have none."""
-        return self.vector(f"{name}.weight", (size,)) if affine else np.ones(size, np.float32)
-
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a matrix as it is in the file, shape and values checked."""
         self.require_floats(name, shape)

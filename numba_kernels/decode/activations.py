@@ -1,16 +1,50 @@
 """Activation functions of one number."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
+from numba_kernels.checks import DRELU, FATRELU, GELU, GELU_TANH, RELU, SILU, activation_code
+
+_SQRT_HALF = 0.7071067811865476
+_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
+
+
+class Activation(NamedTuple):
+    """A function as kernels take it: its number, and fatrelu's threshold (0 for all others)."""
+
+    code: int
+    threshold: np.float32
+
+
+def activation(name: str, threshold: float = 0.0) -> Activation:
+    """The function named `name` in `ACTIVATION_CODES`. Errors: ValueError for an unknown name."""
+    return Activation(activation_code(name), np.float32(threshold))
+
 
 @njit(nogil=True, cache=True)
-def activate(code, value):
-    """relu, silu or gelu (exact, by erf) of one number; a NaN stays NaN."""
-    if code == 0:
-        return np.float32(0) if value <= 0 else value
-    if code == 1:
+def activate(function, value):
+    """fn of one number, the gate's product; a NaN stays NaN.
+
+    relu, drelu, fatrelu: 0 up to the threshold;  relu2: relu(v)^2;  silu: v / (1 + exp(-v))
+    gelu: v Phi(v), exact by erf;  gelu_tanh: v / 2 (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3)))
+    """
+    code = function.code
+    if code in (RELU, FATRELU, DRELU):
+        return np.float32(0) if value <= function.threshold else value
+    if code == SILU:
         return np.float32(value / (1.0 + math.exp(-value)))
-    return np.float32(0.5 * value * (1.0 + math.erf(value * 0.7071067811865476)))
+    if code == GELU:
+        return np.float32(0.5 * value * (1.0 + math.erf(value * _SQRT_HALF)))
+    if code == GELU_TANH:
+        inner = _TANH_SCALE * (value + 0.044715 * value * value * value)
+        return np.float32(0.5 * value * (1.0 + math.tanh(inner)))
+    return np.float32(0) if value <= 0 else value * value
+
+
+@njit(nogil=True, cache=True)
+def activate_up(function, value):
+    """What the up product becomes before it meets the gate's: itself, or relu of it (drelu)."""
+    return np.float32(0) if function.code == DRELU and value <= 0 else value

@@ -44,8 +44,11 @@ def narrow(typingctx, array, value):
 
 @njit(nogil=True, cache=True)
 def rope_kernel(head, cos_sin):
-    """Rotate one head in place by its position's cosines and sines (2, head_dim / 2); no checks."""
-    half = head.shape[0] // 2
+    """Rotate one head in place by its position's cosines and sines (2, half); no checks.
+
+    Item i < half is turned with item half + i; a rope of a part of the head leaves the rest.
+    """
+    half = cos_sin.shape[1]
     for i in range(half):
         a, b = head[i], head[half + i]
         head[i] = a * cos_sin[0, i] - b * cos_sin[1, i]
@@ -73,12 +76,12 @@ def read_kernel(cache, pages, first, last, out):
 
 
 @njit(nogil=True, cache=True)
-def _scores_kernel(query, keys, group, pages, length, scale, scores):
-    """scores[p] = scale * key of position p . query, p < length; four side by side."""
+def _scores_kernel(query, keys, group, pages, start, length, scale, scores):
+    """scores[p] = scale * key of position p . query, start <= p < length; four side by side."""
     size = keys.shape[2]
-    for begin in range(0, length, size):
+    for begin in range(start - start % size, length, size):
         page, part = keys[pages[begin // size], group], scores[begin : begin + size]
-        last, p = min(length - begin, size), 0
+        last, p = min(length - begin, size), max(start - begin, 0)
         while p + 4 <= last:
             sums = dot4(page, p, p + 1, p + 2, p + 3, query)
             for k in range(4):
@@ -90,13 +93,13 @@ def _scores_kernel(query, keys, group, pages, length, scale, scores):
 
 
 @njit(nogil=True, cache=True)
-def _weighted_sum_kernel(values, group, pages, length, scores, share, out):
-    """out = sum over p < length of scores[p] * share * value of position p."""
+def _weighted_sum_kernel(values, group, pages, start, length, scores, share, out):
+    """out = sum over start <= p < length of scores[p] * share * value of position p."""
     size = values.shape[2]
     out[:] = 0
-    for begin in range(0, length, size):
+    for begin in range(start - start % size, length, size):
         page, part = values[pages[begin // size], group], scores[begin : begin + size]
-        last, p = min(length - begin, size), 0
+        last, p = min(length - begin, size), max(start - begin, 0)
         while p + 4 <= last:
             s0, s1, s2, s3 = part[p], part[p + 1], part[p + 2], part[p + 3]
             add_scaled4(
@@ -109,23 +112,33 @@ def _weighted_sum_kernel(values, group, pages, length, scores, share, out):
 
 
 @njit(nogil=True, cache=True)
-def attend_kernel(query, keys, values, group, pages, length, scale, scores, out):
-    """out = softmax(scale * keys . query) . values for one head over `length` positions; no checks.
+def softcap_kernel(values, cap):
+    """values = cap * tanh(values / cap), in place; checks nothing."""
+    for i in range(values.shape[0]):
+        values[i] = cap * np.float32(math.tanh(values[i] / cap))
 
-    Position p is in row p % P of page pages[p // P]. Pages of a multiple of four positions give
-    the same bits whatever their size and order: additions follow the positions.
+
+@njit(nogil=True, cache=True)
+def attend_kernel(query, keys, values, group, pages, start, length, scale, softcap, scores, out):
+    """out = softmax(scale * keys . query) . values for one head; checks nothing.
+
+    Over the positions start..length-1; where `softcap` is not 0, scores are first brought between
+    -softcap and softcap. Position p is in row p % P of page pages[p // P]. Pages of a multiple of
+    four positions give the same bits whatever their size and order: additions follow the positions.
     Shapes:  query, out (head_dim,) float32; keys, values (M, G, P, head_dim); scores (>= length,)
              is scratch
     """
-    _scores_kernel(query, keys, group, pages, length, scale, scores)
-    top = scores[0]
-    for p in range(1, length):
+    _scores_kernel(query, keys, group, pages, start, length, scale, scores)
+    if softcap > 0:
+        softcap_kernel(scores[start:length], softcap)
+    top = scores[start]
+    for p in range(start + 1, length):
         top = max(top, scores[p])
     total = np.float32(0)
-    for p in range(length):
+    for p in range(start, length):
         scores[p] = math.exp(scores[p] - top)
         total += scores[p]
-    _weighted_sum_kernel(values, group, pages, length, scores, np.float32(1) / total, out)
+    _weighted_sum_kernel(values, group, pages, start, length, scores, np.float32(1) / total, out)
 
 
 def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarray:
@@ -144,13 +157,16 @@ def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     """Heads rotated by one position.
 
     out[h, i] = a cos - b sin, out[h, half + i] = b cos + a sin; a = heads[h, i], b its half's mate
-    Shapes:  heads, out (H, head_dim), cos_sin (2, head_dim / 2)   Dtypes: float32
+    i < half; items from 2 * half on stay
+    Shapes:  heads, out (H, head_dim), cos_sin (2, half), half <= head_dim / 2   Dtypes: float32
     Errors:  ValueError on any mismatch
     """
     require(heads.ndim == 2, "heads must have 2 dimensions")
     require(heads.shape[1] % 2 == 0, "head_dim must be even")
     out = float_array("heads", heads, heads.shape).copy()
-    cos_sin = float_array("cos_sin", cos_sin, (2, heads.shape[1] // 2))
+    half = cos_sin.shape[-1] if cos_sin.ndim else 0
+    require(2 * half <= heads.shape[1], f"cos_sin is of {half} pairs, more than a head has")
+    cos_sin = float_array("cos_sin", cos_sin, (2, half))
     for head in out:
         rope_kernel(head, cos_sin)
     return out
@@ -162,11 +178,16 @@ def decode_attention(
     values: np.ndarray,
     length: int,
     pages: np.ndarray | None = None,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
 ) -> np.ndarray:
     """Attention of one token over the first `length` cached positions, grouped-query.
 
-    out[h] = softmax(keys[g, :length] . queries[h] / sqrt(head_dim)) . values[g, :length],
-    g = h // (H / G)
+    out[h] = softmax(cap(keys[g, s:length] . queries[h] * scale)) . values[g, s:length],
+    g = h // (H / G), s = max(0, length - window), or 0 without a window; scale 1 / sqrt(head_dim);
+    cap(x) = softcap * tanh(x / softcap), or x without one
     With `pages`, position p is in row p % P of page pages[p // P].
     Shapes:  queries, out (H, head_dim); keys, values (G, P, head_dim), or (M, G, P, head_dim) with
              pages (>= length / P,), P a multiple of 4
@@ -198,10 +219,14 @@ def decode_attention(
     queries = float_array("queries", queries, queries.shape)
     out = np.empty_like(queries)
     scores = np.empty(length, np.float32)
-    scale = np.float32(queries.shape[1] ** -0.5)
+    factor = np.float32(queries.shape[1] ** -0.5 if scale is None else scale)
+    start = max(0, length - window) if window else 0
     for h in range(queries.shape[0]):
         g = h // (queries.shape[0] // num_groups)
-        attend_kernel(queries[h], keys, values, g, pages, length, scale, scores, out[h])
+        attend_kernel(
+            queries[h], keys, values, g, pages, start, length, factor, np.float32(softcap), scores,
+            out[h],
+        )  # fmt: skip
     return out
 
 

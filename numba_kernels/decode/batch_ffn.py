@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.activations import activate
+from numba_kernels.checks import DRELU
+from numba_kernels.decode.activations import activate, activate_up
 from numba_kernels.decode.rows import block_products, rows_ahead, tile_rows
 from numba_kernels.ir.scalar_bits import lowest_bit
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
@@ -108,7 +109,7 @@ def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, 
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, token_masks, code, keep_all, first, last, products, fired_ids, fired_masks, gates
+    bias, ids, token_masks, function, keep_all, first, last, products, fired_ids, fired_masks, gates
 ):
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
@@ -127,7 +128,7 @@ def keep_some_kernel(
             bit = np.uint32(1) << np.uint32(t)
             value = np.float32(0)
             if wanted & bit:
-                value = activate(code, products[candidate - first, t] + shift)
+                value = activate(function, products[candidate - first, t] + shift)
                 if value != 0 or keep_all:
                     fires |= bit
             gates[num_fired, t] = value
@@ -139,7 +140,7 @@ def keep_some_kernel(
 
 
 @njit(nogil=True, cache=True)
-def _scale(up, bias, fired_ids, x, t, places, first, last, gates):
+def _scale(up, bias, fired_ids, x, t, places, first, last, function, gates):
     """gates[i, t] *= up[n] . x[t] + bias[n], n = fired_ids[i], for i in places[first:last]."""
     distance = rows_ahead(up)
     for k in range(first, last):
@@ -150,7 +151,7 @@ def _scale(up, bias, fired_ids, x, t, places, first, last, gates):
         factor = dot_ahead(up, n, fired_ids[following], x, t)
         if bias.shape[0]:
             factor += bias[n]
-        gates[i, t] *= factor
+        gates[i, t] *= activate_up(function, factor)
 
 
 @njit(nogil=True, cache=True)
@@ -162,7 +163,7 @@ def _is_range(ids):
 
 
 @njit(nogil=True, cache=True)
-def _scale_block(up, bias, fired_ids, first, last, x, gates, lists):
+def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
     """`_scale` for the new places of all tokens.
 
     Neighbours of which most tokens want most, as in dense mode, are multiplied side by side.
@@ -171,15 +172,16 @@ def _scale_block(up, bias, fired_ids, first, last, x, gates, lists):
     if 2 * num_wanted < (last - first) * gates.shape[1] or not _is_range(fired_ids[first:last]):
         for t in range(gates.shape[1]):
             _scale(
-                up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t], gates
-            )
+                up, bias, fired_ids, x, t, lists.places[t], lists.carried[t], lists.counts[t],
+                function, gates,
+            )  # fmt: skip
         return
     begin, end = fired_ids[first], fired_ids[last - 1] + 1
     block_products(up, x, lists.products, begin, end, 0, end)
     for i in range(first, last):
         shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)
         for t in range(gates.shape[1]):
-            gates[i, t] *= lists.products[t, i - first] + shift
+            gates[i, t] *= activate_up(function, lists.products[t, i - first] + shift)
 
 
 @njit(nogil=True, cache=True)
@@ -206,8 +208,39 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
 
 
 @njit(nogil=True, cache=True)
-def up_down_of_some(up, bias, down, fired_ids, fired_masks, num_fired, gates, x, out, lists):
+def _drop_silent(gates, lists):
+    """Take the new places whose gates have become zero from each token's list."""
+    for t in range(gates.shape[1]):
+        places, kept = lists.places[t], lists.carried[t]
+        for k in range(lists.carried[t], lists.counts[t]):
+            i = places[k]
+            if gates[i, t] != 0:
+                places[kept] = i
+                kept += 1
+        lists.counts[t] = kept
+
+
+@njit(nogil=True, cache=True)
+def _keep_firing(fired_ids, fired_masks, num_fired, gates):
+    """Keep those neurons of which a gate is not zero, in their order; returns their number."""
+    kept = 0
+    for i in range(num_fired):
+        fires = np.uint32(0)
+        for t in range(gates.shape[1]):
+            if gates[i, t] != 0:
+                fires |= np.uint32(1) << np.uint32(t)
+        if fires:
+            fired_ids[kept], fired_masks[kept] = fired_ids[i], fires
+            kept += 1
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def up_down_of_some(
+    up, bias, down, fired_ids, fired_masks, num_fired, gates, x, function, keep_all, out, lists
+):
     """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
+    drops = function.code == DRELU and up.shape[0] > 0 and not keep_all
     size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
@@ -215,7 +248,9 @@ def up_down_of_some(up, bias, down, fired_ids, fired_masks, num_fired, gates, x,
         lists.carried[:] = lists.counts
         _list_wanted(fired_masks, first, last, lists)
         if up.shape[0]:
-            _scale_block(up, bias, fired_ids, first, last, x, gates, lists)
+            _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists)
+            if drops:
+                _drop_silent(gates, lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
                 down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]
@@ -223,3 +258,4 @@ def up_down_of_some(up, bias, down, fired_ids, fired_masks, num_fired, gates, x,
     for t in range(out.shape[0]):
         for i in lists.places[t, : lists.counts[t]]:
             add_scaled1(out[t], down, fired_ids[i], gates[i, t])
+    return _keep_firing(fired_ids, fired_masks, num_fired, gates) if drops else num_fired

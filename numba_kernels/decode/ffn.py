@@ -1,6 +1,7 @@
 """The feed-forward network, neuron by neuron: a neuron whose gate does not fire costs its gate row.
 
 Three-matrix FFN (ReGLU, SwiGLU):  y = sum over n of fn(gate[n] . x) * (up[n] . x) * down[n]
+dReLU:                             y = sum over n of relu(gate[n] . x) * relu(up[n] . x) * down[n]
 Two-matrix FFN (OPT, Falcon):      y = sum over n of fn(gate[n] . x) * down[n]
 In the two-matrix FFN the first matrix is called gate: it decides whether the neuron fires; `up`
 then has no rows.
@@ -9,7 +10,8 @@ then has no rows.
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.activations import activate
+from numba_kernels.checks import DRELU
+from numba_kernels.decode.activations import activate, activate_up
 from numba_kernels.decode.batch_ffn import up_down_of_some
 from numba_kernels.decode.rows import rows_ahead
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
@@ -19,7 +21,7 @@ NO_MASKS = np.empty(0, np.uint32)
 
 
 @njit(nogil=True, cache=True)
-def gate_values_kernel(gate, bias, ids, x, code, first, last, end, values):
+def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
     """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
 
     The candidates are rows ids[first:last], or rows first..last-1 where `ids` is empty; those
@@ -36,7 +38,7 @@ def gate_values_kernel(gate, bias, ids, x, code, first, last, end, values):
         value = dot_ahead(gate, n, following, x, 0)
         if bias.shape[0]:
             value += bias[n]
-        values[candidate - first] = activate(code, value)
+        values[candidate - first] = activate(function, value)
 
 
 @njit(nogil=True, cache=True)
@@ -67,8 +69,8 @@ def by_neuron(gates, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _scale_one(up, bias, fired_ids, num_fired, x, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]."""
+def _scale_one(up, bias, fired_ids, num_fired, x, function, h):
+    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of it."""
     distance = rows_ahead(up)
     for i in range(num_fired):
         if i + distance + 2 < num_fired:
@@ -77,7 +79,18 @@ def _scale_one(up, bias, fired_ids, num_fired, x, h):
         factor = dot_ahead(up, n, following, x, 0)
         if bias.shape[0]:
             factor += bias[n]
-        h[i] *= factor
+        h[i] *= activate_up(function, factor)
+
+
+@njit(nogil=True, cache=True)
+def _drop_silent(fired_ids, num_fired, h):
+    """Keep those neurons whose h is not zero, in their order; returns their number."""
+    kept = 0
+    for i in range(num_fired):
+        if h[i] != 0:
+            fired_ids[kept], h[kept] = fired_ids[i], h[i]
+            kept += 1
+    return kept
 
 
 @njit(nogil=True, cache=True)
@@ -102,8 +115,13 @@ def _add_one(down, ids, num_fired, h, out):
 
 
 @njit(nogil=True, cache=True)
-def up_down_kernel(up, bias, down, fired_ids, fired_masks, num_fired, gates, x, out, lists):
+def up_down_kernel(
+    up, bias, down, fired_ids, fired_masks, num_fired, gates, x, function, keep_all, out, lists
+):
     """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
+
+    Returns how many fired: with drelu a neuron needs a positive up product too, and those without
+    one leave `fired_ids` and `fired_masks`, unless `keep_all`, and cost no down row.
 
     Where `up` has no rows, that factor is one. `gates` has T numbers a neuron, fn(gate . x + bias),
     zero for tokens that it does not fire for, and is overwritten. `out` (T, d) is in the order of
@@ -111,10 +129,12 @@ def up_down_kernel(up, bias, down, fired_ids, fired_masks, num_fired, gates, x, 
     """
     if out.shape[0] == 1:
         if up.shape[0]:
-            _scale_one(up, bias, fired_ids, num_fired, x, gates)
+            _scale_one(up, bias, fired_ids, num_fired, x, function, gates)
+            if function.code == DRELU and not keep_all:
+                num_fired = _drop_silent(fired_ids, num_fired, gates)
         _add_one(down, fired_ids, num_fired, gates, out[0])
-        return
-    up_down_of_some(
-        up, bias, down, fired_ids, fired_masks, num_fired, by_neuron(gates, out.shape[0]), x, out,
-        lists,
+        return num_fired
+    return up_down_of_some(
+        up, bias, down, fired_ids, fired_masks, num_fired, by_neuron(gates, out.shape[0]), x,
+        function, keep_all, out, lists,
     )  # fmt: skip

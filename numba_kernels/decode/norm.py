@@ -11,6 +11,11 @@ _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which br
 RMS_NORM, LAYER_NORM = 0, 1
 
 
+def norm_kind(name: str) -> int:
+    """The number of "rmsnorm" or "layernorm"."""
+    return {"rmsnorm": RMS_NORM, "layernorm": LAYER_NORM}[name]
+
+
 @njit(nogil=True, cache=True, fastmath=_REORDER)
 def rms_norm_kernel(x, weight, epsilon, out):
     """out = x / sqrt(mean(x^2) + epsilon) * weight; checks nothing."""

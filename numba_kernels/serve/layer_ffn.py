@@ -12,13 +12,13 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import (
-    activation_code,
     float_array,
     optional_floats,
     require,
     row_ids,
     weight_rows,
 )
+from numba_kernels.decode.activations import activation
 from numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
@@ -127,8 +127,8 @@ def _candidates(thread, num_threads, num_neurons, is_listed, ids):
 
 @njit(nogil=True, cache=True)
 def _work_stealing_gates(
-    thread, num_threads, num_neurons, gate, bias, is_listed, ids, token_masks, x, code, num_tokens,
-    lists, scratch,
+    thread, num_threads, num_neurons, gate, bias, is_listed, ids, token_masks, x, function,
+    num_tokens, lists, scratch,
 ):  # fmt: skip
     """scratch.values of the candidates in the blocks that this thread takes.
 
@@ -144,7 +144,9 @@ def _work_stealing_gates(
         while begin < last:
             end = min(begin + size, last)
             if num_tokens == 1:
-                gate_values_kernel(gate, bias, ids, x, code, begin, end, last, values[begin:end])
+                gate_values_kernel(
+                    gate, bias, ids, x, function, begin, end, last, values[begin:end]
+                )
             else:
                 gate_products_kernel(
                     gate, ids, token_masks, x, begin, end, last, products[begin:end], lists
@@ -155,7 +157,7 @@ def _work_stealing_gates(
 @njit(nogil=True, cache=True)
 def layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, keep_all, x, arrays,
-    scratch, code, out,
+    scratch, function, out,
 ):  # fmt: skip
     """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
 
@@ -184,7 +186,7 @@ def layer_ffn(
     gate_bias = _slice(arrays.gate_bias, first, last)
     _work_stealing_gates(
         thread, num_threads, last - first, gate, gate_bias, is_listed, ids, token_masks, vectors,
-        code, num_tokens, lists, scratch,
+        function, num_tokens, lists, scratch,
     )  # fmt: skip
     meet(cells, service, num_threads)
     if thread == 0:
@@ -197,14 +199,14 @@ def layer_ffn(
     else:
         products = by_neuron(scratch.values, num_tokens)[begin:]
         num_fired = keep_some_kernel(
-            gate_bias, ids, token_masks, code, keep_all, begin, end, products, fired_ids,
+            gate_bias, ids, token_masks, function, keep_all, begin, end, products, fired_ids,
             fired_masks, by_neuron(gates, num_tokens),
         )  # fmt: skip
     up_bias = _slice(arrays.up_bias, first, last)
-    up_down_kernel(
-        up, up_bias, down, fired_ids, fired_masks, num_fired, gates, vectors, sums, lists
-    )
-    scratch.counts[thread] = num_fired
+    scratch.counts[thread] = up_down_kernel(
+        up, up_bias, down, fired_ids, fired_masks, num_fired, gates, vectors, function, keep_all,
+        sums, lists,
+    )  # fmt: skip
     meet(cells, service, num_threads)
     _reduce(thread, num_threads, down, out, scratch.sums, arrays.down_bias[layer])
 
@@ -236,6 +238,7 @@ def sparse_ffn(
     gate_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     activation_fn: str = "relu",
+    threshold: float = 0.0,
     skip_silent: bool = True,
     num_threads: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -244,6 +247,7 @@ def sparse_ffn(
     With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
 
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
+    drelu: relu of both factors; `threshold` is fatrelu's
     Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
              ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, all three
@@ -274,7 +278,7 @@ def sparse_ffn(
         up_bias=optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0),
         down_bias=np.empty((1, 0), np.float32),
     )
-    code = activation_code(activation_fn)
+    function = activation(activation_fn, threshold)
     out = np.zeros((x.shape[0], width), np.float32)
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
     masks = NO_MASKS if token_masks is None else np.ascontiguousarray(token_masks)
@@ -289,7 +293,7 @@ def sparse_ffn(
     def run(thread: int) -> None:
         layer_ffn(
             thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, not skip_silent,
-            x, arrays, scratch, code, out,
+            x, arrays, scratch, function, out,
         )  # fmt: skip
 
     if num_threads == 1:

@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.attention import attend_kernel, rope_kernel, store_kernel
-from numba_kernels.decode.norm import norm_kernel
+from numba_kernels.decode.attention import (
+    attend_kernel,
+    rope_kernel,
+    softcap_kernel,
+    store_kernel,
+)
+from numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
+from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, prepared
 from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.mailbox import (
@@ -34,12 +40,16 @@ NUM_COUNTERS = 5
 class AttentionArrays(NamedTuple):
     """Attention of all layers stacked, and the head; shapes as in model.weights.
 
-    keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_table (P, 2, head_dim / 2) or
-    (0, 2, 0) for positions 0..P-1
+    keys, values (L, pages, kv_heads, PAGE_POSITIONS, head_dim); rope_tables (R, P, 2, half) for
+    positions 0..P-1, R may be 0; layer_ropes (L,) int32: which of them a layer's heads are turned
+    by, or -1; windows (L,) int32: how many positions a token sees, its own included, or 0 for all
     """
 
     norm_weight: np.ndarray
     norm_bias: np.ndarray
+    attention_norm_weight: np.ndarray
+    q_norm_weight: np.ndarray
+    k_norm_weight: np.ndarray
     qkv: np.ndarray
     qkv_bias: np.ndarray
     out: np.ndarray
@@ -52,11 +62,17 @@ class AttentionArrays(NamedTuple):
     head: np.ndarray
     keys: np.ndarray
     values: np.ndarray
-    rope_table: np.ndarray
+    rope_tables: np.ndarray
+    layer_ropes: np.ndarray
+    windows: np.ndarray
 
 
 class AttentionShape(NamedTuple):
-    """The numbers that the loops need; `order` is a `LayerOrder` of the model package."""
+    """The numbers that the loops need; `order` is a `LayerOrder` of the model package.
+
+    scale: of scores; residual_scale: of what attention adds to the residual; the softcaps of scores
+    and of logits are 0 for none.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -64,6 +80,10 @@ class AttentionShape(NamedTuple):
     norm_kind: int
     norm_epsilon: np.float32
     order: Any
+    scale: np.float32
+    softcap: np.float32
+    residual_scale: np.float32
+    logit_softcap: np.float32
 
 
 class AttentionScratch(NamedTuple):
@@ -107,9 +127,33 @@ def _layer_norm_before(residual, layer, shape, arrays, normed):
 
 
 @njit(nogil=True, cache=True)
+def norm_whole(part, num_parts, layer, shape, arrays, qkv):
+    """Norm all query heads of a token as one vector, and all key heads, where norms are that wide.
+
+    Every num_parts-th token. Returns whether there was anything to norm; checks nothing.
+    """
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms_queries = arrays.q_norm_weight.shape[1] > shape.head_dim
+    norms_keys = arrays.k_norm_weight.shape[1] > shape.head_dim
+    for t in range(part, qkv.shape[0], num_parts):
+        if norms_queries:
+            vector = qkv[t, :queries]
+            rms_norm_kernel(vector, arrays.q_norm_weight[layer], shape.norm_epsilon, vector)
+        if norms_keys:
+            vector = qkv[t, queries : queries + keys]
+            rms_norm_kernel(vector, arrays.k_norm_weight[layer], shape.norm_epsilon, vector)
+    return norms_queries or norms_keys
+
+
+@njit(nogil=True, cache=True)
 def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
-    """Rotate query and key heads, write keys and values to the cache: every num_parts-th head."""
-    dim, has_rope = shape.head_dim, arrays.rope_table.shape[0] > 0
+    """Norm and rotate query and key heads, write keys and values to the cache.
+
+    Every num_parts-th head; norms wider than a head are `norm_whole`'s.
+    """
+    dim, rope = shape.head_dim, arrays.layer_ropes[layer]
+    norms_queries = arrays.q_norm_weight.shape[1] == dim
+    norms_keys = arrays.k_norm_weight.shape[1] == dim
     first_value = shape.num_heads + shape.num_kv_heads
     for t in range(qkv.shape[0]):
         position = wires.positions[t]
@@ -117,8 +161,12 @@ def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
         page, row = wires.page_tables[wires.slots[t], position // size], position % size
         for head in range(part, first_value + shape.num_kv_heads, num_parts):
             vector = qkv[t, head * dim : (head + 1) * dim]
-            if has_rope and head < first_value:
-                rope_kernel(vector, arrays.rope_table[position])
+            if norms_queries and head < shape.num_heads:
+                rms_norm_kernel(vector, arrays.q_norm_weight[layer], shape.norm_epsilon, vector)
+            elif norms_keys and shape.num_heads <= head < first_value:
+                rms_norm_kernel(vector, arrays.k_norm_weight[layer], shape.norm_epsilon, vector)
+            if rope >= 0 and head < first_value:
+                rope_kernel(vector, arrays.rope_tables[rope, position])
             if head >= first_value:
                 store_kernel(arrays.values[layer, page, head - first_value], row, vector)
             elif head >= shape.num_heads:
@@ -130,18 +178,24 @@ def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
     """Every token's heads attend, each by the thread that takes it."""
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
-    scale = np.float32(1.0 / np.sqrt(dim))
-    counters = scratch.counters[_HEADS]
+    window, counters = arrays.windows[layer], scratch.counters[_HEADS]
     taken = next_block(counters, 0)
     while taken < num_tokens * shape.num_heads:
         t, head = taken // shape.num_heads, taken % shape.num_heads
         length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
         attend_kernel(
             scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
-            arrays.values[layer], head // heads_a_group, pages, length, scale,
+            arrays.values[layer], head // heads_a_group, pages,
+            max(0, length - window) if window else 0, length, shape.scale, shape.softcap,
             scratch.scores[thread], scratch.heads[t, head * dim : (head + 1) * dim],
         )  # fmt: skip
         taken = next_block(counters, 0)
+
+
+@njit(nogil=True, cache=True)
+def adds_late(shape):
+    """Whether attention's output is normed or scaled before it is added to the residual."""
+    return shape.order.norms_added or shape.residual_scale != 1
 
 
 @njit(nogil=True, cache=True)
@@ -149,6 +203,11 @@ def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
     kind, epsilon, order = shape.norm_kind, shape.norm_epsilon, shape.order
     weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
     x = wires.ffn_input[t]
+    if adds_late(shape):
+        weights = arrays.attention_norm_weight[layer]
+        norm_kernel(kind, wires.mixed[t], weights, weights[:0], epsilon, x)
+        for i in range(x.shape[0]):
+            wires.mixed[t, i] = residual[t, i] + shape.residual_scale * x[i]
     if order.norms_sum:
         norm_kernel(
             kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
@@ -180,15 +239,18 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
         residual[:0], qkv,
     )  # fmt: skip
     meet(wires.cells, service, num_threads)
+    if norm_whole(thread, num_threads, layer, shape, arrays, qkv):
+        meet(wires.cells, service, num_threads)
     rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
     meet(wires.cells, service, num_threads)
     _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
     meet(wires.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
+    added = residual[:0] if adds_late(shape) else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
-        residual, mixed,
+        added, mixed,
     )  # fmt: skip
     meet(wires.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
@@ -222,6 +284,11 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
         wires.logits[:count],
     )  # fmt: skip
+    if shape.logit_softcap > 0:
+        meet(wires.cells, service, num_threads)
+        first, last = split_range(arrays.head.shape[0], thread, num_threads, 16)
+        for t in range(count):
+            softcap_kernel(wires.logits[t, first:last], shape.logit_softcap)
 
 
 @njit(nogil=True, cache=True)

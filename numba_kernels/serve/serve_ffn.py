@@ -38,7 +38,7 @@ class NeuronBuckets(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, code):
+def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, function):
     """Answer the FFN request that is in the mailbox: this thread's share; checks nothing."""
     request = wires.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
@@ -48,7 +48,7 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, c
         token_masks = wires.active_masks[service, :num_ids]
     layer_ffn(
         thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
-        request[SKIP_SILENT] == 0, wires.ffn_input[:num_tokens], arrays, scratch, code,
+        request[SKIP_SILENT] == 0, wires.ffn_input[:num_tokens], arrays, scratch, function,
         wires.partials[service, :num_tokens],
     )  # fmt: skip
     if thread == 0:
@@ -81,7 +81,7 @@ def _count(service, layer, num_ids, ids, buckets, first, last, wires, scratch):
 
 
 @njit(nogil=True, cache=True)
-def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, code):
+def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, function):
     """Answer requests from `seen` on until one comes that is Python's; returns its number.
 
     Python's are STOP, and an FFN of more tokens than `scratch` holds. Every thread returns at a
@@ -92,7 +92,7 @@ def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, bucket
         started = now_ns()
         operation = wires.requests[service, OPERATION]
         if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, code)
+            ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, function)
         elif operation != PING:
             return number
         finish_request(

@@ -20,6 +20,8 @@ import torch
 from cuda_kernels.device import DeviceMemoryError
 from cuda_kernels.matrix import DeviceMatrix
 from cuda_kernels.protocol import DeviceKernels
+from model import torch_activations
+from numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from numba_kernels.formats import Q4, Q8
 from numba_kernels.load.convert import to_float32
 
@@ -50,10 +52,15 @@ def from_half_bits(cache: np.ndarray) -> np.ndarray:
     return cache if cache.dtype == np.float32 else cache.view(np.float16).astype(np.float32)
 
 
-def activated(code: int, x: np.ndarray) -> np.ndarray:
-    """relu, silu or gelu, by torch."""
-    functions = [torch.relu, torch.nn.functional.silu, torch.nn.functional.gelu]
-    return functions[code](torch.from_numpy(np.ascontiguousarray(x))).numpy()
+def activated(function, x: np.ndarray) -> np.ndarray:
+    """The function of an FFN, by torch."""
+    name, tensor = ACTIVATION_NAMES[function.code], torch.from_numpy(np.ascontiguousarray(x))
+    return torch_activations.activated(name, tensor, float(function.threshold)).numpy()
+
+
+def activated_up(function, x: np.ndarray) -> np.ndarray:
+    """What multiplies it."""
+    return np.maximum(x, 0) if function.code == DRELU else x
 
 
 class Queue:
@@ -95,16 +102,32 @@ class NumpyKernels:
     def __init__(self, device: NumpyDevice) -> None:
         self._device = device
 
-    def norm(self, kind, x, weight, bias, epsilon, out):
+    def norm(self, kind, x, weight, bias, epsilon, out, residual=None, factor=1.0):
         assert x.shape[0] <= 32 and x.shape == out.shape
 
         def run() -> None:
-            if not weight.shape[0]:
-                out[:] = x
-                return
-            centred = x if kind == 0 else x - x.mean(axis=1, keepdims=True)
-            scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + np.float32(epsilon))
-            out[:] = centred * scale * weight + (bias if bias.shape[0] else 0)
+            found = x
+            if weight.shape[0]:
+                centred = x if kind == 0 else x - x.mean(axis=1, keepdims=True)
+                scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + np.float32(epsilon))
+                found = centred * scale * weight + (bias if bias.shape[0] else 0)
+            out[:] = found if residual is None else residual + np.float32(factor) * found
+
+        self._device.run(run)
+
+    def norm_parts(self, x, first, last, weight, epsilon):
+        assert x.shape[0] <= 32 and (last - first) % weight.shape[0] == 0
+
+        def run() -> None:
+            parts = x[:, first:last].reshape(x.shape[0], -1, weight.shape[0])
+            scale = 1 / np.sqrt((parts**2).mean(axis=2, keepdims=True) + np.float32(epsilon))
+            x[:, first:last] = (parts * scale * weight).reshape(x.shape[0], -1)
+
+        self._device.run(run)
+
+    def softcap(self, x, cap):
+        def run() -> None:
+            x[:] = np.float32(cap) * np.tanh(x / np.float32(cap))
 
         self._device.run(run)
 
@@ -130,10 +153,10 @@ class NumpyKernels:
             first_value = num_heads + num_kv_heads
             if table.shape[0]:
                 cos, sin = (table[positions, part][:, None] for part in (0, 1))
-                turned = heads[:, :first_value]
-                a, b = turned[..., : dim // 2].copy(), turned[..., dim // 2 :].copy()
-                turned[..., : dim // 2] = a * cos - b * sin
-                turned[..., dim // 2 :] = b * cos + a * sin
+                turned, half = heads[:, :first_value], table.shape[2]
+                a, b = turned[..., :half].copy(), turned[..., half : 2 * half].copy()
+                turned[..., :half] = a * cos - b * sin
+                turned[..., half : 2 * half] = b * cos + a * sin
             for t, (position, slot) in enumerate(zip(positions, slots, strict=True)):
                 page, row = tables[slot, position // 64], position % 64
                 keys[page, :, row] = half_bits(heads[t, num_heads:first_value], keys)
@@ -143,7 +166,7 @@ class NumpyKernels:
 
     def decode_attention(
         self, qkv, num_heads, num_kv_heads, keys, values, positions, slots, tables, scale,
-        max_length, scratch, out,
+        max_length, scratch, out, window=0, softcap=0.0,
     ):  # fmt: skip
         assert qkv.shape[0] <= 32
         assert scratch.size >= self.attention_scratch_items(32, num_heads, keys.shape[3], 1)
@@ -162,6 +185,10 @@ class NumpyKernels:
                     for cache in (keys, values)
                 ]  # fmt: skip
                 scores = np.einsum("hd,hpd->hp", heads[t], near[0]) * np.float32(scale)
+                if softcap:
+                    scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+                if window:
+                    scores[:, : max(0, length - window)] = -np.inf
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
                 weights /= weights.sum(axis=1, keepdims=True)
                 out[t] = np.einsum("hp,hpd->hd", weights, near[1]).reshape(-1)
@@ -169,17 +196,20 @@ class NumpyKernels:
         self._device.run(run)
 
     def hot_ffn(
-        self, gate, gate_bias, up, up_bias, down, down_bias, x, code, keep_all, scratch, out,
+        self, gate, gate_bias, up, up_bias, down, down_bias, x, function, keep_all, scratch, out,
         num_fired,
     ):  # fmt: skip
         assert x.shape[0] <= 32
         assert scratch.size >= self.ffn_scratch_items(x.shape[0], gate.num_rows, x.shape[1])
 
         def run() -> None:
-            h = activated(code, x @ as_floats(gate).T + (gate_bias if gate_bias.size else 0))
-            num_fired[0] = h.shape[1] if keep_all else np.count_nonzero((h != 0).any(axis=0))
+            h = activated(function, x @ as_floats(gate).T + (gate_bias if gate_bias.size else 0))
+            fires = h != 0
             if up is not None:
-                h = h * (x @ as_floats(up).T + (up_bias if up_bias.size else 0))
+                factors = x @ as_floats(up).T + (up_bias if up_bias.size else 0)
+                h = h * activated_up(function, factors)
+                fires &= activated_up(function, factors) != 0 if function.code == DRELU else True
+            num_fired[0] = h.shape[1] if keep_all else np.count_nonzero(fires.any(axis=0))
             out[:] = h @ as_floats(down) + (down_bias if down_bias.size else 0)
 
         self._device.run(run)
@@ -362,8 +392,9 @@ class NumpyDevice:
             return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16)
         return torch.from_numpy(np.array(x)).to(torch.bfloat16).view(torch.int16).numpy()
 
-    def activate(self, code, gates, factors):
-        gates[...] = activated(code, gates) * (1 if factors is None else factors)
+    def activate(self, function, gates, factors):
+        up = 1 if factors is None else activated_up(function, factors)
+        gates[...] = activated(function, gates) * up
 
     def mark(self):
         self._put(lambda: None)

@@ -16,6 +16,7 @@ from numba_kernels.ir.int16_ir import has_word_products
 from numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.patched_models import load_model
 from tests.tiny_models import VARIANTS
 from tests.unit.test_reference import relative_difference
 
@@ -124,9 +125,7 @@ def test_only_the_logits_asked_for(tiny: Tiny) -> None:
 
 def fired_neurons(checkpoint: TinyCheckpoint) -> int:
     """How many neurons transformers' own activation function leaves above zero, in all."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
+    model = load_model(checkpoint.path, torch.float32)
     counts = []
     for layer in model.model.layers:
         layer.mlp.act_fn.register_forward_hook(

@@ -15,6 +15,7 @@ import pytest
 
 from cuda_kernels.device import list_gpus
 from cuda_kernels.matrix import DeviceMatrix
+from numba_kernels.decode.activations import activation
 from tests.kernels import (
     backends,
     test_company,
@@ -107,8 +108,12 @@ def test_a_graph_gives_the_same_bits(device: DeviceCalls, kind: str) -> None:
     scratch = cupy.empty(device.kernels.ffn_scratch_items(4, height, width), np.float32)
     count = cupy.empty(1, np.int32)
 
+    relu = activation("relu")
+
     def run() -> None:
-        device.kernels.hot_ffn(gate, None, up, None, down, None, x, 0, False, scratch, out, count)
+        device.kernels.hot_ffn(
+            gate, None, up, None, down, None, x, relu, False, scratch, out, count
+        )
 
     run()
     expected = [out.get()]

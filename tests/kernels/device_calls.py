@@ -15,13 +15,13 @@ from cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
 from cuda_kernels.matrix import DeviceMatrix
 from cuda_kernels.sizes import FfnLayout
 from numba_kernels.checks import (
-    activation_code,
     float_array,
     optional_floats,
     require,
     row_ids,
     weight_rows,
 )
+from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.formats import Q8, is_quantized, row_width
 
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
@@ -58,7 +58,9 @@ class DeviceCalls:
         require(heads.ndim == 2, "heads must have 2 dimensions")
         require(heads.shape[1] % 2 == 0, "head_dim must be even")
         heads = float_array("heads", heads, heads.shape)
-        cos_sin = float_array("cos_sin", cos_sin, (2, heads.shape[1] // 2))
+        half = cos_sin.shape[-1] if cos_sin.ndim else 0
+        require(2 * half <= heads.shape[1], "more pairs than a head has")
+        cos_sin = float_array("cos_sin", cos_sin, (2, half))
         table = np.stack([np.full_like(cos_sin, np.nan), cos_sin])
         qkv = self.to_device(np.concatenate([heads, heads[:2]]).reshape(1, -1))
         cache = np.zeros((2, 1, 1, 64, heads.shape[1]), np.float32)
@@ -97,6 +99,7 @@ class DeviceCalls:
         gate_bias: np.ndarray | None = None,
         up_bias: np.ndarray | None = None,
         activation_fn: str = "relu",
+        threshold: float = 0.0,
         skip_silent: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
         gate = weight_rows("gate", gate)
@@ -112,7 +115,7 @@ class DeviceCalls:
             optional_floats("gate_bias", gate_bias, num_neurons),
             optional_floats("up_bias", up_bias, 0 if up is None else num_neurons),
         ]
-        code = activation_code(activation_fn)
+        function = activation(activation_fn, threshold)
         own = np.arange(num_neurons, dtype=np.int32)
         if ids is not None:
             own = row_ids("ids", ids, num_neurons)
@@ -127,7 +130,7 @@ class DeviceCalls:
         ):  # a device computes all neurons: those that are not listed, for no token
             wanted = np.zeros(num_neurons, np.uint32)
             wanted[own] = 0xFFFFFFFF if token_masks is None else token_masks
-        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, code, not skip_silent)
+        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, function, not skip_silent)
         return out, own[is_fired[own]] if skip_silent else own
 
     def _ffn(
@@ -136,7 +139,7 @@ class DeviceCalls:
         biases: list[np.ndarray],
         x: np.ndarray,
         wanted: np.ndarray | None,
-        code: int,
+        function: Activation,
         keep_all: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         gate, up, down = (m if m is None else self._matrix(m) for m in matrices)
@@ -146,7 +149,7 @@ class DeviceCalls:
         out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.zeros(1, np.int32))
         self.kernels.hot_ffn(
             gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
-            self.to_device(x), code, keep_all, scratch, out, count,
+            self.to_device(x), function, keep_all, scratch, out, count,
             None if wanted is None else self.to_device(wanted),
         )  # fmt: skip
         first = layout.offsets[1]
@@ -161,6 +164,10 @@ class DeviceCalls:
         values: np.ndarray,
         length: int,
         pages: np.ndarray | None = None,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        scale: float | None = None,
     ) -> np.ndarray:
         require(keys.dtype in (np.float32, np.uint16), "the cache must be float32 or uint16")
         require(keys.shape == values.shape, "keys and values must have one shape")
@@ -185,8 +192,9 @@ class DeviceCalls:
         arrays = (np.ascontiguousarray(keys), np.ascontiguousarray(values), one + length - 1, one)
         self.kernels.decode_attention(
             self.to_device(qkv), len(queries), num_groups,
-            *map(self.to_device, (*arrays, pages[None])), head_dim**-0.5, length,
-            self.to_device(np.full(items, np.nan, np.float32)), out,
+            *map(self.to_device, (*arrays, pages[None])),
+            head_dim**-0.5 if scale is None else scale, length,
+            self.to_device(np.full(items, np.nan, np.float32)), out, window, softcap,
         )  # fmt: skip
         return self.to_host(out).reshape(queries.shape)
 

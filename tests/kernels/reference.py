@@ -38,10 +38,17 @@ def rows_times_vectors(
     return out if bias is None else out + bias
 
 
-def activate(values: np.ndarray, activation_fn: str) -> np.ndarray:
-    """relu, silu or gelu by erf."""
-    if activation_fn == "relu":
+def activate(values: np.ndarray, activation_fn: str, threshold: float = 0.0) -> np.ndarray:
+    """An FFN's function; gelu by erf."""
+    if activation_fn in ("relu", "drelu"):
         return np.maximum(values, 0)
+    if activation_fn == "relu2":
+        return np.maximum(values, 0) ** 2
+    if activation_fn == "fatrelu":
+        return np.where(values > threshold, values, 0)
+    if activation_fn == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)
+        return 0.5 * values * (1 + np.tanh(inner))
     if activation_fn == "silu":
         with np.errstate(over="ignore"):
             return values / (1 + np.exp(-values))
@@ -58,15 +65,21 @@ def sparse_ffn(
     gate_bias: np.ndarray | None = None,
     up_bias: np.ndarray | None = None,
     activation_fn: str = "relu",
+    threshold: float = 0.0,
     skip_silent: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The output over `ids`, and those of them whose gate is not zero for some token."""
+    """The output over `ids`, and those of them that fire for some token."""
     ids = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
     h = rows_times_vectors(gate, x, gate_bias)[:, ids]
-    h = activate(h, activation_fn)
-    fired = ids[(h != 0).any(axis=0)] if skip_silent else ids
+    h = activate(h, activation_fn, threshold)
+    fires = h != 0
     if up is not None:
-        h = h * rows_times_vectors(up, x, up_bias)[:, ids]
+        factors = rows_times_vectors(up, x, up_bias)[:, ids]
+        if activation_fn == "drelu":
+            factors = np.maximum(factors, 0)
+            fires &= factors != 0
+        h = h * factors
+    fired = ids[fires.any(axis=0)] if skip_silent else ids
     return h @ widened(down)[ids], fired
 
 
@@ -92,21 +105,33 @@ def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarra
 
 
 def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Each pair (i, half + i) of a head as a complex number, turned by its angle."""
-    half = heads.shape[1] // 2
-    pairs = heads[:, :half].astype(np.float64) + 1j * heads[:, half:]
+    """Each pair (i, half + i) of a head as a complex number, turned; the rest stays."""
+    half = cos_sin.shape[1]
+    pairs = heads[:, :half].astype(np.float64) + 1j * heads[:, half : 2 * half]
     turned = pairs * (cos_sin[0].astype(np.float64) + 1j * cos_sin[1])
-    return np.concatenate([turned.real, turned.imag], axis=1)
+    return np.concatenate([turned.real, turned.imag, heads[:, 2 * half :]], axis=1)
 
 
 def decode_attention(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, length: int
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    length: int,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
 ) -> np.ndarray:
     """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group."""
     group = queries.shape[0] // keys.shape[0]
     k = np.repeat(widened(keys[:, :length]), group, axis=0)
     v = np.repeat(widened(values[:, :length]), group, axis=0)
-    scores = np.einsum("hpd,hd->hp", k, queries.astype(np.float64)) / math.sqrt(queries.shape[1])
+    scores = np.einsum("hpd,hd->hp", k, queries.astype(np.float64))
+    scores *= queries.shape[1] ** -0.5 if scale is None else scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if window:
+        scores[:, : max(0, length - window)] = -np.inf
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     return np.einsum("hp,hpd->hd", shares, v)

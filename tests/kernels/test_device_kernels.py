@@ -9,6 +9,7 @@ import pytest
 
 from cuda_kernels.matrix import DeviceMatrix, row_bytes
 from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
+from numba_kernels.decode.activations import activation
 from numba_kernels.formats import QUANTIZED
 from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
@@ -17,7 +18,7 @@ from tests.kernels.device_calls import DeviceCalls, device_matrix
 from tests.kernels.quantized_rows import KINDS, random_rows
 
 PAGE = 64
-RELU = 0
+RELU = activation("relu")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,16 @@ def test_rope(backend: SimpleNamespace, head_dim: int) -> None:
     np.testing.assert_array_equal(heads, before)
 
 
+@pytest.mark.parametrize(("head_dim", "half"), [(6, 1), (20, 5), (20, 7), (64, 16), (96, 20)])
+def test_rope_of_a_part_of_the_head(backend: SimpleNamespace, head_dim: int, half: int) -> None:
+    heads, frequencies = random_floats(1, 3, head_dim), 1e4 ** -np.linspace(0, 1, half)
+    table = backend.rope_table(frequencies.astype(np.float32), 50)
+    found = backend.rope(heads, table[37])
+    expected = reference.rope(heads, reference.rope_table(frequencies, 50)[37])
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+    np.testing.assert_array_equal(found[:, 2 * half :], heads[:, 2 * half :])
+
+
 def test_rope_refuses(backend: SimpleNamespace) -> None:
     heads, table = np.zeros((3, 4), np.float32), np.zeros((2, 2), np.float32)
     backend.rope(heads, table)
@@ -118,6 +128,31 @@ def test_decode_attention(
         found = backend.decode_attention(queries, keys, values, length)
         assert found.dtype == np.float32 and found.shape == queries.shape
         expected = reference.decode_attention(queries, keys, values, length)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 128, 130, 256, 400])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+def test_windows_and_softcaps(
+    backend: SimpleNamespace, dtype: type, window: int, softcap: float
+) -> None:
+    """What lies before the window holds NaN: it is not read. Lengths on both sides of pages."""
+    queries = random_floats(1, 4, 20)
+    keys, values = (random_bits(seed, dtype, 2, 320, 20) for seed in (2, 3))
+    changes: dict[str, Any] = {"window": window, "softcap": softcap, "scale": 0.4}
+    for length in (1, 2, window, window + 1, 128, 129, 255, 257, 320):
+        length = min(length, 320)
+        expected = reference.decode_attention(queries, keys, values, length, **changes)
+        unread = [cache.copy() for cache in (keys, values)]
+        for cache in unread:
+            cache[:, : max(0, length - window)] = np.nan if dtype == np.float32 else 0x7E00
+        paged = [
+            np.ascontiguousarray(cache.reshape(2, 5, 64, 20).transpose(1, 0, 2, 3))
+            for cache in unread
+        ]
+        pages = np.arange(5, dtype=np.int32)
+        found = backend.decode_attention(queries, *paged, length, pages, **changes)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

@@ -146,7 +146,7 @@ def test_missing_sizes(key: str) -> None:
         (LLAMA, {"num_key_value_heads": 8}, "num_key_value_heads"),
         (LLAMA, {"head_dim": 15}, "head_dim"),
         (LLAMA, {"hidden_act": "fatrelu"}, "fatrelu"),
-        (LLAMA, {"hidden_act": "gelu_new"}, "gelu_new"),
+        (LLAMA, {"hidden_act": "quick_gelu"}, "quick_gelu"),
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         (LLAMA, {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         (LLAMA, {"attention_bias": 1}, "attention_bias"),

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cuda_kernels.protocol import DeviceKernels
+from numba_kernels.decode.activations import Activation
 
 
 class Device(Protocol):
@@ -83,8 +84,8 @@ class Device(Protocol):
     def narrow(self, x: Any, dtype: Any) -> Any:
         """float32 x as a new array of `dtype`, the nearest; float16's largest where beyond it."""
 
-    def activate(self, code: int, gates: Any, factors: Any | None) -> None:
-        """gates = fn(gates) [* factors], fn by its code in decode.ffn; a NaN stays NaN."""
+    def activate(self, function: Activation, gates: Any, factors: Any | None) -> None:
+        """gates = fn(gates) [* factors, or relu of them with drelu]; a NaN stays NaN."""
 
     def mark(self) -> Any:
         """An event of the stream whose time is kept."""

@@ -11,7 +11,7 @@ from actors.gpu.cuda.device import Device
 from actors.gpu.cuda.host_part import HostPart
 from actors.gpu.cuda.model import CudaModel, Share
 from actors.gpu.cuda.service import CudaService
-from actors.gpu.gpu_service import GpuService, cache_array, rope_array
+from actors.gpu.gpu_service import GpuService, cache_array, position_arrays
 from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ class CudaLoading:
             **vars(_no_head(head)),
             keys=cache_array(config, self._cache, layers),
             values=cache_array(config, self._cache, layers),
-            rope_table=rope_array(config, self._cache),
+            **position_arrays(config, self._cache),
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.gpu.cuda.device import Device
-from actors.gpu.gpu_service import attention_shape, rope_array
+from actors.gpu.gpu_service import attention_shape, position_arrays
 from actors.protocol.messages import CacheSpec
 from cuda_kernels.matrix import DeviceMatrix
 from model.config.model_config import ModelConfig
@@ -24,7 +24,7 @@ from model.weights.check import weight_shapes
 from model.weights.embedding import HeadWeights, read_head
 from model.weights.ffn import FfnWeights, ffn_layers
 from model.weights.tensor_reader import TensorReader
-from numba_kernels.checks import activation_code
+from numba_kernels.decode.activations import activation
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from numba_kernels.formats import is_quantized, row_width
 
@@ -33,12 +33,15 @@ _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8": "q8", 
 
 @dataclass(frozen=True)
 class Norms:
-    """A layer's norms: (d,) float32 each, or (0,)."""
+    """A layer's norms: (d,) float32 each, or (0,); those of q and k are as wide as they are."""
 
     weight: Any
     bias: Any
     ffn_weight: Any
     ffn_bias: Any
+    attention_weight: Any
+    q_weight: Any
+    k_weight: Any
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,11 @@ class CudaModel:
         """Errors: DeviceMemoryError, CheckpointError, UsageError."""
         self.config, self.share = config, share
         self.shape = attention_shape(config)
-        self.activation = activation_code(config.activation_fn)  # as kernels take it
+        self.activation = activation(config.activation_fn, config.activation_threshold)
         self._device, self._path, self._dtype = device, path, weight_dtype
         shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
         attention, head, ffn = shapes
-        self.rope_table = self._rope_table(cache)
+        self._place_ropes(cache)
         self.norms = [self._norms(attention) for _ in range(config.num_layers)]
         self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if share.has_head else None
@@ -161,6 +164,9 @@ class CudaModel:
         upload(norms.bias, weights.norm_bias[0])
         upload(norms.ffn_weight, weights.ffn_norm_weight[0])
         upload(norms.ffn_bias, weights.ffn_norm_bias[0])
+        upload(norms.attention_weight, weights.attention_norm_weight[0])
+        upload(norms.q_weight, weights.q_norm_weight[0])
+        upload(norms.k_weight, weights.k_norm_weight[0])
         if part is None:
             return
         upload(part.qkv.data, _bits(weights.qkv[0]))
@@ -192,8 +198,15 @@ class CudaModel:
         return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
 
     def _norms(self, weights: AttentionWeights) -> Norms:
-        names = ("norm_weight", "norm_bias", "ffn_norm_weight", "ffn_norm_bias")
-        return Norms(*(self._like(getattr(weights, name)[0]) for name in names))
+        return Norms(
+            weight=self._like(weights.norm_weight[0]),
+            bias=self._like(weights.norm_bias[0]),
+            ffn_weight=self._like(weights.ffn_norm_weight[0]),
+            ffn_bias=self._like(weights.ffn_norm_bias[0]),
+            attention_weight=self._like(weights.attention_norm_weight[0]),
+            q_weight=self._like(weights.q_norm_weight[0]),
+            k_weight=self._like(weights.k_norm_weight[0]),
+        )
 
     def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
         config = self.config
@@ -232,12 +245,15 @@ class CudaModel:
             head=self._matrix(weights.head),
         )
 
-    def _rope_table(self, cache: CacheSpec) -> Any:
-        table = rope_array(self.config, cache)
-        found = self._device.empty(table.shape, table.dtype)
-        if table.size:
-            self._device.upload(found, table)
-        return found
+    def _place_ropes(self, cache: CacheSpec) -> None:
+        """rope_tables[l] (P, 2, half), or (0, 2, 0) of a layer without rope; windows[l]."""
+        host = position_arrays(self.config, cache)
+        found = [self._device.empty(table.shape, table.dtype) for table in host["rope_tables"]]
+        for target, table in zip(found, host["rope_tables"], strict=True):
+            self._device.upload(target, table)
+        none = self._device.empty((0, 2, 0), np.float32)
+        self.rope_tables = [found[rope] if rope >= 0 else none for rope in host["layer_ropes"]]
+        self.windows = host["windows"].tolist()
 
 
 def format_of(dtype: np.dtype) -> str:

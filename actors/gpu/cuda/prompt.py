@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from actors.gpu.cuda.device import Device
-from actors.gpu.cuda.model import AttentionPart, CudaModel, FfnPart
-from actors.gpu.cuda.step import whole_length
+from actors.gpu.cuda.model import CudaModel, FfnPart
+from actors.gpu.cuda.step import norm_queries_and_keys, whole_length
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from cuda_kernels.matrix import DeviceMatrix
 from model.config.layer_order import layer_input, mixed_and_ffn_input
+from numba_kernels.checks import DRELU
 from numba_kernels.decode.attention import PAGE_POSITIONS
+from numba_kernels.serve.serve_attention import adds_late
 
 _BLOCK_BYTES = 64 << 20  # of widened weights
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
@@ -41,10 +43,13 @@ class PromptWork:
 
         def add_attention(x: Any, residual: Any) -> Any:
             qkv = self.linear(x, part.qkv, part.qkv_bias)
-            heads = self._attend(part, qkv, positions, slots, tables, last_position)
-            mixed = self.linear(heads, part.out, part.out_bias)
-            mixed += residual
-            return mixed
+            heads = self._attend(layer, qkv, positions, slots, tables, last_position)
+            out = self.linear(heads, part.out, part.out_bias)
+            if adds_late(self._shape):
+                out = self._norm(out, norms.attention_weight, norms.attention_weight[:0])
+                out *= self._shape.residual_scale
+            out += residual
+            return out
 
         return mixed_and_ffn_input(
             self._shape.order,
@@ -64,7 +69,8 @@ class PromptWork:
         factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
         if counts is not None:
             alone = gates.copy()
-            self._device.activate(self._model.activation, alone, None)
+            asked = factors if self._model.activation.code == DRELU else None
+            self._device.activate(self._model.activation, alone, asked)
             counts[:] = (alone != 0).sum(axis=0)
         self._device.activate(self._model.activation, gates, factors)
         self._combine(gates, part.down, out, add)
@@ -79,7 +85,8 @@ class PromptWork:
             x = self._norm(x, part.norm_weight, part.norm_bias)
         if part.project_out is not None:
             x = self.linear(x, part.project_out, no_bias)
-        return self.linear(x, part.head, no_bias)
+        logits, cap = self.linear(x, part.head, no_bias), self._shape.logit_softcap
+        return cap * self._device.xp.tanh(logits / cap) if cap else logits
 
     def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
         """x @ weights.T + bias: (T, N) float32."""
@@ -127,7 +134,7 @@ class PromptWork:
 
     def _attend(
         self,
-        part: AttentionPart,
+        layer: int,
         qkv: Any,
         positions: Any,
         slots: Any,
@@ -136,17 +143,29 @@ class PromptWork:
     ) -> Any:
         """Write keys and values to the cache, then let each token attend to what is before it."""
         shape, kernels = self._shape, self._device.kernels
+        model, part = self._model, self._model.attention[layer]
+        assert part is not None
         groups = shape.num_heads, shape.num_kv_heads
-        cache, scale = (part.keys, part.values), float(shape.head_dim**-0.5)
+        cache, scale, softcap = (part.keys, part.values), float(shape.scale), float(shape.softcap)
         most = whole_length(last_position + 1, tables.shape[1] * PAGE_POSITIONS)
         heads = self._device.empty((qkv.shape[0], shape.num_heads * shape.head_dim), np.float32)
         for few in _few_at_once(qkv.shape[0]):
             place = positions[few], slots[few], tables
-            kernels.rope_store(qkv[few], *groups, self._model.rope_table, *place, *cache)
+            norm_queries_and_keys(kernels, shape, model.norms[layer], qkv[few])
+            kernels.rope_store(qkv[few], *groups, model.rope_tables[layer], *place, *cache)
         for few in _few_at_once(qkv.shape[0]):
             place = positions[few], slots[few], tables
             kernels.decode_attention(
-                qkv[few], *groups, *cache, *place, scale, most, self._scratch, heads[few]
+                qkv[few],
+                *groups,
+                *cache,
+                *place,
+                scale,
+                most,
+                self._scratch,
+                heads[few],
+                model.windows[layer],
+                softcap,
             )
         return heads
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from actors.gpu.cuda.device import Device
-from actors.gpu.cuda.model import CudaModel
+from actors.gpu.cuda.model import CudaModel, Norms
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from cuda_kernels.protocol import DeviceKernels
 from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import PAGE_POSITIONS
+from numba_kernels.serve.serve_attention import AttentionShape, adds_late
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -30,6 +32,18 @@ def whole_step(num_tokens: int) -> int:
 def whole_length(length: int, most: int) -> int:
     """Positions that a graph for sequences of `length` counts with: a power of two of pages."""
     return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
+
+
+def norm_queries_and_keys(
+    kernels: DeviceKernels, shape: AttentionShape, norms: Norms, qkv: Any
+) -> None:
+    """Norm, in place, what a layer norms of qkv (T, rows): each head of q and k, or all of them."""
+    queries = shape.num_heads * shape.head_dim
+    keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
+    if norms.q_weight.shape[0]:
+        kernels.norm_parts(qkv, 0, queries, norms.q_weight, epsilon)
+    if norms.k_weight.shape[0]:
+        kernels.norm_parts(qkv, queries, queries + keys, norms.k_weight, epsilon)
 
 
 class StepWork:
@@ -53,6 +67,7 @@ class StepWork:
         self.hidden = floats(tokens, width)
         self._residual, self._normed = floats(tokens, width), floats(tokens, width)
         self._qkv = floats(tokens, config.qkv_rows)
+        self._added = floats(tokens, width if adds_late(self._shape) else 0)
         self._heads = floats(tokens, config.attention_size)
         self.mixed_and_input = floats(2, tokens * width)
         self.input = self.mixed_and_input[1]
@@ -109,18 +124,34 @@ class StepWork:
         place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
         cache = part.keys, part.values
         groups = shape.num_heads, shape.num_kv_heads
-        kernels.rope_store(qkv, *groups, self._model.rope_table, *place, *cache)
-        scale = float(shape.head_dim**-0.5)
+        norm_queries_and_keys(kernels, shape, self._model.norms[layer], qkv)
+        kernels.rope_store(qkv, *groups, self._model.rope_tables[layer], *place, *cache)
+        window, softcap = self._model.windows[layer], float(shape.softcap)
         kernels.decode_attention(
-            qkv, *groups, *cache, *place, scale, max_length, self.attention_scratch, heads
+            qkv,
+            *groups,
+            *cache,
+            *place,
+            float(shape.scale),
+            max_length,
+            self.attention_scratch,
+            heads,
+            window,
+            softcap,
         )
-        kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
+        if not adds_late(shape):
+            kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
+            return
+        added = self._added[:num_tokens]
+        kernels.rows_times_vectors(part.out, part.out_bias, heads, added)
+        weight = self._model.norms[layer].attention_weight
+        self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
 
     def hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
         """ffn_input → partial, num_fired."""
         part = self._model.ffn[layer]
         assert part is not None
-        no_bias = self._model.rope_table.reshape(-1)[:0]
+        no_bias = part.gate_bias[:0]
         self._device.kernels.hot_ffn(
             part.gate,
             part.gate_bias,
@@ -150,7 +181,10 @@ class StepWork:
             projected = self._projected[:num_tokens]
             kernels.rows_times_vectors(part.project_out, no_bias, x, projected)
             x = projected
-        kernels.rows_times_vectors(part.head, no_bias, x, self.logits[:num_tokens])
+        logits = self.logits[:num_tokens]
+        kernels.rows_times_vectors(part.head, no_bias, x, logits)
+        if self._shape.logit_softcap:
+            kernels.softcap(logits, float(self._shape.logit_softcap))
 
     def outputs(self, num_tokens: int) -> tuple[Any, Any]:
         """mixed and ffn_input: (T, d) each."""
@@ -165,9 +199,11 @@ class StepWork:
 
         return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
 
-    def _norm(self, x: Any, weight: Any, bias: Any, out: Any) -> Any:
-        shape = self._shape
-        self._device.kernels.norm(shape.norm_kind, x, weight, bias, float(shape.norm_epsilon), out)
+    def _norm(
+        self, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None, factor: float = 1.0
+    ) -> Any:
+        kind, epsilon = self._shape.norm_kind, float(self._shape.norm_epsilon)
+        self._device.kernels.norm(kind, x, weight, bias, epsilon, out, residual, factor)
         return out
 
     def _copy(self, source: Any, target: Any) -> None:

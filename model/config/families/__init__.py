@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from model.config.families.falcon import FALCON
 from model.config.families.family import Family
-from model.config.families.llama import LLAMA
+from model.config.families.gemma import GEMMA2, GEMMA3
+from model.config.families.llama import LLAMA, SPARSE_LLAMA
+from model.config.families.minicpm import MINICPM
+from model.config.families.mistral import BAMBOO, MISTRAL
+from model.config.families.olmo2 import OLMO2
 from model.config.families.opt import OPT
+from model.config.families.phi3 import PHI3
+from model.config.families.qwen import QWEN2, QWEN3
+from model.config.families.smollm3 import SMOLLM3
+from model.config.families.squared_relu import ARCEE, NEMOTRON
 from model.config.families.tensor_names import TensorNames
 from model.config.model_config import ModelConfig
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, OPT, FALCON)}
+_ALL = (
+    *(LLAMA, SPARSE_LLAMA, OPT, FALCON),
+    *(MISTRAL, BAMBOO, QWEN2, QWEN3),
+    *(GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3),
+    *(ARCEE, NEMOTRON, MINICPM),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:

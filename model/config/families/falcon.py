@@ -37,9 +37,10 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
         "has_ffn_norm": not parallel or (grouped and num_norms == 2),
         "parallel_ffn": parallel,
         "attention_bias": bias,
+        "out_bias": bias,
         "ffn_bias": bias,
-        "fused_qkv": True,
-        "rope": read_rope(reader, max_positions(reader)),
+        "fused_qkv": "grouped",
+        "ropes": (read_rope(reader, max_positions(reader)),),
     }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from model.config.families.tensor_names import TensorNames
@@ -11,15 +11,21 @@ from model.config.json_reader import ConfigReader
 from model.config.model_config import ActivationFn, ModelConfig
 from model.errors import shown
 
+# What config.json calls them. fatrelu comes with a threshold, which only some families have.
 ACTIVATION_FNS: dict[str, ActivationFn] = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = 1 << 26
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,26 @@ class Family:
     name: str  # model_type in config.json
     architectures: tuple[str, ...]  # any of them in config.json; errors name the first
     prefixes: tuple[str, ...]  # of tensors' names, but the head's; new checkpoints have the first
-    bos_id: int
-    eos_id: int
+    bos_id: int | None
+    eos_id: int | None
     tied_embeddings: bool
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # those that not all families share
     tensor_names: Callable[[ModelConfig], TensorNames]
+    reads: tuple[str, ...] = ()  # keys that others would have to refuse (`model.config.build`)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that all others must have
+
+
+def activation(reader: ConfigReader, key: str, default: str) -> dict[str, Any]:
+    """Return activation_fn and activation_threshold, which fatrelu has: hidden_act_param.
+
+    Errors:  ConfigError for an unknown function
+    """
+    if reader.text(key, default) != "fatrelu":
+        return {"activation_fn": activation_fn(reader, key, default)}
+    if not reader.has("hidden_act_param"):
+        raise reader.fail(key, "is fatrelu, but its threshold hidden_act_param is missing")
+    threshold = reader.number("hidden_act_param", low=0.0, high=1e6)
+    return {"activation_fn": "fatrelu", "activation_threshold": threshold}
 
 
 def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
@@ -53,6 +74,11 @@ def activation_fn(reader: ConfigReader, key: str, default: str) -> ActivationFn:
 def max_positions(reader: ConfigReader) -> int:
     """Return the longest context."""
     return reader.integer("max_position_embeddings", 2048, high=MAX_POSITIONS)
+
+
+def num_layers(reader: ConfigReader) -> int:
+    """Return the number of layers."""
+    return reader.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def head_sizes(reader: ConfigReader, free_head_dim: bool = False) -> dict[str, int]:

@@ -1,39 +1,54 @@
-"""Llama: RMSNorm, rotary positions, an FFN with a gate."""
+"""Llama: RMSNorm, rotary positions, an FFN with a gate. Many families are it, with changes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from model.config.families.family import (
     MAX_WIDTH,
     Family,
-    activation_fn,
+    activation,
     grouped_kv_heads,
     head_sizes,
     max_positions,
 )
 from model.config.families.tensor_names import LayerNames, TensorNames
 from model.config.json_reader import ConfigReader
+from model.config.model_config import RopeConfig
 from model.config.rope import read_rope
 
 
-def _read_fields(reader: ConfigReader) -> dict[str, Any]:
+def llama_fields(
+    reader: ConfigReader,
+    *,
+    activation_key: str = "hidden_act",
+    activation_default: str = "silu",
+    norm_eps: float = 1e-6,
+    ropes: tuple[RopeConfig, ...] = (),
+) -> dict[str, Any]:
+    """Read what Llama's config.json has; other families give their defaults, and change some of it.
+
+    `ropes` are read by whoever has several.
+    """
     sizes = head_sizes(reader, free_head_dim=True)
+    bias = reader.boolean("attention_bias", False)
     return {
         **sizes,
+        **activation(reader, activation_key, activation_default),
         "num_kv_heads": grouped_kv_heads(reader, "num_key_value_heads", sizes["num_heads"]),
         "ffn_size": reader.integer("intermediate_size", high=MAX_WIDTH),
         "has_gate": True,
-        "activation_fn": activation_fn(reader, "hidden_act", "silu"),
         "norm_kind": "rmsnorm",
-        "norm_eps": reader.number("rms_norm_eps", 1e-6, low=0.0, high=1.0),
-        "attention_bias": reader.boolean("attention_bias", False),
+        "norm_eps": reader.number("rms_norm_eps", norm_eps, low=0.0, high=1.0),
+        "attention_bias": bias,
+        "out_bias": bias,
         "ffn_bias": reader.boolean("mlp_bias", False),
-        "rope": read_rope(reader, max_positions(reader)),
+        "ropes": ropes or (read_rope(reader, max_positions(reader)),),
     }
 
 
-_NAMES = TensorNames(
+LLAMA_NAMES = TensorNames(
     tokens="embed_tokens",
     layers="layers.{}.",
     layer=LayerNames(
@@ -55,6 +70,10 @@ LLAMA = Family(
     bos_id=1,
     eos_id=2,
     tied_embeddings=False,
-    read_fields=_read_fields,
-    tensor_names=lambda config: _NAMES,
+    read_fields=llama_fields,
+    tensor_names=lambda config: LLAMA_NAMES,
+)
+# ProSparse-Llama-2: its activation is fatrelu.
+SPARSE_LLAMA = replace(
+    LLAMA, name="sparsellama", architectures=("SparseLlamaForCausalLM", "SparseLlamaModel")
 )

@@ -26,8 +26,8 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
         "has_final_norm": before and not reader.boolean("_remove_final_layer_norm", False),
         "post_norm": not before,
         "attention_bias": bias,
+        "out_bias": bias,
         "ffn_bias": bias,
-        "rope": None,
         "position_offset": 2,
     }
 

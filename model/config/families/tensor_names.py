@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,24 +15,22 @@ class LayerNames:
     out: str
     ffn_norm: str
     gate: str
-    up: str
+    up: str  # of gate and up in one module the same name
     down: str
+    attention_norm: str = ""  # of what attention adds
+    ffn_output_norm: str = ""
+    q_norm: str = ""
+    k_norm: str = ""
 
     def below(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""
 
-        def full(name: str) -> str:
+        def full(name: str | tuple[str, ...]) -> Any:
+            if isinstance(name, tuple):
+                return tuple(full(each) for each in name)
             return prefix + name if name else ""
 
-        return LayerNames(
-            norm=full(self.norm),
-            qkv=tuple(full(name) for name in self.qkv),
-            out=full(self.out),
-            ffn_norm=full(self.ffn_norm),
-            gate=full(self.gate),
-            up=full(self.up),
-            down=full(self.down),
-        )
+        return LayerNames(**{f.name: full(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)

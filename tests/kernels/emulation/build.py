@@ -37,6 +37,7 @@ def all_entries() -> list[Entry]:
         *(Entry("rope", "ROPE_STORE", (f,)) for f in ("F32", "F16")),
         Entry("quantize", "QUANTIZE_VECTORS"),
         Entry("norm", "NORM_TOKENS"),
+        Entry("softcap", "SOFTCAP"),
         Entry("attention", "MERGE_SPLITS"),
         Entry("sum_parts", "SUM_PARTS"),
     ]

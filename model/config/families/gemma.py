@@ -1,0 +1,143 @@
+"""Gemma 2 and 3: four norms a layer of weights 1 + w, GeGLU, embeddings times sqrt(d), windows.
+
+Gemma 2 caps scores and logits; Gemma 3 norms q and k, and windowed layers have a rope of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model.config.families.family import Family, max_positions, num_layers
+from model.config.families.llama import LLAMA_NAMES, llama_fields
+from model.config.json_reader import ConfigReader
+from model.config.model_config import RopeConfig
+from model.config.rope import read_rope, read_rope_object
+from model.config.windows import sliding_layers, windows
+
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
+_READS = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+
+def _fields(
+    reader: ConfigReader,
+    sliding: tuple[bool, ...],
+    ropes: tuple[RopeConfig, ...],
+    softcaps: tuple[float, float],
+) -> dict[str, Any]:
+    """What both have; `softcaps` are the defaults of scores and logits, 0 for none."""
+    reader.refuse(
+        "use_bidirectional_attention",
+        lambda value: value is False,
+        "attention that sees what follows is not supported",
+    )
+    fields = llama_fields(
+        reader,
+        activation_key="hidden_activation",
+        activation_default="gelu_pytorch_tanh",
+        ropes=ropes,
+    )
+    scalar = reader.number("query_pre_attn_scalar", 256, low=1e-6, high=1e9)
+    return {
+        **fields,
+        "norm_offset": 1.0,
+        "has_output_norms": True,
+        "attention_scale": scalar**-0.5,
+        "attention_softcap": _softcap(reader, "attn_logit_softcapping", softcaps[0]),
+        "logit_softcap": _softcap(reader, "final_logit_softcapping", softcaps[1]),
+        "embedding_scale": fields["hidden_size"] ** 0.5,
+        "windows": windows(reader, sliding, 4096),
+    }
+
+
+def _softcap(reader: ConfigReader, key: str, default: float) -> float:
+    """0 for null, and for a key that is not there unless it has a default."""
+    if not reader.has(key):
+        return 0.0 if key in reader.values else default
+    return reader.number(key, low=1e-6, high=1e9)
+
+
+def _gemma2_fields(reader: ConfigReader) -> dict[str, Any]:
+    """Every other layer is windowed, from the first on."""
+    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
+    return _fields(reader, sliding, (read_rope(reader, max_positions(reader)),), (50.0, 30.0))
+
+
+def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
+    """Five windowed layers to one that sees all."""
+    pattern = reader.integer("sliding_window_pattern", 6, high=1 << 20)
+    layers = num_layers(reader)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0, layers)
+    return {
+        **_fields(reader, sliding, _gemma3_ropes(reader), (0.0, 0.0)),
+        "qk_norm": "head",
+        "layer_ropes": tuple(int(is_windowed) for is_windowed in sliding),
+    }
+
+
+def _gemma3_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
+    """The rope of layers that see all, and of those that are windowed; both spellings."""
+    found = reader.values.get("rope_parameters")
+    positions = max_positions(reader)
+    if isinstance(found, dict) and found.keys() & {"full_attention", "sliding_attention"}:
+        inner = ConfigReader(found, f"{reader.source}: rope_parameters")
+        thetas = {"full_attention": _THETA, "sliding_attention": _LOCAL_THETA}
+        full, local = (
+            read_rope_object(inner, kind, positions, theta)
+            if inner.has(kind)
+            else RopeConfig(theta=theta)
+            for kind, theta in thetas.items()
+        )
+        return full, local
+    theta = reader.number("rope_local_base_freq", _LOCAL_THETA, low=1e-6, high=1e12)
+    return read_rope(reader, positions, theta=_THETA), RopeConfig(theta=theta)
+
+
+_LAYER = replace(
+    LLAMA_NAMES.layer,
+    attention_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    ffn_output_norm="post_feedforward_layernorm",
+)
+_GEMMA2_NAMES = replace(LLAMA_NAMES, layer=_LAYER)
+_GEMMA3_NAMES = replace(
+    LLAMA_NAMES,
+    layer=replace(_LAYER, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+)
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+GEMMA2 = Family(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    prefixes=("model.",),
+    bos_id=2,
+    eos_id=1,
+    tied_embeddings=True,
+    read_fields=_gemma2_fields,
+    tensor_names=lambda config: _GEMMA2_NAMES,
+    reads=_READS,
+    defaults=_DEFAULTS,
+)
+GEMMA3 = Family(
+    name="gemma3_text",
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration"),
+    prefixes=("model.", "language_model.model.", "model.language_model."),
+    bos_id=2,
+    eos_id=1,
+    tied_embeddings=True,
+    read_fields=_gemma3_fields,
+    tensor_names=lambda config: _GEMMA3_NAMES,
+    reads=_READS,
+    defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
+)

@@ -1,0 +1,50 @@
+"""Mistral: Llama with a window over the positions that attention sees. Bamboo: it with dReLU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model.config.families.family import Family, num_layers
+from model.config.families.llama import LLAMA_NAMES, llama_fields
+from model.config.json_reader import ConfigReader
+from model.config.windows import windows
+
+
+def mistral_fields(reader: ConfigReader) -> dict[str, Any]:
+    """Llama's; a window that config.json leaves out is 4096, and null is none."""
+    has_window = reader.values.get("sliding_window", 0) is not None
+    sliding = (has_window,) * num_layers(reader)
+    return {**llama_fields(reader), "windows": windows(reader, sliding, 4096)}
+
+
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM", "MistralModel"),
+    prefixes=("model.",),
+    bos_id=1,
+    eos_id=2,
+    tied_embeddings=False,
+    read_fields=mistral_fields,
+    tensor_names=lambda config: LLAMA_NAMES,
+    reads=("sliding_window",),
+    defaults={"num_key_value_heads": 8},
+)
+
+
+def _bamboo_fields(reader: ConfigReader) -> dict[str, Any]:
+    """The gate's function, relu, is up's too."""
+    fields = mistral_fields(reader)
+    if fields["activation_fn"] != "relu":
+        raise reader.fail("hidden_act", f"is {fields['activation_fn']}; Bamboo's is relu")
+    return {**fields, "activation_fn": "drelu"}
+
+
+# Bamboo and TurboSparse-Mistral; predictors in the checkpoint are not read.
+BAMBOO = replace(
+    MISTRAL,
+    name="bamboo",
+    architectures=("BambooForCausalLM", "BambooModel"),
+    read_fields=_bamboo_fields,
+    defaults={"num_key_value_heads": 8, "hidden_act": "relu"},
+)

@@ -1,0 +1,44 @@
+"""OLMo 2: norms of what attention and FFN add, none before them; q and k normed as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model.config.families.family import Family
+from model.config.families.llama import LLAMA_NAMES, llama_fields
+from model.config.json_reader import ConfigReader
+
+
+def _read_fields(reader: ConfigReader) -> dict[str, Any]:
+    return {
+        **llama_fields(reader, norm_eps=1e-5),
+        "has_norm": False,
+        "has_ffn_norm": False,
+        "has_output_norms": True,
+        "qk_norm": "full",
+    }
+
+
+_NAMES = replace(
+    LLAMA_NAMES,
+    layer=replace(
+        LLAMA_NAMES.layer,
+        norm="",
+        ffn_norm="",
+        attention_norm="post_attention_layernorm",
+        ffn_output_norm="post_feedforward_layernorm",
+        q_norm="self_attn.q_norm",
+        k_norm="self_attn.k_norm",
+    ),
+)
+OLMO2 = Family(
+    name="olmo2",
+    architectures=("Olmo2ForCausalLM", "Olmo2Model"),
+    prefixes=("model.",),
+    bos_id=None,
+    eos_id=50279,
+    tied_embeddings=False,
+    read_fields=_read_fields,
+    tensor_names=lambda config: _NAMES,
+)

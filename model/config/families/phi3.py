@@ -1,0 +1,46 @@
+"""Phi-3: Llama with q, k and v in one tensor, gate and up in another; longrope, windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model.config.families.family import Family, max_positions, num_layers
+from model.config.families.llama import LLAMA_NAMES, llama_fields
+from model.config.json_reader import ConfigReader
+from model.config.rope import read_rope
+from model.config.windows import windows
+
+
+def _read_fields(reader: ConfigReader) -> dict[str, Any]:
+    has_window = reader.has("sliding_window")
+    kinds = ("default", "longrope")
+    rope = read_rope(reader, max_positions(reader), share=1.0, kinds=kinds)
+    return {
+        **llama_fields(reader, norm_eps=1e-5, ropes=(rope,)),
+        "fused_qkv": "stacked",
+        "fused_gate_up": True,
+        "windows": windows(reader, (has_window,) * num_layers(reader)),
+    }
+
+
+_NAMES = replace(
+    LLAMA_NAMES,
+    layer=replace(
+        LLAMA_NAMES.layer,
+        qkv=("self_attn.qkv_proj",),
+        gate="mlp.gate_up_proj",
+        up="mlp.gate_up_proj",
+    ),
+)
+PHI3 = Family(
+    name="phi3",
+    architectures=("Phi3ForCausalLM", "Phi3Model"),
+    prefixes=("model.",),
+    bos_id=1,
+    eos_id=32000,
+    tied_embeddings=False,
+    read_fields=_read_fields,
+    tensor_names=lambda config: _NAMES,
+    reads=("sliding_window", "partial_rotary_factor"),
+)

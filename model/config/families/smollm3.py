@@ -1,0 +1,53 @@
+"""SmolLM3: Llama whose every fourth layer does not rotate its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model.config.families.family import Family, max_positions, num_layers
+from model.config.families.llama import LLAMA_NAMES, llama_fields
+from model.config.json_reader import ConfigReader
+from model.config.rope import read_rope
+from model.config.windows import sliding_layers, windows
+from model.errors import shown
+
+_THETA = 2_000_000.0
+
+
+def _rotates(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """Whether each layer rotates: no_rope_layers, whose ones say that it does, or an interval."""
+    if not reader.has("no_rope_layers"):
+        interval = reader.integer("no_rope_layer_interval", 4, high=1 << 20)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    found = reader.values["no_rope_layers"]
+    is_right = isinstance(found, list) and len(found) == layers
+    if not is_right or any(type(value) is not int or value not in (0, 1) for value in found):
+        raise reader.fail("no_rope_layers", f"is {shown(found, 60)}; give 1 or 0 for each layer")
+    return tuple(value == 1 for value in found)
+
+
+def _read_fields(reader: ConfigReader) -> dict[str, Any]:
+    layers = num_layers(reader)
+    rotates = _rotates(reader, layers)
+    uses = reader.boolean("use_sliding_window", False) and reader.has("sliding_window")
+    sliding = sliding_layers(reader, lambda layer: uses and not rotates[layer], layers)
+    ropes = (read_rope(reader, max_positions(reader), theta=_THETA),)
+    return {
+        **llama_fields(reader, ropes=ropes),
+        "layer_ropes": tuple(0 if rotated else -1 for rotated in rotates),
+        "windows": windows(reader, sliding) if uses else (),
+    }
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
+    prefixes=("model.",),
+    bos_id=128000,
+    eos_id=128001,
+    tied_embeddings=True,
+    read_fields=_read_fields,
+    tensor_names=lambda config: LLAMA_NAMES,
+    reads=("sliding_window", "layer_types", "no_rope_layers"),
+    defaults={"num_key_value_heads": 4},
+)
