@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.device import DeviceMemoryError
-from numba_kernels.checks import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
+from cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
 
 _SMI_S = 20.0
 # Of cublas_api.h; CuPy does not promise names for them.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
 _MOST_FLOAT16 = 65504.0
-# By the names of numba_kernels.checks: of the gate's product g, and of up's, f; h is a threshold.
+# By the numbers of functions: of the gate's product g, and of up's, f; h is a threshold.
 _CUT, _AS_IT_IS = "(g <= h ? 0.0f : g)", "f"
 _EXPRESSIONS = {
     RELU: _CUT,

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from cuda_kernels.matrix import DeviceMatrix
 
 RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.decode.norm
+# The numbers of numba_kernels.checks.
+RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
 MOST_TOKENS = 32
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from numba_kernels.checks import RELU
+from numba_kernels.decode.activations import Activation
 from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel
 from numba_kernels.decode.vectors import prepared
@@ -26,6 +28,6 @@ def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # ty
     for layer in range(ids.shape[0]):
         layer_ffn(
             thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS, True, x, arrays,
-            scratch, 0, out,
+            scratch, Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
         meet(cells, 0, num_threads)

@@ -22,6 +22,10 @@ from tests.quantized_models import make_model
 from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
+VARIANTS = [
+    *("llama-gqa", "opt-postnorm", "falcon-grouped"),
+    *("mistral", "gemma2", "gemma3", "olmo2", "bamboo", "nemotron", "minicpm", "smollm3"),
+]
 
 
 class LaterLauncher:
@@ -69,7 +73,7 @@ def device() -> Callable[[], NumpyDevice]:
     return lambda: NumpyDevice(make_kernels=kernels)
 
 
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-grouped"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(
     tiny: Tiny, variant: str, device: Callable[[], NumpyDevice]
 ) -> None:

@@ -32,6 +32,14 @@ VARIANTS = [
     "falcon-bias",
     "falcon-grouped-1norm",
     "falcon-gelu",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3-windows",
+    "nemotron",
+    "prosparse",
+    "bamboo",
+    "minicpm",
 ]
 
 

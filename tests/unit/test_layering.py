@@ -78,8 +78,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "weights": {"config", "errors", "files"},
         "text": {"config", "errors"},
         "sampling": {"config", "errors"},
-        "synthetic": {"config", "errors", "files", "hot_share"},
-        "reference": {"config", "files", "weights"},
+        "torch_activations": set(),
+        "synthetic": {"config", "errors", "files", "hot_share", "torch_activations"},
+        "reference": {"config", "files", "torch_activations", "weights"},
     },
     "placement": {
         "machine": set(),
