@@ -100,7 +100,7 @@ _GEMMA: dict[str, Any] = {
 
 def _published(model: PreTrainedModel, **config_json: Any) -> PreTrainedModel:
     """A model whose config.json is written with other values: those that its own code reads."""
-    model.published_config = config_json  # type: ignore[assignment]
+    model.published_config = config_json
     return model
 
 

@@ -68,7 +68,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "decode": {"checks", "formats", "ir", "load"},
         "prompt": {"decode", "ir"},
         "serve": {"checks", "decode", "formats"},
-        "measure": {"decode", "ir", "serve"},
+        "measure": {"checks", "decode", "ir", "serve"},
     },
     "model": {
         "errors": set(),
