@@ -13,7 +13,12 @@ of 16 groups (the last may have fewer, g), step by step: step j of a chunk holds
     Q4: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high nibble
 
 So a chunk's integer products add up lane by lane, and its scales are one vector too.
+
+Rows of GGUF files stand in blocks of ggml's formats, `BLOCK_FORMATS`. They are read from files and
+become one of the formats above; nothing computes with them.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +33,43 @@ QUANTIZED = (Q8, Q4)
 FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 
 
+class BlockFormat(NamedTuple):
+    """A block of one of ggml's formats: so many weights in so many bytes (ggml-common.h)."""
+
+    code: int  # by which kernels know it
+    weights: int
+    num_bytes: int
+
+
+def _blocks(name: str) -> np.dtype:
+    return np.dtype([(name, np.uint8)])
+
+
+BLOCK_FORMATS: dict[np.dtype, BlockFormat] = {
+    _blocks("Q4_0"): BlockFormat(0, 32, 18),
+    _blocks("Q4_1"): BlockFormat(1, 32, 20),
+    _blocks("Q5_0"): BlockFormat(2, 32, 22),
+    _blocks("Q5_1"): BlockFormat(3, 32, 24),
+    _blocks("Q8_0"): BlockFormat(4, 32, 34),
+    _blocks("Q2_K"): BlockFormat(5, 256, 84),
+    _blocks("Q3_K"): BlockFormat(6, 256, 110),
+    _blocks("Q4_K"): BlockFormat(7, 256, 144),
+    _blocks("Q5_K"): BlockFormat(8, 256, 176),
+    _blocks("Q6_K"): BlockFormat(9, 256, 210),
+    _blocks("IQ4_NL"): BlockFormat(10, 32, 18),
+}
+
+
+def block_dtype(name: str) -> np.dtype:
+    """The dtype of arrays that hold bytes of ggml's blocks. Errors: KeyError for no such format."""
+    return {dtype.names[0]: dtype for dtype in BLOCK_FORMATS if dtype.names}[name]
+
+
+def is_blocks(dtype: np.dtype) -> bool:
+    """Whether arrays of this dtype hold rows of ggml's blocks."""
+    return dtype in BLOCK_FORMATS
+
+
 def is_quantized(dtype: np.dtype) -> bool:
     """Whether arrays of this dtype hold bytes of quantized rows."""
     return dtype in QUANTIZED
@@ -36,10 +78,16 @@ def is_quantized(dtype: np.dtype) -> bool:
 def row_items(dtype: np.dtype, width: int) -> int:
     """Items of an array of this dtype that a row of `width` weights takes: its second dimension.
 
-    Errors:  ValueError for a quantized row whose width is no multiple of 32, and for another dtype
+    Errors:  ValueError for a quantized row whose width is no multiple of 32, for a row of no whole
+             blocks, and for another dtype
     """
     if dtype in FLOATS:
         return width
+    if dtype in BLOCK_FORMATS:
+        block = BLOCK_FORMATS[dtype]
+        if width % block.weights:
+            raise ValueError(f"rows of {width} weights have no whole blocks of {block.weights}")
+        return width // block.weights * block.num_bytes
     if dtype not in QUANTIZED:
         raise ValueError(f"no weights have dtype {dtype}")
     if width % QUANT_GROUP:
@@ -55,7 +103,8 @@ def row_width(dtype: np.dtype, num_items: int) -> int:
     """
     if dtype in FLOATS:
         return num_items
-    bytes_a_group = row_items(dtype, QUANT_GROUP)
+    group = BLOCK_FORMATS[dtype].weights if dtype in BLOCK_FORMATS else QUANT_GROUP
+    bytes_a_group = row_items(dtype, group)
     if num_items % bytes_a_group:
         raise ValueError(f"{num_items} bytes are no row of groups of {bytes_a_group}")
-    return num_items // bytes_a_group * QUANT_GROUP
+    return num_items // bytes_a_group * group

@@ -51,7 +51,7 @@ class LayerData:
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
 
-        `config.dtype` is the format in which the gate will be in memory, as stored or not.
+        `config` has the format in which the gate will be in memory, as stored or not.
 
         Tokens are dealt to the sets in turn, so that each sees all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens
@@ -72,7 +72,7 @@ class LayerData:
         is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
         is_check = ~is_fit & ~is_calibrate
         splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
-        return cls(gate, gate.shape[0] * row_bytes(config, gate.shape[1]), *splits)
+        return cls(gate, gate.shape[0] * row_bytes(config, gate.shape[1], "gate"), *splits)
 
     def token_bytes(self, predictor_bytes: int, computed: float) -> float:
         """Bytes that a token reads: the predictor's, and those of the gate rows it lets through."""

@@ -58,9 +58,8 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = LateProducts(
-            self.num_threads, self.arrays.gate.dtype, self.thread_cores, layout.products
-        )
+        dtypes = self.arrays.gate.dtype, self.arrays.down.dtype
+        self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
         self._places = layout.bundles(self._arena)[self.index]
         tokens = min(KERNEL_TOKENS, layout.max_tokens)
         most = int(np.diff(self.arrays.offsets).max(initial=0))

@@ -7,7 +7,7 @@ neither.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,12 +24,13 @@ class LateProducts:
     def __init__(
         self,
         num_threads: int,
-        dtype: np.dtype,
+        dtypes: Iterable[np.dtype],
         thread_cores: Sequence[Sequence[int]] = (),
         choice: ProductChoice | None = None,
     ) -> None:
         """As of `MatrixProducts`."""
-        self._num_threads, self._dtype, self._thread_cores = num_threads, dtype, thread_cores
+        self._num_threads, self._thread_cores = num_threads, thread_cores
+        self._dtypes = tuple(dict.fromkeys(dtypes))
         self._choice = choice
         self._made: MatrixProducts | None = None
         self._is_closed = False
@@ -42,7 +43,7 @@ class LateProducts:
                 from actors.cpu.matrix_products import MatrixProducts
 
                 self._made = MatrixProducts(
-                    self._num_threads, self._dtype, self._thread_cores, self._choice
+                    self._num_threads, self._dtypes, self._thread_cores, self._choice
                 )
             made = self._made
         if self._is_closed:

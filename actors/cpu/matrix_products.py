@@ -50,13 +50,13 @@ class MatrixProducts:
     def __init__(
         self,
         num_threads: int,
-        dtype: np.dtype,
+        dtypes: Sequence[np.dtype],
         thread_cores: ThreadCores = (),
         choice: ProductChoice | None = None,
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
-        `dtype`: of the weights. Without a `choice` what is tried out in this process decides.
+        `dtypes`: of the weights. Without a `choice` what is tried out in this process decides.
         """
         self.num_threads = num_threads
         self._choice = choose_products() if choice is None else choice
@@ -67,7 +67,7 @@ class MatrixProducts:
         self._pairs = PairProducts(num_threads, self.each_thread)
         self._words = WordProducts(num_threads, self.each_thread)
         self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._try_out()
 
     def choose(self, choice: ProductChoice) -> None:
@@ -78,8 +78,10 @@ class MatrixProducts:
 
     def _try_out(self) -> None:
         """So that no prompt waits until the kernels are compiled."""
-        if self._dtype != np.float32:
-            row = np.zeros((1, row_items(self._dtype, QUANT_GROUP)), self._dtype)
+        for dtype in self._dtypes:
+            if dtype == np.float32:
+                continue
+            row = np.zeros((1, row_items(dtype, QUANT_GROUP)), dtype)
             self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
             self.combine(torch.zeros(1, 1), row)
 

@@ -74,9 +74,8 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        self._products = LateProducts(
-            self.num_threads, self.arrays.qkv.dtype, self.thread_cores, layout.products
-        )
+        dtypes = (matrix.dtype for matrix in (self.arrays.qkv, self.arrays.out, self.arrays.head))
+        self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)

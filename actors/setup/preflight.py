@@ -18,6 +18,7 @@ from model.config.weight_formats import QUANTIZED_NAMES
 from model.errors import UsageError
 from model.files.artifact import ModelIdentity, check_artifact
 from model.files.checkpoint import Checkpoint
+from model.files.locate import resolved_model
 from model.sampling import eos_ids
 from model.weights.check import check_tensors, stored_config
 from numba_kernels.decode.attention import PAGE_POSITIONS
@@ -122,7 +123,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     mode = _mode(config, options.mode)
     context = _context(config, options.context_length)
     system = SystemConfig(
-        model_path=str(path.resolve()),
+        model_path=str(resolved_model(path)),
         mode=mode,
         num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
         num_threads=num_threads,

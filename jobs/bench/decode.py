@@ -18,13 +18,13 @@ from jobs.support.console import json_option, print_json
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
 from model.errors import UsageError
 from model.files.locate import locate_model
 from model.sampling import SamplingParams
 from model.weights.sizes import attention_bytes, head_bytes
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from placement.machine.bandwidth import measure_read_bandwidth
+from placement.solver.cost import RowBytes
 
 _READ_BYTES = 1 << 30
 _Measured = TypeVar("_Measured")
@@ -199,9 +199,8 @@ def _run(
 
 def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig) -> int:
     """What one step reads: attention, head, predictors, and the FFN's rows that were computed."""
-    row = row_bytes(config, config.hidden_size)
+    rows = RowBytes.of(config)
     neurons = config.num_layers * config.ffn_size
-    rest = 2 if config.has_gate else 1
-    ffn = neurons * row * (result.gates_computed + rest * result.neurons_computed)
+    ffn = neurons * (rows.first * result.gates_computed + rows.rest * result.neurons_computed)
     predictors = Path(system.predictors_path).stat().st_size if system.predictors_path else 0
     return int(attention_bytes(config) + head_bytes(config) + predictors + ffn)

@@ -47,7 +47,7 @@ def write_demo_text(out: Path, num_tokens: int = NUM_TOKENS) -> tuple[int, int]:
 
     Errors:  UsageError where the corpus has fewer tokens or the file cannot be written
     """
-    tokenizer = Tokenizer.from_directory(DEMO_DIRECTORY)
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
     if tokenizer is None:
         raise UsageError(f"{DEMO_DIRECTORY} holds no tokenizer.json; take the folder as it came")
     entries = stdlib_entries()

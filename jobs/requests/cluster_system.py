@@ -12,7 +12,7 @@ from actors.protocol.messages import LoadProgress, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
 from model.errors import UsageError
-from model.files.locate import locate_model
+from model.files.locate import locate_model, resolved_model
 from placement.machine.survey import usable_cores
 
 _LINE_EVERY_S = 5.0
@@ -69,7 +69,7 @@ def _within_cluster(given: SystemOptions) -> SystemOptions:
 
 def _difference(running: SystemConfig, model: str | None, given: SystemOptions) -> str:
     """How the running system differs from what was asked for; memory limits count at its start."""
-    if model is not None and str(locate_model(model).resolve()) != running.model_path:
+    if model is not None and str(resolved_model(locate_model(model))) != running.model_path:
         return f"has the model {running.model_path}"
     unasked = SystemOptions()
     for name, option in _COMPARED.items():

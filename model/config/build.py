@@ -8,10 +8,12 @@ from typing import Any
 
 from model.config.families import FAMILIES
 from model.config.families.family import Family, max_positions, num_layers
+from model.config.gguf.values import gguf_values
 from model.config.json_reader import ConfigReader, read_json_object
 from model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from model.config.quantization import quantized_dtype
 from model.errors import shown
+from model.gguf.file import is_gguf
 
 DTYPES: dict[str, WeightDtype] = {
     "float32": "float32",
@@ -52,10 +54,21 @@ _CHANGES_RESULT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def read_config(directory: str | Path) -> ModelConfig:
-    """Read `directory`/config.json. Errors: ConfigError naming the file and the key."""
-    file = Path(directory) / "config.json"
-    return build_config(read_json_object(file), source=str(file), name=_model_name(file.parent))
+def read_config(path: str | Path) -> ModelConfig:
+    """Read a model's config.json, or what a GGUF file has for it.
+
+    Errors:  ConfigError naming the file and the key, CheckpointError for a damaged GGUF file
+    """
+    values, source = config_values(path)
+    return build_config(values, source=source, name=_model_name(Path(path)))
+
+
+def config_values(path: str | Path) -> tuple[dict[str, Any], str]:
+    """Return the content of config.json, and the file to name in errors. Errors: as above."""
+    if is_gguf(path):
+        return gguf_values(path), str(path)
+    file = Path(path) / "config.json"
+    return read_json_object(file), str(file)
 
 
 def build_config(
@@ -149,9 +162,14 @@ def _dtype(reader: ConfigReader) -> WeightDtype:
     return DTYPES[name]
 
 
-def _model_name(directory: Path) -> str:
-    """Return org/repo for a directory in huggingface_hub's cache, else the directory's name."""
-    resolved = directory.resolve()
+def _model_name(path: Path) -> str:
+    """Return org/repo for a directory in huggingface_hub's cache, else the directory's name.
+
+    A GGUF file's is its own.
+    """
+    if is_gguf(path):
+        return path.stem
+    resolved = path.resolve()
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
     return resolved.name

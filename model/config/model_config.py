@@ -21,6 +21,8 @@ ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", 
 # Exactly zero for some inputs: a neuron fires where it is not.
 SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
 WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
+# Matrices that are in one format in all layers; up is in gate's.
+MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class RopeConfig:
 class ModelConfig:
     """One model. All sizes are counts; `dtype` is what config.json says the matrices are.
 
+    Some kinds of matrices may be in another format, as in most GGUF files: `other_dtypes`.
+
     post_norm, parallel_ffn and the has_..._norm say what `layer_order` tells in full. A scale of 1,
     a softcap of 0, an offset of 0 and an empty tuple are none.
     """
@@ -136,6 +140,11 @@ class ModelConfig:
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    other_dtypes: tuple[tuple[MatrixKind, WeightDtype], ...] = ()
+
+    def dtype_of(self, kind: MatrixKind) -> WeightDtype:
+        """The format of a kind of matrices."""
+        return dict(self.other_dtypes).get(kind, self.dtype)
 
     @property
     def layer_order(self) -> LayerOrder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.config.model_config import ModelConfig, WeightDtype
+from model.config.model_config import MatrixKind, ModelConfig, WeightDtype
 from model.errors import UsageError, shown
 from numba_kernels.formats import Q4, Q8, QUANT_GROUP, is_quantized, row_items
 
@@ -40,12 +40,12 @@ def requested_dtype(name: str) -> np.dtype | None:
     return _DTYPES[name]
 
 
-def row_bytes(config: ModelConfig, width: int) -> int:
-    """Return the bytes of a matrix row of `width` weights in the config's dtype.
+def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
+    """Return the bytes of a row of `width` weights in a matrix of this kind.
 
     Errors:  ValueError for a quantized row whose width is no multiple of 32
     """
-    dtype = _DTYPES[config.dtype]
+    dtype = _DTYPES[config.dtype_of(kind)]
     return row_items(dtype, width) * dtype.itemsize
 
 

@@ -1,7 +1,8 @@
 """Files that are made from one model and hold for it alone: its profile, predictors and plans.
 
 Each is a safetensors file whose metadata names what it is, its version, and the model that it was
-made from. They are in the folder `hotcold` of the model's directory unless told otherwise.
+made from. They are in the folder `hotcold` of the model's directory unless told otherwise; those of
+a GGUF file in a folder there of its name.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from model.config.json_reader import read_json_object
+from model.config.build import config_values
 from model.errors import ArtifactError, shown
 from model.files.checkpoint import Checkpoint
+from model.files.locate import resolved_model
 from model.files.whole_file import write_whole
+from model.gguf.file import is_gguf
 
 VERSION = 1
 _KEY = "hotcold"
@@ -42,16 +45,16 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, model_path: str | Path) -> ModelIdentity:
-        """Identify a model directory.
+        """Identify a model: a directory or a GGUF file.
 
-        The digest is of config.json's content, of the index of all tensors (names, formats, shapes)
-        and of the first kilobyte of some of them: two fine-tunings of one model differ in
-        nothing else.
+        The digest is of config.json's content, or of what stands for it, of the index of all
+        tensors (names, formats, shapes) and of the first kilobyte of some of them: two fine-tunings
+        of one model differ in nothing else.
         Errors:  ConfigError, CheckpointError
         """
-        directory = Path(model_path)
-        config = read_json_object(directory / "config.json")
-        checkpoint = Checkpoint(directory)
+        path = Path(model_path)
+        config, _ = config_values(path)
+        checkpoint = Checkpoint(path)
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         names = checkpoint.names()
         for name in names:
@@ -60,7 +63,7 @@ class ModelIdentity:
             )
         for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
             digest.update(checkpoint.first_bytes(name, _SAMPLED_BYTES))
-        return cls(directory.resolve().name, digest.hexdigest())
+        return cls(resolved_model(path).name, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,13 @@ class Artifact:
 
 
 def artifact_path(model_path: str | Path, file_name: str) -> Path:
-    """Where a model's file of that name lies unless told otherwise."""
-    return Path(model_path) / _FOLDER / file_name
+    """Where a model's file of that name lies unless told otherwise.
+
+    A GGUF file's own folder is beside it: others may be there, and have files of the same names.
+    """
+    path = Path(model_path)
+    folder = path.parent / _FOLDER / path.stem if is_gguf(path) else path / _FOLDER
+    return folder / file_name
 
 
 def write_artifact(

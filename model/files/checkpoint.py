@@ -1,8 +1,9 @@
-"""The weights of a Hugging Face directory, by name, as arrays that share the mapped files' bytes.
+"""The weights of a model, by name, as arrays that share the mapped files' bytes.
 
 Bits of weights have one dtype throughout the project: float32 is itself, float16 is uint16,
 bfloat16 is int16, so that Numba kernels tell them apart by type. In a checkpoint that config.json
-calls quantized, matrices are U8 tensors [rows, row bytes], and `formats.Q8` or `Q4` here.
+calls quantized, matrices are U8 tensors [rows, row bytes], and `formats.Q8` or `Q4` here. In a GGUF
+file most are rows of ggml's blocks, which loading turns into one of these.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from model.config.json_reader import ConfigReader, read_json_object
 from model.config.quantization import quantized_dtype
 from model.config.weight_formats import numpy_dtype
 from model.errors import CheckpointError, shown
+from model.files.gguf_weights import GgufWeights
 from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
 from model.files.torch_file import TorchFile
+from model.gguf.file import is_gguf
+from model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
 
-WeightFile = SafetensorsFile | TorchFile
+WeightFile = SafetensorsFile | TorchFile | GgufWeights
 # The same tensor is called with any of these by the checkpoints of one family.
 PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
 
 class Checkpoint:
-    """All tensors of a model directory. Names are given with or without a family's prefix.
+    """All tensors of a model directory or a GGUF file.
 
+    Names are given with or without a family's prefix.
     Errors:  CheckpointError, one line naming file and tensor, for a missing, truncated, overlapping
              or mis-declared file, an index that disagrees with its files, or an unknown tensor
     """
@@ -65,19 +70,24 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of the tensor's bits: float32, uint16, int16, or Q8 or Q4 of U8."""
-        found = self._entry(name).format_name
-        if found == "U8" and self.quantized_dtype is not None:
-            return self.quantized_dtype
-        if found not in BIT_DTYPES:
+        """Return the dtype of the tensor's bits: a float's, Q8 or Q4 of U8, or that of blocks."""
+        found = self._known_dtype(name)
+        if found is None:
             raise CheckpointError(
-                f"{self.path}: tensor {shown(name)} is {found}; float32, float16 and bfloat16 are "
-                "supported, so convert the model"
+                f"{self.path}: tensor {shown(name)} is {self.format_name(name)}; "
+                f"{self._readable_formats()} are supported, so convert the model"
             )
-        return BIT_DTYPES[found]
+        return found
+
+    def loaded_dtype(self, name: str) -> np.dtype:
+        """Return the dtype that a matrix is loaded in where nobody asks for another."""
+        full_name = self.full_name(name)
+        file = self._files[full_name]
+        stored = self.dtype(name)  # which refuses what cannot be read
+        return file.loaded_dtype(full_name) if isinstance(file, GgufWeights) else stored
 
     def format_name(self, name: str) -> str:
-        """Return the tensor's format as safetensors spells it, supported or not."""
+        """Return the tensor's format as safetensors or GGUF spell it, supported or not."""
         return self._entry(name).format_name
 
     def first_bytes(self, name: str, count: int) -> bytes:
@@ -89,8 +99,7 @@ class Checkpoint:
 
     def is_readable(self, name: str) -> bool:
         """Whether the tensor's format is one that `array` gives."""
-        found = self._entry(name).format_name
-        return found in BIT_DTYPES or (found == "U8" and self.quantized_dtype is not None)
+        return self._known_dtype(name) is not None
 
     def num_bytes(self, name: str) -> int:
         """Return the bytes of the tensor's data."""
@@ -102,6 +111,12 @@ class Checkpoint:
         full_name = self.full_name(name)
         bits = self._files[full_name].array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
+
+    def read_otherwise(self) -> str:
+        """Say in a line which stored formats are others in memory; "" where none is."""
+        files = {id(file): file for file in self._files.values()}.values()
+        lines = [file.read_otherwise() for file in files if isinstance(file, GgufWeights)]
+        return "; ".join(filter(None, lines))
 
     def release(self, name: str) -> None:
         """Let go of the memory that reading the tensor took, where the file is mapped."""
@@ -121,12 +136,27 @@ class Checkpoint:
         full_name = self.full_name(name)
         return self._files[full_name].entries[full_name]
 
+    def _known_dtype(self, name: str) -> np.dtype | None:
+        found = self._entry(name).format_name
+        if found == "U8":
+            return self.quantized_dtype
+        kind = TYPE_OF_NAME.get(found)
+        return BIT_DTYPES.get(found) if kind is None else kind.dtype
+
+    def _readable_formats(self) -> str:
+        if is_gguf(self.path):
+            return ", ".join(READ_NAMES)
+        return "float32, float16 and bfloat16"
+
     def _find(self, name: str) -> str | None:
         return next((prefix + name for prefix in PREFIXES if prefix + name in self._files), None)
 
 
 def _open_files(directory: Path) -> dict[str, WeightFile]:
     """Return the file of every tensor, from the first form of weights that is there."""
+    if is_gguf(directory):
+        weights = GgufWeights(directory)
+        return dict.fromkeys(weights.entries, weights)
     forms: list[tuple[str, Callable[[Path], WeightFile]]] = [
         ("model.safetensors", SafetensorsFile),
         ("pytorch_model.bin", TorchFile),

@@ -7,7 +7,6 @@ Source: the format's description in https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from model.config.json_reader import parse_json
 from model.errors import CheckpointError, shown
+from model.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
@@ -56,35 +56,18 @@ class SafetensorsFile:
                 self.entries = _read_header(path, stream, num_bytes)
         except OSError as problem:
             raise CheckpointError(f"{path}: cannot be read ({problem.strerror})") from None
-        self._data: np.ndarray | None = None
-        self._region: mmap.mmap | None = None
+        self._file = MappedFile(path)
 
     def array(self, name: str) -> np.ndarray:
         """Return a read-only view of the tensor's mapped bits, maybe unaligned."""
         entry = self.entries[name]
-        if self._data is None:
-            self._region = _mapped(self.path)
-            self._data = np.frombuffer(self._region, np.uint8)
-        if entry.end > self._data.size:
-            raise CheckpointError(f"{self.path}: became shorter while in use; download it again")
-        bits = self._data[entry.start : entry.end].view(_ARRAY_DTYPES[entry.format_name])
+        bits = self._file.view(entry.start, entry.end).view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
 
     def release(self, name: str) -> None:
         """Give up the tensor's pages; they are mapped again if read."""
         entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
-            self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: cannot be mapped ({problem})") from None
+        self._file.release(entry.start, entry.end)
 
 
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:

@@ -29,6 +29,7 @@ MAX_TEXT = 1 << 23
 MAX_SPENT = 1 << 25
 _MAX_INT_BITS = 1 << 12
 _OBJECT_COST, _ITEM_COST, _SHOWN_ITEM = 64, 32, 8
+_STEP_COST = 256  # of a loop
 _COLLECTIONS = (list, tuple, set, frozenset, dict, KeysView, ValuesView, ItemsView)
 # Filters and methods whose result may be as large as the product of what they are given.
 _GROWING = {"batch", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "slice"}
@@ -125,6 +126,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = _require_small_result(name, [owner, *args], kwargs)[1:]
         return self.spend(super().call(context, obj, *args, **kwargs))
 
+    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop, each of which costs something, so that no loop is endless."""
+        for item in items:
+            self._spend_size(_STEP_COST)
+            yield item
+
+    def _parse(self, *args: Any) -> nodes.Template:
+        template = super()._parse(*args)
+        for loop in template.find_all(nodes.For):
+            count = nodes.EnvironmentAttribute("counted", lineno=loop.lineno)
+            loop.iter = nodes.Call(count, [loop.iter], [], None, None, lineno=loop.lineno)
+        return template
+
     def concat(self, pieces: Iterable[str]) -> str:
         """Join the pieces of a template, a macro or a block."""
         return "".join(self.spend(piece) for piece in pieces)
@@ -145,10 +159,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             size += len(value)
         elif isinstance(value, _COLLECTIONS):
             size += _ITEM_COST * len(value)
+        self._spend_size(size)
+        return value
+
+    def _spend_size(self, size: int) -> None:
         self._spent.size += size
         if self._spent.size > MAX_SPENT:
-            raise SecurityError("the template makes too much text")
-        return value
+            raise SecurityError("the template makes too much text, or loops too often")
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # with jinja2's mark for those that take the environment

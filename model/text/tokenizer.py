@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the tokenizers library's tokenizer.json."""
+"""Text to token ids and back, over the tokenizers library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import tokenizers
 
 from model.errors import ConfigError, PromptError, shown
+from model.gguf.file import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
+from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 
 # As much of a prompt as may decide how the first token after it is written.
 _CONTEXT_TOKENS = 6
@@ -25,11 +27,15 @@ class Tokenizer:
         self._template = template
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer | None:
-        """Read tokenizer.json and the chat template; None where there is no tokenizer.json.
+    def from_model(cls, path: str | Path) -> Tokenizer | None:
+        """Read a model's tokenizer and chat template; None where it has no tokenizer.
 
-        Errors:  ConfigError naming the file that is damaged
+        They are tokenizer.json and what lies beside it, or in the metadata of a GGUF file.
+        Errors:  ConfigError naming the file that is damaged, CheckpointError for a GGUF file
         """
+        if is_gguf(path):
+            own = gguf_tokenizer(path)
+            return None if own is None else cls(own, gguf_chat_template(path))
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             return None

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
+from model.config.model_config import MatrixKind, ModelConfig
 from model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import AttentionWeights, read_attention
-from model.weights.embedding import HeadWeights, read_embedding, read_head
+from model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
 from model.weights.ffn import FfnWeights, read_ffn
 from model.weights.tensor_reader import TensorReader
 from numba_kernels.formats import row_width
@@ -35,19 +35,31 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") -> ModelConfig:
-    """Return `config` with the dtype that matrices are loaded in: `dtype`, or as they are stored.
+    """Return `config` with the dtypes that matrices are loaded in: `dtype`, or as they are stored.
 
     Stored is what the checkpoint's first projection is; config.json may name another dtype, or
-    none, and is then read as float32.
+    none, and is then read as float32. Other kinds of matrices may be in others.
     Errors:  CheckpointError where that tensor is missing or of an unsupported format;
              UsageError for a dtype that cannot be had
     """
-    names = tensor_names(config)
+    layer = tensor_names(config).of_layer(0)
+    firsts: dict[MatrixKind, str] = {
+        "qkv": f"{layer.qkv[0]}.weight",
+        "out": f"{layer.out}.weight",
+        "gate": f"{layer.gate}.weight",
+        "down": f"{layer.down}.weight",
+        "head": head_name(checkpoint, config),
+    }
     with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
-        loaded = reader.loaded_dtype(f"{names.of_layer(0).qkv[0]}.weight")
+        loaded = {kind: reader.loaded_dtype(name) for kind, name in firsts.items()}
     if checkpoint.quantized_dtype is None:
-        require_whole_groups(loaded, config.hidden_size, config.attention_size, config.embed_size)
-    return replace(config, dtype=dtype_name(loaded))
+        widths = config.hidden_size, config.attention_size, config.embed_size
+        for found in set(loaded.values()):
+            require_whole_groups(found, *widths)
+    own = dtype_name(loaded["qkv"])
+    names = {kind: dtype_name(found) for kind, found in loaded.items()}
+    others = tuple((kind, name) for kind, name in names.items() if name != own)
+    return replace(config, dtype=own, other_dtypes=others)
 
 
 def weight_shapes(

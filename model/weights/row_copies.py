@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from numba_kernels.formats import is_quantized
-from numba_kernels.load import loading, quantize
+from numba_kernels.formats import is_blocks, is_quantized
+from numba_kernels.load import blocks, loading, quantize
 from numba_kernels.load.convert import from_float32, to_float32
 
 # Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
@@ -59,11 +59,15 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
 def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Copy:
     """Rows `row_ids` of `src` as rows of Q8 or Q4: copied where they are that, else quantized.
 
+    Those of ggml's blocks that hold the same numbers keep them to the bit.
+
     Shapes:  src (R, C), row_ids (N,) int32, dst (N, row_items of C weights)
     """
 
     def copy(start: int, end: int) -> int:
         ids, part = row_ids[start:end], dst[start:end]
+        if is_blocks(src.dtype):
+            return blocks.blocks_into(src, ids, part)
         if not is_quantized(src.dtype):
             return quantize.quantize_into(src, ids, part)
         return quantize.DONE if quantize.copy_quantized(src, ids, part) else DAMAGED
@@ -74,10 +78,13 @@ def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Cop
 def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
     """Columns `column_ids` of `src` as rows of Q8 or Q4, turned in a buffer of a block's size.
 
-    Shapes:  src (R, C) floats, column_ids (N,) int32, dst (N, row_items of R weights)
+    Shapes:  src (R, C) floats or blocks of C weights, column_ids (N,) int32, dst (N, row_items of R
+             weights)
     """
 
     def copy(start: int, end: int) -> int:
+        if is_blocks(src.dtype):
+            return blocks.block_columns_into(src, column_ids[start:end], dst[start:end])
         turned = np.empty((end - start, src.shape[0]), src.dtype)
         if not loading.gather_columns(src, column_ids[start:end], turned):
             return quantize.NOT_FINITE

@@ -1,6 +1,6 @@
 """Bytes that weights and KV cache will take, known before any loading.
 
-Matrices are counted in the config's dtype; `stored_config` makes it the one they are loaded in.
+Matrices are counted in the config's dtypes; `stored_config` makes them those they are loaded in.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from model.config.weight_formats import row_bytes
 def attention_bytes(config: ModelConfig) -> int:
     """Return the bytes of `AttentionWeights` of all layers, norms and biases included."""
     hidden = config.hidden_size
-    matrices = config.qkv_rows * row_bytes(config, hidden)
-    matrices += hidden * row_bytes(config, config.attention_size)
+    matrices = config.qkv_rows * row_bytes(config, hidden, "qkv")
+    matrices += hidden * row_bytes(config, config.attention_size, "out")
     num_norms = config.has_norm + config.has_ffn_norm
     vectors = num_norms * hidden * (1 + config.norm_bias)
     vectors += config.has_output_norms * hidden + config.q_norm_size + config.k_norm_size
@@ -26,14 +26,15 @@ def head_bytes(config: ModelConfig) -> int:
     projected = config.embed_size != config.hidden_size
     vectors = config.has_final_norm * config.hidden_size * (1 + config.norm_bias)
     vectors += projected * config.embed_size * config.hidden_size
-    return config.vocab_size * row_bytes(config, config.embed_size) + 4 * vectors
+    return config.vocab_size * row_bytes(config, config.embed_size, "head") + 4 * vectors
 
 
 def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     """Return the bytes of `FfnWeights` with so many neurons, counted over all layers."""
-    num_matrices = 3 if config.has_gate else 2
-    num_biases = (num_matrices - 1) * config.ffn_bias
-    per_neuron = num_matrices * row_bytes(config, config.hidden_size) + 4 * num_biases + 4
+    num_first = 2 if config.has_gate else 1
+    rows = num_first * row_bytes(config, config.hidden_size, "gate")
+    rows += row_bytes(config, config.hidden_size, "down")
+    per_neuron = rows + 4 * num_first * config.ffn_bias + 4
     down_bias = config.num_layers * config.hidden_size * 4 * config.ffn_bias
     return num_neurons_total * per_neuron + down_bias
 

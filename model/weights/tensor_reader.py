@@ -26,8 +26,9 @@ from model.weights.row_copies import (
     quantized_columns,
     quantized_rows,
 )
-from numba_kernels.formats import is_quantized, row_items, row_width
+from numba_kernels.formats import is_blocks, is_quantized, row_items, row_width
 from numba_kernels.load import loading, quantize
+from numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
 from numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
@@ -74,13 +75,13 @@ class TensorReader:
         """Return the dtype that a matrix is loaded in.
 
         It is the reader's; else that of a quantized checkpoint, for a head tied to the embeddings
-        is stored as they are; else the tensor's own.
+        is stored as they are; else what the checkpoint says of the tensor.
         """
-        stored = self.checkpoint.dtype(name)
+        own = self.checkpoint.loaded_dtype(name)
         quantized = self.checkpoint.quantized_dtype
         wanted = quantized if self._dtype is None else self._dtype
         if wanted is None:
-            return stored
+            return own
         if quantized not in (None, wanted):
             raise UsageError(
                 f"--dtype {dtype_name(wanted)}: {self.checkpoint.path} is quantized to "
@@ -122,7 +123,7 @@ class TensorReader:
         if found != shape:
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {shown(name)} has shape {shown(list(found))}, "
-                f"config.json asks for {list(shape)}; they belong to different models"
+                f"the model's configuration asks for {list(shape)}; they belong to different models"
             )
 
     def require_rows(self, name: str, num_rows: int, width: int) -> None:
@@ -135,12 +136,15 @@ class TensorReader:
         if is_quantized(self.checkpoint.dtype(name)):
             self.require_rows(name, num_columns, height)
         else:
-            self.require(name, (height, num_columns))
+            self.require_rows(name, height, num_columns)
 
     def require_floats(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise unless the tensor is of this shape and not quantized."""
+        """Raise unless the tensor is of this shape and not in quantized rows."""
+        dtype = self.checkpoint.dtype(name)
+        if is_blocks(dtype):
+            shape = (*shape[:-1], self._row_items(dtype, shape[-1]))
         self.require(name, shape)
-        if is_quantized(self.checkpoint.dtype(name)):
+        if is_quantized(dtype):
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {shown(name)} is U8, and must not be quantized; "
                 "make the model again with `hotcold quantize`"
@@ -163,11 +167,13 @@ class TensorReader:
         """Return floats of any shape as they are in the file, their values checked."""
         bits = self.checkpoint.array(name)
         matrix = bits.reshape(-1, bits.shape[-1] if bits.ndim and bits.size else 1)
-        self._run(
-            name,
-            lambda start, end: finite_status(loading.all_finite(matrix[start:end])),
-            *_rows_of(matrix),
-        )
+
+        def check(start: int, end: int) -> int:
+            if is_blocks(matrix.dtype):
+                return blocks_status(matrix[start:end])
+            return finite_status(loading.all_finite(matrix[start:end]))
+
+        self._run(name, check, *_rows_of(matrix))
         return bits
 
     def rows(
@@ -195,6 +201,9 @@ class TensorReader:
         src = self.checkpoint.array(name)
         if is_quantized(src.dtype):
             self._run(name, quantized_rows(src, dst, column_ids), *_rows_of(dst))
+        elif is_blocks(src.dtype):
+            turn = quantized_columns(src, dst, column_ids)
+            self._run(name, turn, *_rows_of(dst), COLUMNS_AT_ONCE)
         elif is_quantized(dst.dtype):
             block_rows = max(1, _TURNED_BYTES // max(1, height * src.itemsize))
             self._run(name, quantized_columns(src, dst, column_ids), *_rows_of(dst), block_rows)
@@ -206,11 +215,11 @@ class TensorReader:
         try:
             return row_items(dtype, width)
         except ValueError as problem:
-            if self.checkpoint.quantized_dtype is None:
+            if self.checkpoint.quantized_dtype is None and not is_blocks(dtype):
                 require_whole_groups(dtype, width)
             raise CheckpointError(
-                f"{self.checkpoint.path}: is quantized, but config.json asks for {problem}; they "
-                "belong to different models"
+                f"{self.checkpoint.path}: is quantized, but its configuration asks for {problem}; "
+                "they belong to different models"
             ) from None
 
     def _run(

@@ -4,8 +4,9 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import require, weight_rows
-from numba_kernels.formats import is_quantized, row_width
+from numba_kernels.formats import is_blocks, is_quantized, row_width
 from numba_kernels.ir.vector_ir import widen_row
+from numba_kernels.load.blocks import dequantize_rows
 
 
 @njit(nogil=True, cache=True)
@@ -22,7 +23,8 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
     """The values of weights of any format, in a new aligned array; this is exact.
 
     Shapes:  weights (..., d) or (..., row bytes), result (..., d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4; result float32
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8, Q4 or ggml's blocks
+             (BLOCK_FORMATS, rounded as ggml rounds them); result float32
     Errors:  ValueError for another dtype, or a row length that no width has
     """
     if weights.dtype == np.uint16:
@@ -31,6 +33,10 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
         return (weights.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if weights.dtype == np.float32:
         return weights.astype(np.float32)
+    if is_blocks(weights.dtype):
+        rows = np.ascontiguousarray(weights).reshape(-1, weights.shape[-1])
+        values = dequantize_rows(rows, np.arange(rows.shape[0]))
+        return values.reshape(*weights.shape[:-1], -1)
     require(is_quantized(weights.dtype), f"dtype {weights.dtype} holds no weights")
     width = row_width(weights.dtype, weights.shape[-1])
     out = np.empty((*weights.shape[:-1], width), np.float32)

@@ -92,6 +92,29 @@ def _group_status(highest, lowest, scale):
 
 
 @njit(nogil=True, cache=True)
+def store_q8(codes, target, group, num_groups):
+    """Lay a group's codes (int8 bits) into the row `target` of Q8."""
+    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+    place = target[first * _GROUP + 4 * (group - first) :]
+    for j in range(8):
+        for b in range(4):
+            place[j * step + b] = codes[4 * j + b]
+
+
+@njit(nogil=True, cache=True)
+def store_q4(codes, target, group, num_groups):
+    """Lay a group's codes (nibbles) into the row `target` of Q4."""
+    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+    place = target[first * _GROUP // 2 + 4 * (group - first) :]
+    for j in range(4):
+        for b in range(4):
+            high = codes[8 * j + 4 + b] << uint8(4)
+            place[j * step + b] = codes[8 * j + b] | uint8(high)
+
+
+@njit(nogil=True, cache=True)
 def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
     """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
 
@@ -108,12 +131,7 @@ def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
             scale = _q8_group(values, highest, lowest, codes)
             worst = max(worst, _group_status(highest, lowest, scale))
             _store_scale(scales, group, scale)
-            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
-            step = 4 * min(_CHUNK_GROUPS, num_groups - first)
-            place = target[first * _GROUP + 4 * (group - first) :]
-            for j in range(8):
-                for b in range(4):
-                    place[j * step + b] = codes[4 * j + b]
+            store_q8(codes, target, group, num_groups)
     return worst
 
 
@@ -131,13 +149,7 @@ def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
             scale = _q4_group(values, highest, lowest, codes)
             worst = max(worst, _group_status(highest, lowest, scale))
             _store_scale(scales, group, scale)
-            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
-            step = 4 * min(_CHUNK_GROUPS, num_groups - first)
-            place = target[first * _GROUP // 2 + 4 * (group - first) :]
-            for j in range(4):
-                for b in range(4):
-                    high = codes[8 * j + 4 + b] << uint8(4)
-                    place[j * step + b] = codes[8 * j + b] | uint8(high)
+            store_q4(codes, target, group, num_groups)
     return worst
 
 

@@ -60,9 +60,10 @@ class RowBytes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> RowBytes:
-        """The rows of `config`, in its dtype."""
-        row = row_bytes(config, config.hidden_size)
-        return cls(row, 2 * row if config.has_gate else row)
+        """The rows of `config`, in its dtypes."""
+        first = row_bytes(config, config.hidden_size, "gate")
+        down = row_bytes(config, config.hidden_size, "down")
+        return cls(first, down + first if config.has_gate else down)
 
 
 def read_bytes(

@@ -110,7 +110,7 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(matrix_products, "MatrixProducts", Counted)
     wide = ProductChoice(bfloat16=False, integers=False)
-    late = LateProducts(2, np.dtype(np.uint16), (), wide)
+    late = LateProducts(2, [np.dtype(np.uint16)], (), wide)
     assert not made
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(late.get())) for _ in range(4)]

@@ -149,7 +149,7 @@ def test_token_logprob_refuses_what_is_no_number() -> None:
 
 def test_logprobs_come_with_the_text_that_they_begin_in() -> None:
     """A token that a stop string cuts off wholly never comes."""
-    tokenizer = Tokenizer.from_directory(DEMO_DIRECTORY)
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
     assert tokenizer is not None
     ids = tokenizer.encode(" value of the", add_special_tokens=False)
     assert len(ids) == 3

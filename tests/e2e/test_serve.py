@@ -58,7 +58,7 @@ def client(openai: Any, server: Server) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(DEMO_DIRECTORY)
+    found = Tokenizer.from_model(DEMO_DIRECTORY)
     assert found is not None
     return found
 

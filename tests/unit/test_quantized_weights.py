@@ -128,7 +128,10 @@ def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -
         assert sum(array.nbytes for array in arrays.values()) == size
     num_matrices = 3 if config.has_gate else 2
     rows = (
-        num_matrices * config.ffn_size * config.num_layers * row_bytes(config, config.hidden_size)
+        num_matrices
+        * config.ffn_size
+        * config.num_layers
+        * row_bytes(config, config.hidden_size, "gate")
     )
     assert rows <= sum(seen) <= rows * 1.2
     assert RowBytes.of(config).first == config.hidden_size // 32 * {"q8": 34, "q4": 18}[name]

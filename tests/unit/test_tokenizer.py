@@ -81,7 +81,7 @@ def write(path: Path, backend: tokenizers.Tokenizer, **config: Any) -> Path:
 
 @pytest.fixture(params=list(BACKENDS))
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    found = Tokenizer.from_directory(write(tmp_path, BACKENDS[request.param]()))
+    found = Tokenizer.from_model(write(tmp_path, BACKENDS[request.param]()))
     assert found is not None
     return found
 
@@ -140,11 +140,11 @@ def test_any_ids_can_be_streamed(tokenizer: Tokenizer, data: st.DataObject) -> N
 
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
-    assert Tokenizer.from_directory(tmp_path) is None
+    assert Tokenizer.from_model(tmp_path) is None
     for content in (b"", b"{}", b"\xff", b'{"version": "1.0", "model": {"type": "BPE"}}'):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(ConfigError, match=r"tokenizer\.json") as caught:
-            Tokenizer.from_directory(tmp_path)
+            Tokenizer.from_model(tmp_path)
         assert "\n" not in str(caught.value)
 
 
@@ -165,7 +165,7 @@ MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content"
 def chat(path: Path, template: str | list[dict[str, str]] | None) -> Tokenizer:
     """A tokenizer with the template in tokenizer_config.json."""
     config = {} if template is None else {"chat_template": template}
-    found = Tokenizer.from_directory(write(path, byte_level(), **config))
+    found = Tokenizer.from_model(write(path, byte_level(), **config))
     assert found is not None
     return found
 

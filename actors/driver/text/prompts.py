@@ -18,7 +18,7 @@ class Prompts:
 
     def __init__(self, path: Path, config: ModelConfig, context_length: int) -> None:
         """Tokenizer and chat template come from the model's directory `path`."""
-        self.tokenizer = Tokenizer.from_directory(path)
+        self.tokenizer = Tokenizer.from_model(path)
         self.config = config
         self.context_length = context_length
 

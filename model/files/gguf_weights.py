@@ -1,0 +1,164 @@
+"""The tensors of a GGUF model under Hugging Face's names, behind the interface of SafetensorsFile.
+
+A matrix keeps its bytes; only rows of q and k, and norms, are copies where the file has them in
+another order or with one added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.config.build import build_config
+from model.config.families import tensor_names
+from model.config.families.tensor_names import LayerNames, TensorNames
+from model.config.gguf.values import architecture_of, gguf_values
+from model.config.model_config import ModelConfig
+from model.errors import CheckpointError, shown
+from model.files.safetensors_file import TensorEntry
+from model.gguf.file import open_gguf
+from model.gguf.tensor_types import TensorType
+from numba_kernels.formats import Q8, is_blocks, is_quantized
+
+# Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
+_TOGETHER = {"up": "gate"}
+_NOT_WEIGHTS = ("rope_freqs.weight",)  # of which the configuration was made
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the checkpoint is in the file."""
+
+    name: str  # in the file
+    module: str  # of the file's names, without layer and suffix
+    role: str  # a field of LayerNames or TensorNames
+
+
+class GgufWeights:
+    """All tensors of the model.
+
+    Errors:  CheckpointError, ConfigError for a file that is damaged, of an unknown architecture, or
+             that holds tensors which the architecture leaves no place for
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._model = open_gguf(path)
+        self._architecture = architecture_of(self._model)
+        self._values = gguf_values(path)
+        config = build_config(self._values, source=str(path))
+        self._places = self._find(config)
+        self.entries = {name: self._entry(place) for name, place in self._places.items()}
+        self._loaded = self._loaded_dtypes(config)
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the tensor's items, read-only and maybe unaligned; bytes of blocks as they are."""
+        place = self._places[name]
+        kind = self._model.info(place.name).type
+        assert kind.dtype is not None, "Checkpoint.dtype refuses it"
+        items = self._model.array(place.name)
+        order = self._architecture.row_orders.get(place.module)
+        if order is not None:
+            ids = order(self._values)
+            if ids.size != len(items):
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(place.name)} has {len(items)} rows, its metadata "
+                    f"asks for {ids.size}"
+                )
+            return items[ids]
+        if self._architecture.adds_one_to_norms and place.module.endswith("norm"):
+            return items - np.float32(1)
+        return items
+
+    def release(self, name: str) -> None:
+        """Give up the tensor's pages; they are mapped again if read."""
+        self._model.release(self._places[name].name)
+
+    def loaded_dtype(self, name: str) -> np.dtype:
+        """Return what the matrix is in memory: the same for its role in all layers."""
+        kind = self._model.info(self._places[name].name).type
+        return self._loaded.get(self._places[name].role, kind.loaded or np.dtype(np.float32))
+
+    def read_otherwise(self) -> str:
+        """Say in a line which of the file's formats become others in memory; "" where none do."""
+        changes: dict[tuple[str, str], int] = {}
+        for place in self._places.values():
+            kind = self._model.info(place.name).type
+            into = self._loaded.get(place.role)
+            if into is None or kind.dtype is None or not is_blocks(kind.dtype):
+                continue
+            bits = 8 if into == Q8 else 4
+            if is_quantized(into) and kind.name != f"Q{bits}_0":
+                key = (kind.name, f"{bits} bits")
+                changes[key] = changes.get(key, 0) + 1
+        if not changes:
+            return ""
+        names = ", ".join(dict.fromkeys(name for name, _ in changes))
+        return f"{names}: read as {' and '.join(dict.fromkeys(b for _, b in changes))} a weight"
+
+    def _find(self, config: ModelConfig) -> dict[str, _Place]:
+        places = {}
+        for ours, theirs, role in _pairs(tensor_names(config), self._architecture.names, config):
+            for suffix in (".weight", ".bias"):
+                if theirs + suffix in self._model.names:
+                    module = theirs.rsplit(".", 1)[-1]
+                    places[ours + suffix] = _Place(theirs + suffix, module, role)
+        known = {place.name for place in places.values()}.union(_NOT_WEIGHTS)
+        left = [name for name in self._model.names if name not in known]
+        if left:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(left[0])} has no place in the model that its metadata "
+                f"describes ({len(left)} have none); it would change the result"
+            )
+        return places
+
+    def _entry(self, place: _Place) -> TensorEntry:
+        info = self._model.info(place.name)
+        shape = (*info.shape[:-1], info.type.items(info.shape[-1]))
+        return TensorEntry(info.type.name, shape, info.start, info.end)
+
+    def _loaded_dtypes(self, config: ModelConfig) -> dict[str, np.dtype]:
+        """For each role of matrices the dtype that all layers' tensors can be in."""
+        kinds: dict[str, set[TensorType]] = {}
+        for place in self._places.values():
+            info = self._model.info(place.name)
+            if len(info.shape) == 2:
+                kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
+        common = {role: _common(types, role == "down") for role, types in kinds.items()}
+        if config.tied_embeddings and "tokens" in common:
+            common.setdefault("head", common["tokens"])
+        return common | {role: common[of] for role, of in _TOGETHER.items() if of in common}
+
+
+def _common(types: set[TensorType], is_turned: bool) -> np.dtype:
+    """The dtype that matrices of these types become: their own where they agree, else Q8."""
+    found = {(kind.turned if is_turned else kind.loaded) for kind in types}
+    dtypes = {dtype for dtype in found if dtype is not None}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return Q8 if any(is_quantized(dtype) for dtype in dtypes) else np.dtype(np.float32)
+
+
+def _pairs(
+    ours: TensorNames, theirs: TensorNames, config: ModelConfig
+) -> Iterator[tuple[str, str, str]]:
+    """The modules of a checkpoint, of the file, and their role."""
+    for field in fields(TensorNames):
+        if field.name not in ("layers", "layer"):
+            yield from _named(getattr(ours, field.name), getattr(theirs, field.name), field.name)
+    for layer in range(config.num_layers):
+        own, other = ours.of_layer(layer), theirs.of_layer(layer)
+        for field in fields(LayerNames):
+            yield from _named(getattr(own, field.name), getattr(other, field.name), field.name)
+
+
+def _named(ours: Any, theirs: Any, role: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(ours, tuple):
+        for own, other in zip(ours, theirs, strict=True):
+            yield from _named(own, other, role)
+    elif ours and theirs:
+        yield ours, theirs, role

@@ -1,0 +1,1 @@
+"""GGUF files: headers read within bounds, tensors as views of the mapped bytes."""

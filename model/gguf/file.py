@@ -1,0 +1,167 @@
+"""A model in GGUF: one file, or several parts of which the first is named."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.errors import CheckpointError, shown
+from model.gguf.header import ArrayValue, HeaderReader, TensorInfo
+from model.mapped_file import MappedFile, mapped
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+_KEPT_FILES = 4
+
+
+class GgufFile:
+    """One file: its metadata, and its tensors by name.
+
+    Errors:  CheckpointError, one line naming the file, for anything mis-declared
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._reader = HeaderReader(path, mapped(path))
+        self._mapped = MappedFile(path)
+        self.metadata: Mapping[str, Any] = self._reader.metadata
+        self.tensors: dict[str, TensorInfo] = self._reader.tensors()
+
+    def strings(self, key: str) -> list[str] | None:
+        """Return a list of strings of the metadata; None where the key is absent."""
+        array = self._array(key)
+        if array is None:
+            return None
+        if not array.holds_strings:
+            raise self.fail(key, "holds no strings")
+        return self._reader.strings(array)
+
+    def numbers(self, key: str) -> np.ndarray | None:
+        """Return a list of numbers of the metadata; None where the key is absent."""
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.holds_strings:
+            raise self.fail(key, "holds no numbers")
+        return self._reader.numbers(array)
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor's mapped bytes as items of its type's dtype; blocks keep their bytes."""
+        info = self.tensors[name]
+        assert info.type.dtype is not None
+        items = self._mapped.view(info.start, info.end).view(info.type.dtype)
+        return items.reshape(*info.shape[:-1], info.type.items(info.shape[-1]))
+
+    def release(self, name: str) -> None:
+        """Give up the tensor's pages; they are mapped again if read."""
+        info = self.tensors[name]
+        self._mapped.release(info.start, info.end)
+
+    def fail(self, key: str, problem: str) -> CheckpointError:
+        """Return (not raise) the error that a key of the metadata has `problem`."""
+        return CheckpointError(f"{self.path}: key {shown(key)} {problem}; download it again")
+
+    def _array(self, key: str) -> ArrayValue | None:
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, ArrayValue):
+            raise self.fail(key, "is no array")
+        return value
+
+
+class GgufModel:
+    """All parts of a model. The first part has the metadata, and all have tensors.
+
+    Errors:  CheckpointError for a part that is missing, damaged, or not this model's
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.first = GgufFile(path)
+        self.metadata = self.first.metadata
+        self._file_of: dict[str, GgufFile] = {}
+        for part in [self.first, *self._other_parts()]:
+            for name in part.tensors:
+                if name in self._file_of:
+                    raise CheckpointError(
+                        f"{part.path}: tensor {shown(name)} is in another part too; download all "
+                        "parts again"
+                    )
+                self._file_of[name] = part
+        declared = self.metadata.get("split.tensors.count", len(self._file_of))
+        if declared != len(self._file_of):
+            raise CheckpointError(
+                f"{path}: its parts hold {len(self._file_of)} tensors of {shown(declared)}; "
+                "download all parts again"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        return list(self._file_of)
+
+    def info(self, name: str) -> TensorInfo:
+        """What is known of a tensor. Errors: KeyError."""
+        return self._file_of[name].tensors[name]
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor's items; see `GgufFile.array`."""
+        return self._file_of[name].array(name)
+
+    def release(self, name: str) -> None:
+        """Give up the tensor's pages."""
+        self._file_of[name].release(name)
+
+    def _other_parts(self) -> list[GgufFile]:
+        count, number = (self.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
+        if type(count) is not int or type(number) is not int or count > 99999:
+            raise self.first.fail("split.count", f"is {shown(count)}")
+        if count <= 1:
+            return []
+        name = _PART.fullmatch(self.path.stem)
+        if number != 0 or name is None or int(name["number"]) != 1 or int(name["count"]) != count:
+            raise CheckpointError(
+                f"{self.path}: is part {number + 1} of {count}; give the first one, which ends in "
+                f"-00001-of-{count:05}{SUFFIX}, beside the others"
+            )
+        paths = [
+            self.path.with_name(f"{name['stem']}-{part:05}-of-{count:05}{self.path.suffix}")
+            for part in range(2, count + 1)
+        ]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: part {missing[0]} is missing ({len(missing)} of {count} are); "
+                "download all parts"
+            )
+        return [GgufFile(path) for path in paths]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a model's path is that of a GGUF file, and not of a directory."""
+    return Path(path).is_file()
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether the name is that of a part other than the first."""
+    name = _PART.fullmatch(path.stem)
+    return name is not None and int(name["number"]) != 1
+
+
+def open_gguf(path: str | Path) -> GgufModel:
+    """Return the model; the same object while the file stays as it is. Errors: CheckpointError."""
+    file = Path(path)
+    try:
+        state = file.stat()
+    except OSError as problem:
+        raise CheckpointError(f"{file}: cannot be read ({problem.strerror})") from None
+    return _open(file, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(_KEPT_FILES)
+def _open(path: Path, num_bytes: int, changed_ns: int) -> GgufModel:
+    return GgufModel(path)

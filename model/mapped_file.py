@@ -1,0 +1,44 @@
+"""A file mapped into memory, of which parts are let go of again."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from model.errors import CheckpointError
+
+
+class MappedFile:
+    """The bytes of one file, mapped on first use. Errors: CheckpointError naming the file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._data: np.ndarray | None = None
+        self._region: mmap.mmap | None = None
+
+    def view(self, start: int, end: int) -> np.ndarray:
+        """Return the bytes `start` to `end`: uint8, read-only."""
+        if self._data is None:
+            self._region = mapped(self.path)
+            self._data = np.frombuffer(self._region, np.uint8)
+        if end > self._data.size:
+            raise CheckpointError(f"{self.path}: became shorter while in use; download it again")
+        return self._data[start:end]
+
+    def release(self, start: int, end: int) -> None:
+        """Give up the whole pages among these bytes; they are mapped again if read."""
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
+            self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """Return the file mapped for reading. Errors: CheckpointError."""
+    try:
+        with path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be mapped ({problem})") from None

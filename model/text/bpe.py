@@ -1,0 +1,156 @@
+"""Tokenizers built from a vocabulary: byte-level BPE as GPT-2 has it, and SentencePiece's BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+_SPACE = "▁"
+# The GPT-2 pattern is that of ByteLevel itself.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text is cut into words before merges: patterns, or GPT-2's own without any.
+
+    `whole_words`: a word that is a token is taken as it is, whatever merges would make of it.
+    """
+
+    pattern: str = ""
+    single_digits: bool = False
+    falcon: bool = False  # punctuation and three digits on their own
+    nfc: bool = False
+    whole_words: bool = False
+    adds_bos: bool = False
+
+
+GPT2 = Splitting()
+LLAMA3 = Splitting(_LLAMA3, whole_words=True, adds_bos=True)
+QWEN2 = Splitting(_QWEN2, nfc=True)
+# Of tokenizer.ggml.pre.
+SPLITTINGS: dict[str, Splitting] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Splitting(single_digits=True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), Splitting(_GPT4O)),
+    "tekken": Splitting(_TEKKEN, whole_words=True, adds_bos=True),
+    "falcon": Splitting(falcon=True),
+}
+
+
+def byte_bpe(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    splitting: Splitting,
+    add_prefix_space: bool = False,
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose letters are bytes. Errors: whatever the library raises."""
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=splitting.whole_words)
+    )
+    if splitting.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps = []
+    if splitting.falcon:
+        steps = [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=True),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
+    elif splitting.pattern:
+        steps = [
+            pre_tokenizers.Split(Regex(splitting.pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
+        ]
+    else:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
+        steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece_bpe(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    unknown: str | None,
+    add_prefix_space: bool,
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose letters are characters, and bytes for those it has none for.
+
+    Every text begins with a space where `add_prefix_space`, as SentencePiece adds one.
+    Errors:  whatever the library raises
+    """
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=dict(vocab),
+            merges=list(merges),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    prefix = [normalizers.Prepend(_SPACE)] if add_prefix_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
+    strip = [decoders.Strip(" ", 1, 0)] if add_prefix_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the merges that SentencePiece's BPE makes: any two pieces whose sum is a piece.
+
+    `pieces` have scores: those of the best are merged first. Pieces of equal scores are merged
+    from the shorter left part on.
+    """
+    merges: list[tuple[float, int, str, str]] = []
+    for piece, score in pieces.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                merges.append((-score, len(merges), left, right))
+    merges.sort()
+    return [(left, right) for _, _, left, right in merges]
+
+
+def add_tokens(
+    tokenizer: tokenizers.Tokenizer, special: Sequence[str], others: Sequence[str]
+) -> None:
+    """Have tokens of the vocabulary found in a text before it is cut."""
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others])
+
+
+def add_ends(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Have every text begin with `bos` and end with `eos`, tokens of the vocabulary."""
+    ends = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
+    if not ends:
+        return
+    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B"], special_tokens=list(dict(ends).items())
+    )

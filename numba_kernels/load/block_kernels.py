@@ -1,0 +1,213 @@
+"""Compiled loops over ggml's blocks: values in float32, and codes that Q8 and Q4 take as they are.
+
+Source:  ggml-quants.c, dequantize_row_*; ggml-common.h, the blocks' layouts
+"""
+
+import numpy as np
+from numba import float32, int8, int32, njit, uint8, uint16
+
+from numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
+from numba_kernels.ir.scalar_bits import float32_of
+from numba_kernels.load.quantize_kernels import DONE, NOT_FINITE, store_q4, store_q8
+
+# Codes that no row of Q8 has: -128. Of what `repack_kernel` returns.
+LOW_CODES = 3
+
+
+def _code(name):
+    return BLOCK_FORMATS[block_dtype(name)].code
+
+
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = (
+    _code(f"Q{name}") for name in ("4_0", "4_1", "5_0", "5_1", "8_0")
+)
+_Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = (_code(f"Q{bits}_K") for bits in (2, 3, 4, 5, 6))
+_IQ4_NL = _code("IQ4_NL")
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+_GROUP, _CHUNK_GROUPS = np.int64(QUANT_GROUP), np.int64(CHUNK_GROUPS)
+
+
+@njit(nogil=True, cache=True)
+def _half(block, at):
+    """The float16 at a byte, as float32."""
+    return float32_of(uint16(int32(block[at]) | (int32(block[at + 1]) << 8)))
+
+
+@njit(nogil=True, cache=True)
+def _scale_and_min(block, at, group):
+    """The 6-bit scale and minimum of a group of Q4_K and Q5_K, from 12 bytes."""
+    if group < 4:
+        return block[at + group] & 63, block[at + 4 + group] & 63
+    low = block[at + 4 + group]
+    high_scale, high_min = block[at + group - 4] >> 6, block[at + group] >> 6
+    return (low & 15) | (high_scale << 4), (low >> 4) | (high_min << 4)
+
+
+@njit(nogil=True, cache=True)
+def _with_min(block, nibbles, bits_at, out):
+    """Q4_1, and Q5_1 where `bits_at` says where fifth bits are: d * q + m."""
+    scale, least = _half(block, 0), _half(block, 2)
+    for k in range(16):
+        low, high = int32(block[nibbles + k] & 15), int32(block[nibbles + k] >> 4)
+        if bits_at:
+            low |= ((int32(block[bits_at + k // 8]) >> (k % 8)) & 1) << 4
+            high |= ((int32(block[bits_at + 2 + k // 8]) >> (k % 8)) & 1) << 4
+        out[k] = scale * float32(low) + least
+        out[k + 16] = scale * float32(high) + least
+
+
+@njit(nogil=True, cache=True)
+def _q2_k(block, out):
+    scale, least = _half(block, 80), _half(block, 82)
+    for part in range(16):
+        d = scale * float32(block[part] & 15)
+        m = least * float32(block[part] >> 4)
+        first, shift = 16 + part // 8 * 32 + part % 2 * 16, part % 8 // 2 * 2
+        for k in range(16):
+            out[16 * part + k] = d * float32((block[first + k] >> shift) & 3) - m
+
+
+@njit(nogil=True, cache=True)
+def _q3_k(block, out):
+    scale = _half(block, 108)
+    for part in range(16):
+        low = (block[96 + part % 8] >> (part // 8 * 4)) & 15
+        high = (block[104 + part % 4] >> (part // 4 * 2)) & 3
+        d = scale * float32(int32(low | (high << 4)) - 32)
+        first, shift = 32 + part // 8 * 32 + part % 2 * 16, part % 8 // 2 * 2
+        for k in range(16):
+            has_high = (block[part % 2 * 16 + k] >> (part // 2)) & 1
+            q = int32((block[first + k] >> shift) & 3) - (0 if has_high else 4)
+            out[16 * part + k] = d * float32(q)
+
+
+@njit(nogil=True, cache=True)
+def _q4_k(block, out):
+    scale, least = _half(block, 0), _half(block, 2)
+    for group in range(8):
+        factor, offset = _scale_and_min(block, 4, group)
+        d, m = scale * float32(factor), least * float32(offset)
+        first, shift = 16 + group // 2 * 32, group % 2 * 4
+        for k in range(32):
+            out[32 * group + k] = d * float32((block[first + k] >> shift) & 15) - m
+
+
+@njit(nogil=True, cache=True)
+def _q5_k(block, out):
+    scale, least = _half(block, 0), _half(block, 2)
+    for group in range(8):
+        factor, offset = _scale_and_min(block, 4, group)
+        d, m = scale * float32(factor), least * float32(offset)
+        first, shift = 48 + group // 2 * 32, group % 2 * 4
+        for k in range(32):
+            q = ((block[first + k] >> shift) & 15) | (((block[16 + k] >> group) & 1) << 4)
+            out[32 * group + k] = d * float32(q) - m
+
+
+@njit(nogil=True, cache=True)
+def _q6_k(block, out):
+    scale = _half(block, 208)
+    for part in range(16):
+        d = scale * float32(int8(block[192 + part]))
+        half, row, side = part // 8, part % 8 // 2, part % 2 * 16
+        low, shift = 64 * half + row % 2 * 32 + side, row // 2 * 4
+        high = 128 + 32 * half + side
+        for k in range(16):
+            q = ((block[low + k] >> shift) & 15) | (((block[high + k] >> (2 * row)) & 3) << 4)
+            out[16 * part + k] = d * float32(int32(q) - 32)
+
+
+@njit(nogil=True, cache=True)
+def _codes(code, block, codes):
+    """The 32 codes, int8 bits, of a block of Q4_0, Q5_0, Q8_0 or IQ4_NL: weight = scale * code."""
+    if code == _Q8_0:
+        for k in range(32):
+            codes[k] = block[2 + k]
+        return
+    nibbles = 6 if code == _Q5_0 else 2
+    for k in range(16):
+        low, high = int32(block[nibbles + k] & 15), int32(block[nibbles + k] >> 4)
+        if code == _Q4_0:
+            low, high = low - 8, high - 8
+        elif code == _Q5_0:
+            low |= ((int32(block[2 + k // 8]) >> (k % 8)) & 1) << 4
+            high |= ((int32(block[4 + k // 8]) >> (k % 8)) & 1) << 4
+            low, high = low - 16, high - 16
+        else:
+            low, high = int32(_IQ4_VALUES[low]), int32(_IQ4_VALUES[high])
+        codes[k], codes[k + 16] = uint8(low), uint8(high)
+
+
+@njit(nogil=True, cache=True)
+def _values(code, block, codes, out):
+    """out = the weights of one block."""
+    if code == _Q4_K:
+        _q4_k(block, out)
+    elif code == _Q6_K:
+        _q6_k(block, out)
+    elif code == _Q5_K:
+        _q5_k(block, out)
+    elif code == _Q4_1:
+        _with_min(block, 4, 0, out)
+    elif code == _Q5_1:
+        _with_min(block, 8, 4, out)
+    elif code == _Q3_K:
+        _q3_k(block, out)
+    elif code == _Q2_K:
+        _q2_k(block, out)
+    else:
+        _codes(code, block, codes)
+        scale = _half(block, 0)
+        for k in range(32):
+            out[k] = scale * float32(int8(codes[k]))
+
+
+@njit(nogil=True, cache=True)
+def dequantize_kernel(code, weights, num_bytes, src, src_step, row_ids, first_block, out):
+    """out[i] = values of the row row_ids[i] of `src` from block `first_block` on; checks nothing.
+
+    `src` is flat uint8, its rows so many bytes apart; out (N, W), W a multiple of `weights`.
+    """
+    codes = np.empty(_GROUP, np.uint8)
+    for i in range(row_ids.shape[0]):
+        start = row_ids[i] * src_step + first_block * num_bytes
+        row = out[i]
+        for block in range(row.shape[0] // weights):
+            _values(
+                code, src[start : start + num_bytes], codes,
+                row[block * weights : (block + 1) * weights],
+            )  # fmt: skip
+            start += num_bytes
+
+
+@njit(nogil=True, cache=True)
+def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width, to_q4):
+    """Blocks of Q4_0, Q5_0, Q8_0 or IQ4_NL as rows of Q8, or of Q4_0 as rows of Q4, to the bit.
+
+    Returns DONE, NOT_FINITE or LOW_CODES, which leave `dst` unspecified; checks no shapes.
+    """
+    codes = np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        start = row_ids[row] * src_step
+        target = dst[row * dst_step :]
+        scales = target[width // 2 if to_q4 else width :]
+        for group in range(num_groups):
+            block = src[start : start + num_bytes]
+            start += num_bytes
+            _codes(code, block, codes)
+            if block[1] & 0x7C == 0x7C:
+                worst = max(worst, NOT_FINITE)
+            scales[2 * group], scales[2 * group + 1] = block[0], block[1]
+            if to_q4:
+                for k in range(_GROUP):
+                    codes[k] += uint8(8)
+                store_q4(codes, target, group, num_groups)
+                continue
+            for k in range(_GROUP):
+                if codes[k] == 0x80:
+                    worst = max(worst, LOW_CODES)
+            store_q8(codes, target, group, num_groups)
+    return worst

@@ -1,0 +1,116 @@
+"""Rows of ggml's blocks, as GGUF files have them, into rows that kernels compute with.
+
+Q4_0 becomes Q4, and Q4_0, Q5_0, Q8_0 and IQ4_NL become Q8, to the bit: values and scales stay. All
+other blocks become floats, which are quantized again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_kernels.formats import (
+    BLOCK_FORMATS,
+    Q4,
+    Q8,
+    QUANTIZED,
+    block_dtype,
+    row_items,
+    row_width,
+)
+from numba_kernels.load.block_kernels import LOW_CODES, dequantize_kernel, repack_kernel
+from numba_kernels.load.loading import flat_rows
+from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
+
+_EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
+    block_dtype("Q4_0"): (Q4, Q8),
+    block_dtype("Q5_0"): (Q8,),
+    block_dtype("Q8_0"): (Q8,),
+    block_dtype("IQ4_NL"): (Q8,),
+}
+COLUMNS_AT_ONCE = 256  # whole blocks of any format
+_FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
+
+
+def stays_exact(blocks: np.dtype, dtype: np.dtype) -> bool:
+    """Whether rows of these blocks become rows of `dtype` to the bit."""
+    return dtype in _EXACT.get(blocks, ())
+
+
+def dequantize_rows(
+    rows: np.ndarray, row_ids: np.ndarray, first_block: int = 0, num_blocks: int | None = None
+) -> np.ndarray:
+    """The values of the rows `row_ids`, or of some blocks of each; the GIL is free meanwhile.
+
+    Shapes:  rows (R, row bytes), row_ids (N,), result (N, weights)
+    Dtypes:  rows of BLOCK_FORMATS, row_ids int64, result float32, rounded as ggml rounds
+    Errors:  ValueError for another dtype, or rows that are not contiguous
+    """
+    if rows.dtype not in BLOCK_FORMATS:
+        raise ValueError(f"dtype {rows.dtype} holds no blocks")
+    block = BLOCK_FORMATS[rows.dtype]
+    if num_blocks is None:
+        num_blocks = rows.shape[1] // block.num_bytes - first_block
+    out = np.empty((row_ids.size, num_blocks * block.weights), np.float32)
+    source, step = flat_rows(rows.view(np.uint8))
+    dequantize_kernel(*block, source, step, row_ids, np.int64(first_block), out)
+    return out
+
+
+def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
+    """Fill `out` with the rows `row_ids`; returns DONE, or what is wrong, as `quantize_into` does.
+
+    Shapes:  rows (R, row bytes), row_ids (N,), out (N, row_items)
+    Dtypes:  rows of BLOCK_FORMATS, row_ids int, out Q8 or Q4
+    Errors:  ValueError on any mismatch
+    """
+    width = row_width(rows.dtype, rows.shape[1])
+    if out.dtype not in QUANTIZED or out.shape != (row_ids.size, row_items(out.dtype, width)):
+        raise ValueError(f"{row_ids.size} rows of {rows.dtype} {rows.shape} to {out.shape}")
+    ids = np.ascontiguousarray(row_ids, np.int64)
+    if stays_exact(rows.dtype, out.dtype):
+        block = BLOCK_FORMATS[rows.dtype]
+        source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
+        status = int(
+            repack_kernel(
+                block.code, block.num_bytes, *source, ids, *target, np.int64(width), out.dtype == Q4
+            )
+        )
+        if status != LOW_CODES:
+            return status
+    step, worst = max(1, _FLOAT_BYTES // (4 * max(1, width))), DONE
+    for first in range(0, ids.size, step):
+        values = dequantize_rows(rows, ids[first : first + step])
+        worst = max(worst, quantize_into(values, np.arange(len(values)), out[first : first + step]))
+    return worst
+
+
+def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray) -> int:
+    """Fill `out` with the columns `column_ids` of a matrix of blocks, quantized again.
+
+    Blocks are read by ranges, each of which some columns are in, so columns should lie close.
+    Shapes:  rows (R, row bytes), column_ids (N,), out (N, row_items of R weights)
+    Dtypes:  as of `blocks_into`
+    Units:   takes 4 R bytes for each column, and for each of COLUMNS_AT_ONCE
+    Errors:  ValueError on any mismatch
+    """
+    weights = BLOCK_FORMATS[rows.dtype].weights
+    turned = np.empty((column_ids.size, rows.shape[0]), np.float32)
+    all_rows = np.arange(rows.shape[0])
+    ranges = column_ids // COLUMNS_AT_ONCE
+    for number in np.unique(ranges):
+        is_here = ranges == number
+        first = int(number) * COLUMNS_AT_ONCE
+        num_columns = min(COLUMNS_AT_ONCE, row_width(rows.dtype, rows.shape[1]) - first)
+        values = dequantize_rows(rows, all_rows, first // weights, num_columns // weights)
+        turned[is_here] = values[:, column_ids[is_here] - first].T
+    return quantize_into(turned, np.arange(column_ids.size), out)
+
+
+def blocks_status(rows: np.ndarray) -> int:
+    """DONE where all values of rows (R, row bytes) are finite, else NOT_FINITE."""
+    step = max(1, _FLOAT_BYTES // (4 * max(1, row_width(rows.dtype, rows.shape[1]))))
+    for first in range(0, rows.shape[0], step):
+        ids = np.arange(first, min(first + step, rows.shape[0]))
+        if not np.isfinite(dequantize_rows(rows, ids)).all():
+            return NOT_FINITE
+    return DONE

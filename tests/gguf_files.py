@@ -1,0 +1,268 @@
+"""GGUF files for tests: written byte by byte, so that any may be wrong, or from tiny models."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL, UINT64 = 8, 9, 4, 5, 6, 7, 10
+_LETTERS = {UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", 0: "B", 12: "d"}
+
+
+def string(text: str | bytes) -> bytes:
+    """A string as a file has it."""
+    content = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(content)) + content
+
+
+def array(kind: int, items: Sequence[Any], count: int | None = None) -> bytes:
+    """An array's bytes; `count` instead of the true number."""
+    number = len(items) if count is None else count
+    body = b"".join(
+        string(i) if kind == STRING else struct.pack(f"<{_LETTERS[kind]}", i) for i in items
+    )
+    return struct.pack("<IQ", kind, number) + body
+
+
+def scalar(kind: int, value: Any) -> bytes:
+    """A value's bytes."""
+    return string(value) if kind == STRING else struct.pack(f"<{_LETTERS[kind]}", value)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a header says of a tensor: sizes, the row's first."""
+
+    name: str
+    sizes: tuple[int, ...]
+    type: int = 0
+    offset: int = 0
+    num_dimensions: int | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A file's parts; counts may be given otherwise than they are."""
+
+    keys: tuple[tuple[str | bytes, int, bytes], ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    data: bytes = b""
+    magic: bytes = b"GGUF"
+    version: int = 3
+    num_keys: int | None = None
+    num_tensors: int | None = None
+    alignment: int = 32
+
+    def pieces(self) -> list[bytes]:
+        """The file, cut wherever its structure has a seam."""
+        num_tensors = len(self.tensors) if self.num_tensors is None else self.num_tensors
+        num_keys = len(self.keys) if self.num_keys is None else self.num_keys
+        pieces = [self.magic, *(struct.pack("<I", self.version),)]
+        pieces += [struct.pack("<Q", num_tensors), struct.pack("<Q", num_keys)]
+        for name, kind, value in self.keys:
+            pieces += [string(name)[:8], string(name)[8:], struct.pack("<I", kind)]
+            pieces += [value[:4], value[4:12], value[12:]]
+        for tensor in self.tensors:
+            count = len(tensor.sizes) if tensor.num_dimensions is None else tensor.num_dimensions
+            pieces += [string(tensor.name)[:8], string(tensor.name)[8:], struct.pack("<I", count)]
+            pieces += [struct.pack("<Q", size) for size in tensor.sizes]
+            pieces += [struct.pack("<I", tensor.type), struct.pack("<Q", tensor.offset)]
+        header = sum(map(len, pieces))
+        pieces += [bytes(-header % self.alignment), self.data]
+        return [piece for piece in pieces if piece]
+
+    def content(self) -> bytes:
+        """The whole file."""
+        return b"".join(self.pieces())
+
+    def with_key(self, name: str | bytes, kind: int, value: Any) -> Draft:
+        """With one more key; `value` may be its bytes."""
+        content = value if isinstance(value, bytes) else scalar(kind, value)
+        return replace(self, keys=(*self.keys, (name, kind, content)))
+
+    def without_key(self, name: str) -> Draft:
+        """Without a key."""
+        return replace(self, keys=tuple(key for key in self.keys if key[0] != name))
+
+
+def small_llama(tokens: int = 8, width: int = 32, heads: int = 2, layers: int = 1) -> Draft:
+    """A whole model of float32 zeros and ones, small enough to be changed in any place."""
+    draft = Draft()
+    for name, kind, value in (
+        ("general.architecture", STRING, "llama"),
+        ("llama.block_count", UINT32, layers),
+        ("llama.context_length", UINT32, 64),
+        ("llama.embedding_length", UINT32, width),
+        ("llama.feed_forward_length", UINT32, width),
+        ("llama.attention.head_count", UINT32, heads),
+        ("llama.attention.head_count_kv", UINT32, heads),
+        ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5),
+        ("tokenizer.ggml.model", STRING, "llama"),
+        ("tokenizer.ggml.bos_token_id", UINT32, 1),
+        ("tokenizer.ggml.eos_token_id", UINT32, 2),
+    ):
+        draft = draft.with_key(name, kind, value)
+    texts = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"][:tokens]
+    kinds = [2, 3, 3, 1, 1, 1, 1, 1][:tokens]
+    draft = draft.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, texts))
+    draft = draft.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
+    scores = array(FLOAT32, [-float(i) for i in range(tokens)])
+    draft = draft.with_key("tokenizer.ggml.scores", ARRAY, scores)
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("token_embd", (width, tokens)),
+        ("output_norm", (width,)),
+    ]
+    for layer in range(layers):
+        shapes += [(f"blk.{layer}.{name}", (width,)) for name in ("attn_norm", "ffn_norm")]
+        shapes += [
+            (f"blk.{layer}.{name}", (width, width))
+            for name in ("attn_q", "attn_k", "attn_v", "attn_output")
+        ]
+        shapes += [
+            (f"blk.{layer}.{name}", (width, width)) for name in ("ffn_gate", "ffn_up", "ffn_down")
+        ]
+    tensors, offset = [], 0
+    for name, sizes in shapes:
+        tensors.append(Tensor(f"{name}.weight", sizes, 0, offset))
+        offset += 4 * int(np.prod(sizes))
+    return replace(draft, tensors=tuple(tensors), data=bytes(offset))
+
+
+def quantized(values: np.ndarray, kind: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+    """Rows as blocks of ggml's type `kind`: quantized where the gguf package can, else random.
+
+    Random blocks have small scales, so that all their values are small numbers.
+    """
+    qtype = GGMLQuantizationType[kind]
+    try:
+        return gguf.quants.quantize(values.astype(np.float32), qtype), qtype
+    except NotImplementedError:
+        return random_blocks(values.shape, kind), qtype
+
+
+def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarray:
+    """Any blocks of a type, with float16 scales of about 1/1000."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    rows, blocks = int(np.prod(shape[:-1])), shape[-1] // weights
+    raw = rng.integers(0, 256, (rows, blocks, num_bytes), dtype=np.uint8)
+    for at in _SCALES[kind]:
+        scales = rng.uniform(0.0005, 0.002, (rows, blocks, 1)).astype(np.float16)
+        raw[:, :, at : at + 2] = scales.view(np.uint8)
+    return raw.reshape(*shape[:-1], blocks * num_bytes)
+
+
+# Where a block has float16 numbers.
+_SCALES: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+}
+
+
+@dataclass
+class LlamaFile:
+    """Writes a Hugging Face Llama's tensors as llama.cpp's converter does."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]  # by Hugging Face's names
+    kinds: dict[str, str] = field(default_factory=dict)  # a part of a file's name -> ggml's type
+    keys: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, np.ndarray] = field(default_factory=dict)  # tensors by the file's names
+
+    def write(self, path: Path) -> dict[str, np.ndarray]:
+        """Write the file; returns the values it holds, dequantized, by Hugging Face's names."""
+        writer = gguf.GGUFWriter(str(path), "llama")
+        self._add_keys(writer)
+        held: dict[str, np.ndarray] = {}
+        for name, values in self.tensors.items():
+            target = _target(name)
+            rows = self._paired(name, values)
+            kind = next((k for part, k in self.kinds.items() if part in target), "F32")
+            if kind == "F32" or rows.ndim == 1:
+                writer.add_tensor(target, rows.astype(np.float32))
+                held[name] = values.astype(np.float32)
+                continue
+            if kind == "F16":
+                writer.add_tensor(target, rows.astype(np.float16))
+                held[name] = values.astype(np.float16).astype(np.float32)
+                continue
+            raw, qtype = quantized(rows, kind)
+            writer.add_tensor(target, raw, raw_dtype=qtype)
+            held[name] = self._unpaired(name, gguf.quants.dequantize(raw, qtype))
+        for name, values in self.extra.items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return held
+
+    def _add_keys(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        for key, value in self.keys.items():
+            if isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            elif isinstance(value, str):
+                writer.add_string(key, value)
+            else:
+                writer.add_array(key, value)
+
+    def _heads(self, name: str) -> int:
+        if "q_proj" in name:
+            return int(self.config["num_attention_heads"])
+        return int(self.config["num_key_value_heads"]) if "k_proj" in name else 0
+
+    def _paired(self, name: str, values: np.ndarray) -> np.ndarray:
+        heads = self._heads(name)
+        if not heads:
+            return values
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+    def _unpaired(self, name: str, values: np.ndarray) -> np.ndarray:
+        heads = self._heads(name)
+        if not heads:
+            return values
+        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+@functools.cache
+def _name_map() -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
+
+
+def _target(name: str) -> str:
+    found = _name_map().get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found

@@ -1,0 +1,128 @@
+"""ggml's blocks against the gguf package: every type, any bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from numba_kernels.formats import BLOCK_FORMATS, Q4, Q8, block_dtype, row_items, row_width
+from numba_kernels.load.blocks import (
+    COLUMNS_AT_ONCE,
+    block_columns_into,
+    blocks_into,
+    blocks_status,
+    dequantize_rows,
+    stays_exact,
+)
+from numba_kernels.load.convert import to_float32
+from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_rows
+from tests.gguf_files import random_blocks
+
+NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
+WIDTH, HEIGHT = 1280, 7
+
+
+def expected(raw: np.ndarray, name: str) -> np.ndarray:
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+
+def blocks(name: str, seed: int = 0, height: int = HEIGHT) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of blocks, and their values as the gguf package has them."""
+    raw = random_blocks((height, WIDTH), name, seed)
+    return raw.view(block_dtype(name)), expected(raw, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_ggmls(name: str) -> None:
+    block = BLOCK_FORMATS[block_dtype(name)]
+    assert (block.weights, block.num_bytes) == gguf.GGML_QUANT_SIZES[
+        gguf.GGMLQuantizationType[name]
+    ]
+    assert row_width(block_dtype(name), row_items(block_dtype(name), WIDTH)) == WIDTH
+    with pytest.raises(ValueError, match="no whole blocks"):
+        row_items(block_dtype(name), block.weights + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_ggmls_to_the_bit_for_any_bytes(name: str) -> None:
+    rng = np.random.default_rng(1)
+    num_bytes = BLOCK_FORMATS[block_dtype(name)].num_bytes
+    raw = rng.integers(0, 256, (HEIGHT, 6 * num_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = expected(raw, name)
+    found = dequantize_rows(raw.view(block_dtype(name)), np.arange(HEIGHT))
+    same = np.isfinite(wanted)
+    assert same.mean() > 0.5
+    assert np.array_equal(np.isfinite(found), same)
+    assert np.array_equal(found[same].view(np.uint32), wanted[same].view(np.uint32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_some_rows_and_blocks(name: str) -> None:
+    rows, values = blocks(name)
+    weights = BLOCK_FORMATS[rows.dtype].weights
+    found = dequantize_rows(rows, np.array([5, 0, 5]), 1, 2)
+    assert np.array_equal(found, values[[5, 0, 5], weights : 3 * weights])
+    assert np.array_equal(to_float32(rows[2]), values[2])
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL"])
+@pytest.mark.parametrize("dtype", [Q8, Q4])
+def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
+    rows, values = blocks(name)
+    if name == "Q8_0":
+        rows.view(np.uint8)[rows.view(np.uint8) == 0x80] = 0x81  # scales here have no such byte
+        values = expected(rows.view(np.uint8), name)
+    is_exact = dtype == Q8 or name == "Q4_0"
+    assert stays_exact(rows.dtype, dtype) == is_exact
+    ids = np.array([3, 3, 0, 6])
+    out = np.zeros((4, row_items(dtype, WIDTH)), dtype)
+    assert blocks_into(rows, ids, out) == DONE
+    assert np.array_equal(to_float32(out), values[ids]) == is_exact
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
+    rows, values = blocks(name)
+    for dtype in (Q8, Q4):
+        if stays_exact(rows.dtype, dtype):
+            continue
+        out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
+        assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
+        assert np.array_equal(out, quantize_rows(values, dtype))
+
+
+def test_codes_that_q8_rows_never_have_are_quantized_again() -> None:
+    rows, _ = blocks("Q8_0")
+    rows.view(np.uint8)[2, 5] = 0x80  # -128
+    out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
+    assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
+    assert np.array_equal(out, quantize_rows(expected(rows.view(np.uint8), "Q8_0"), Q8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_become_rows(name: str) -> None:
+    rows, values = blocks(name, height=64)
+    rng = np.random.default_rng(2)
+    for ids in (
+        np.arange(WIDTH),
+        rng.permutation(WIDTH)[:100],
+        np.array([], np.int32),
+        np.array([COLUMNS_AT_ONCE - 1, COLUMNS_AT_ONCE, WIDTH - 1, 0]),
+    ):
+        out = np.zeros((ids.size, row_items(Q8, 64)), Q8)
+        assert block_columns_into(rows, ids.astype(np.int32), out) == DONE
+        turned = np.ascontiguousarray(values[:, ids].T)
+        assert np.array_equal(out, quantize_rows(turned, Q8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_infinite_scales_are_found(name: str) -> None:
+    rows, _ = blocks(name)
+    assert blocks_status(rows) == DONE
+    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(name, 0)
+    rows.view(np.uint8)[4, at + 1] = 0x7C
+    assert blocks_status(rows) == NOT_FINITE
+    out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
+    assert blocks_into(rows, np.arange(HEIGHT), out) == NOT_FINITE

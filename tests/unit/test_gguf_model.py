@@ -1,0 +1,293 @@
+"""Models in GGUF files: what is loaded of them against the gguf package and transformers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from actors.setup.preflight import read_model
+from model.config.build import read_config
+from model.errors import CheckpointError, UsageError
+from model.files.artifact import ModelIdentity, artifact_path
+from model.files.checkpoint import Checkpoint
+from model.files.locate import locate_model, resolved_model
+from model.reference import reference_logits
+from model.weights.attention import load_attention
+from model.weights.embedding import load_embedding, load_head
+from model.weights.ffn import load_ffn
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from numba_kernels.formats import Q4, Q8
+from numba_kernels.load.convert import to_float32
+from tests.gguf_files import LlamaFile
+
+IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64]
+BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+
+
+@functools.cache
+def tiny(**changes: Any) -> Any:
+    """A random Llama of transformers, of rows that are whole blocks of 256."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 101,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    return model
+
+
+def file_of(model: Any, path: Path, kinds: dict[str, str] | None = None, **keys: Any) -> Any:
+    """Write a model as a GGUF file; returns the values it holds by Hugging Face's names."""
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return LlamaFile(model.config.to_dict(), tensors, kinds or {}, keys).write(path)
+
+
+def logits_of(model: Any, held: dict[str, np.ndarray]) -> np.ndarray:
+    """transformers' logits with these values in place of the model's own."""
+    import torch
+
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    values = {name: torch.from_numpy(np.array(value)) for name, value in held.items()}
+    model.load_state_dict(values, strict=False)
+    with torch.no_grad():
+        found = model(torch.tensor([IDS])).logits[0].numpy().copy()
+    model.load_state_dict(own)
+    return found
+
+
+def neurons(model: Any) -> list[np.ndarray]:
+    config = model.config
+    return [np.arange(config.intermediate_size, dtype=np.int32)] * config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        ({"head_dim": 32, "num_key_value_heads": 1}, {}),
+        ({"attention_bias": True, "mlp_bias": True}, {}),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+            {
+                "llama.rope.freq_base": 500.0,
+                "llama.rope.scaling.type": "linear",
+                "llama.rope.scaling.factor": 3.0,
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_logits_are_transformers(
+    changes: dict[str, Any], keys: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    model = tiny.__wrapped__(**changes)
+    kinds = {"attn": kind, "ffn": kind, "token": kind} if kind == "F16" else {}
+    held = file_of(model, tmp_path / "tiny.gguf", kinds, **keys)
+    found = reference_logits(tmp_path / "tiny.gguf", IDS)
+    assert np.abs(found - logits_of(model, held)).max() < 1e-4
+
+
+def test_rope_factors_of_llama3(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = tiny.__wrapped__(rope_parameters=scaling)
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    written = LlamaFile(model.config.to_dict(), tensors, keys={"llama.rope.freq_base": 500000.0})
+    plain = model.model.rotary_emb.inv_freq.numpy()
+    unscaled = 1 / 500000.0 ** (np.arange(0, 64, 2) / 64)
+    written.extra["rope_freqs.weight"] = (unscaled / plain).astype(np.float32)
+    written.write(tmp_path / "tiny.gguf")
+    rope = read_config(tmp_path / "tiny.gguf").rope
+    assert rope is not None and rope.kind == "llama3" and rope.factor == pytest.approx(8)
+    assert np.allclose(rope.inv_freq(64), plain, rtol=1e-5)
+    found = reference_logits(tmp_path / "tiny.gguf", IDS)
+    assert np.abs(found - logits_of(model, {})).max() < 1e-4
+    written.extra["rope_freqs.weight"][3] = 5
+    written.write(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match="factors of no known model"):
+        read_config(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
+    """Rows of q and k in a checkpoint's order; exact where a format holds the same numbers."""
+    model, path = tiny(), tmp_path / "tiny.gguf"
+    held = file_of(model, path, {"attn_": kind, "ffn_": kind, "token_embd": kind, "output.": kind})
+    checkpoint, config = Checkpoint(path), read_config(path)
+    attention = load_attention(checkpoint, config)
+    ffn = load_ffn(checkpoint, config, neurons(model), include_down_bias=False)
+    head = load_head(checkpoint, config)
+    embedding = load_embedding(checkpoint, config)
+    wanted = Q4 if kind == "Q4_0" else Q8
+    assert {a.dtype for a in (attention.qkv, attention.out, ffn.gate, ffn.up)} == {wanted}
+    assert ffn.down.dtype == Q8
+    layer = "model.layers.1."
+    parts = [held[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
+    is_exact = kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
+
+    def check(found: np.ndarray, values: np.ndarray, exact: bool = is_exact) -> None:
+        error = np.abs(to_float32(found) - values).max()
+        assert error == 0 if exact else error <= np.abs(values).max() / 220
+
+    check(attention.qkv[1], np.concatenate(parts))
+    check(attention.out[1], held[f"{layer}self_attn.o_proj.weight"])
+    check(ffn.gate[512:], held[f"{layer}mlp.gate_proj.weight"])
+    check(ffn.up[512:], held[f"{layer}mlp.up_proj.weight"])
+    check(ffn.down[512:], held[f"{layer}mlp.down_proj.weight"].T, False)
+    check(head.head, held["lm_head.weight"])
+    tokens = held["model.embed_tokens.weight"]
+    assert np.array_equal(embedding.lookup(np.array(IDS), np.arange(len(IDS))), tokens[IDS])
+
+
+@pytest.mark.parametrize("ids", [[], [1, 2, 300, 511], list(range(0, 512, 2))])
+def test_an_actor_reads_its_own_neurons(ids: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, {"ffn_": "Q4_K"})
+    checkpoint, config = Checkpoint(path), read_config(path)
+    every = load_ffn(checkpoint, config, neurons(tiny()), include_down_bias=False)
+    own = [np.array(ids, np.int32), np.arange(7, dtype=np.int32)]
+    some = load_ffn(checkpoint, config, own, include_down_bias=False)
+    rows = np.concatenate([own[0], own[1] + 512])
+    for name in ("gate", "up", "down"):
+        assert np.array_equal(getattr(some, name), getattr(every, name)[rows])
+
+
+def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    kinds = {"blk.0.attn_v": "Q6_K", "attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q4_0"}
+    kinds |= {"attn_output": "Q4_0", "ffn_gate": "Q4_0", "ffn_up": "Q8_0", "ffn_down": "F16"}
+    held = file_of(tiny(), path, kinds | {"token_embd": "F16", "output.": "F16"})
+    config = read_model(path)
+    found = {kind: config.dtype_of(kind) for kind in ("qkv", "out", "gate", "down", "head")}
+    assert found == {
+        "qkv": "q8", "out": "q4", "gate": "q8", "down": "float16", "head": "float16"
+    }  # fmt: skip
+    checkpoint = Checkpoint(path)
+    attention, head = load_attention(checkpoint, config), load_head(checkpoint, config)
+    ffn = load_ffn(checkpoint, config, neurons(tiny()), include_down_bias=False)
+    assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
+    assert head_bytes(config) == sum(array.nbytes for array in vars(head).values())
+    sizes = [array.nbytes for name, array in vars(ffn).items() if name != "offsets"]
+    assert ffn_bytes(config, 1024) == sum(sizes)
+    keys = to_float32(attention.qkv[1])[256:384]
+    assert np.array_equal(keys, held["model.layers.1.self_attn.k_proj.weight"])
+    assert read_model(path, "q4").other_dtypes == ()
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, {"ffn_": "Q8_0", "token_embd": "Q8_0"})
+    content = bytearray(path.read_bytes())
+    reader = gguf.GGUFReader(path)
+    starts = {tensor.name: int(tensor.data_offset) for tensor in reader.tensors}
+    for name in ("blk.1.ffn_down.weight", "blk.0.ffn_up.weight", "token_embd.weight"):
+        damaged = content.copy()
+        damaged[starts[name] + 34 * 5 : starts[name] + 34 * 5 + 2] = b"\x00\x7c"
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            reference_logits(path, IDS)
+
+
+def test_parts(tmp_path: Path) -> None:
+    file_of(tiny(), tmp_path / "whole.gguf")
+    parts = split(tmp_path / "whole.gguf", tmp_path / "parts", 7)
+    assert len(parts) > 2
+    assert locate_model(str(tmp_path / "parts")) == parts[0]
+    assert np.array_equal(
+        reference_logits(parts[0], IDS), reference_logits(tmp_path / "whole.gguf", IDS)
+    )
+    assert ModelIdentity.of(parts[0]).digest == ModelIdentity.of(tmp_path / "whole.gguf").digest
+    with pytest.raises(CheckpointError, match=r"is part 2 of .*-00001-of-"):
+        read_config(parts[1])
+    lone = tmp_path / "lone" / parts[0].name
+    lone.parent.mkdir()
+    parts[0].rename(lone)
+    with pytest.raises(CheckpointError, match=r"part tiny-00002-of-.* is missing"):
+        read_config(lone)
+
+
+def split(path: Path, folder: Path, most: int) -> list[Path]:
+    """Write a file again in parts of so many tensors."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama", split_max_tensors=most)
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            value = field.contents()
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(name, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
+def test_where_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of(tiny(), tmp_path / "a.gguf")
+    assert locate_model(str(tmp_path)) == tmp_path / "a.gguf"
+    assert locate_model(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
+    with pytest.raises(UsageError, match=r"holds 2 GGUF models; name one: .*a\.gguf, .*b\.gguf"):
+        locate_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_model(str(tmp_path)) == tmp_path
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(UsageError, match=r"is a file; give a \.gguf file"):
+        locate_model(str(tmp_path / "notes.txt"))
+
+
+def test_a_links_name_is_kept(tmp_path: Path) -> None:
+    """In huggingface_hub's cache, files are links to names that say nothing."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    file_of(tiny(), tmp_path / "blobs" / "0123")
+    link = tmp_path / "snapshot" / "tiny.gguf"
+    link.symlink_to(tmp_path / "blobs" / "0123")
+    assert resolved_model(link) == link
+    assert read_config(link).name == "tiny"
+    assert artifact_path(link, "profile") == tmp_path / "snapshot" / "hotcold" / "tiny" / "profile"
+    assert artifact_path(tmp_path, "profile") == tmp_path / "hotcold" / "profile"
+
+
+def test_what_is_read_otherwise_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    for kinds, said in (
+        ({}, ""),
+        ({"attn": "Q8_0", "ffn": "Q8_0"}, ""),
+        ({"attn": "Q4_0", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}, ""),
+        ({"ffn_gate": "Q4_0", "ffn_up": "Q5_1"}, "Q4_0, Q5_1: read as 8 bits a weight"),
+        ({"attn": "Q4_K", "ffn": "Q6_K"}, "Q4_K, Q6_K: read as 8 bits a weight"),
+        ({"ffn": "Q4_0"}, "Q4_0: read as 8 bits a weight"),
+    ):
+        file_of(tiny(), path, kinds)
+        assert Checkpoint(path).read_otherwise() == said

@@ -1,0 +1,243 @@
+"""GGUF files that are damaged or hostile: each is refused in one line, in bounded memory."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.setup.preflight import read_model
+from model.errors import CheckpointError, ConfigError, HotcoldError
+from model.files.artifact import ModelIdentity
+from model.text.tokenizer import Tokenizer
+from tests.gguf_files import (
+    ARRAY,
+    BOOL,
+    FLOAT32,
+    INT32,
+    STRING,
+    UINT32,
+    UINT64,
+    Draft,
+    Tensor,
+    array,
+    small_llama,
+    string,
+)
+
+GOOD = small_llama()
+MOST_BYTES = 24 << 20
+HUGE = (1 << 64) - 1
+TOKENS = "tokenizer.ggml.tokens"
+
+
+def use(path: Path) -> Tokenizer | None:
+    """All that a command does with a model before anything starts, and a prompt."""
+    read_model(path)
+    ModelIdentity.of(path)
+    tokenizer = Tokenizer.from_model(path)
+    if tokenizer is not None:
+        tokenizer.encode("a b")
+        if tokenizer.has_chat_template:
+            tokenizer.render_chat([{"role": "user", "content": "a"}])
+    return tokenizer
+
+
+def truncated() -> Iterator[tuple[str, bytes]]:
+    pieces, length = GOOD.pieces(), 0
+    for piece in pieces:
+        yield f"cut-at-{length}", GOOD.content()[:length]
+        length += len(piece)
+    yield "cut-in-data", GOOD.content()[:-1]
+    yield "cut-in-magic", GOOD.content()[:2]
+
+
+def header() -> Iterator[tuple[str, Draft]]:
+    yield "magic", replace(GOOD, magic=b"GGUM")
+    yield "magic-powerinfer", replace(GOOD, magic=b"PWRI")
+    for version in (0, 1, 4, 0x03000000, 0x02000000, 0xFFFFFFFF):
+        yield f"version-{version:x}", replace(GOOD, version=version)
+    for count in (1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 60, HUGE, len(GOOD.keys) + 1):
+        yield f"keys-{count:x}", replace(GOOD, num_keys=count)
+    for count in (1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 60, HUGE, len(GOOD.tensors) + 1):
+        yield f"tensors-{count:x}", replace(GOOD, num_tensors=count)
+    yield "fewer-keys", replace(GOOD, num_keys=len(GOOD.keys) - 1)
+    yield "fewer-tensors", replace(GOOD, num_tensors=len(GOOD.tensors) - 1)
+    yield "no-tensors", replace(GOOD, tensors=())
+    yield "no-keys", replace(GOOD, keys=())
+
+
+def keys() -> Iterator[tuple[str, Draft]]:
+    yield "key-twice", GOOD.with_key("llama.block_count", UINT32, 1)
+    yield "key-empty", GOOD.with_key("", UINT32, 1)
+    yield "key-not-utf8", GOOD.with_key(b"\xff\xfe", UINT32, 1)
+    for kind in (13, 14, 255, 1 << 31, 0xFFFFFFFF):
+        yield f"kind-{kind}", GOOD.with_key("x", kind, b"\0" * 8)
+        yield (
+            f"array-of-kind-{kind}",
+            GOOD.with_key("x", ARRAY, struct.pack("<IQ", kind, 1) + b"\0" * 8),
+        )
+    yield "bool-2", GOOD.with_key("x", BOOL, b"\2")
+    for length in (1 << 20, 1 << 31, 1 << 62, HUGE, HUGE - 7):
+        yield f"string-{length:x}", GOOD.with_key("x", STRING, struct.pack("<Q", length) + b"abc")
+    yield "string-not-utf8", GOOD.with_key("x", STRING, string(b"\xff\xfe\x80"))
+    for count in (1 << 20, 1 << 31, 1 << 61, HUGE):
+        for kind in (0, UINT32, UINT64, STRING):
+            yield f"array-{kind}-{count:x}", GOOD.with_key("x", ARRAY, array(kind, [], count))
+    nested = struct.pack("<IQ", ARRAY, 1) * 30 + struct.pack("<IQ", UINT32, 0)
+    yield "nested-arrays", GOOD.with_key("x", ARRAY, nested)
+    bomb = struct.pack("<IQ", STRING, 3) + string("a") + struct.pack("<Q", HUGE - 15)
+    yield "array-string-wraps", GOOD.with_key("x", ARRAY, bomb + b"\0" * 64)
+    for value in (0, 3, 33, 1 << 21, 0xFFFFFFFF):
+        yield f"alignment-{value}", GOOD.with_key("general.alignment", UINT32, value)
+    yield "alignment-text", GOOD.with_key("general.alignment", STRING, "32")
+    yield "alignment-array", GOOD.with_key("general.alignment", ARRAY, array(UINT32, [32]))
+
+
+def tensors() -> Iterator[tuple[str, Draft]]:
+    first, *rest = GOOD.tensors
+
+    def changed(**values: object) -> Draft:
+        return replace(GOOD, tensors=(replace(first, **values), *rest))  # type: ignore[arg-type]
+
+    for sizes in (
+        (1 << 63, 2), (1 << 32, 1 << 32), (1 << 31, 1 << 33, 1, 1), (HUGE, HUGE, HUGE, HUGE),
+        (0, 8), (32, 0), (HUGE,), (1 << 62, 4), (1 << 41, 1), ((1 << 64) // 4, 1),
+    ):  # fmt: skip
+        yield f"sizes-{sizes}", changed(sizes=sizes)
+    for count in (0, 5, 255, 1 << 31, 0xFFFFFFFF):
+        yield f"dimensions-{count}", changed(num_dimensions=count)
+    for kind in (4, 5, 31, 40, 255, 1 << 31, 0xFFFFFFFF):
+        yield f"type-{kind}", changed(type=kind)
+    for kind in (16, 24, 26, 28, 9):
+        yield f"unread-type-{kind}", changed(type=kind, sizes=(256, 1))
+    yield "no-whole-blocks", changed(type=12, sizes=(32, 8))
+    size = len(GOOD.data)
+    for offset in (1, 31, size, size - 32, 1 << 40, 1 << 63, HUGE, HUGE - 31):
+        yield f"offset-{offset:x}", changed(offset=offset)
+    yield "overlap", changed(offset=rest[0].offset)
+    yield "tensor-twice", replace(GOOD, tensors=(first, *GOOD.tensors))
+    yield "tensor-unnamed", changed(name="")
+    yield "tensor-long-name", changed(name="x" * 5000)
+    yield (
+        "tensor-unknown",
+        replace(
+            GOOD,
+            tensors=(*GOOD.tensors, Tensor("blk.0.attn_sinks.weight", (1,), 0, 0)),
+            data=GOOD.data,
+        ),
+    )
+    last = GOOD.tensors[-1].offset + 4 * 32 * 32
+    extra = Tensor("blk.0.attn_sinks.weight", (2,), 0, last)
+    yield (
+        "tensor-without-place",
+        replace(GOOD, tensors=(*GOOD.tensors, extra), data=GOOD.data + bytes(8)),
+    )
+    yield "tensor-missing", replace(GOOD, tensors=GOOD.tensors[:-1])
+    yield "shape-turned", changed(sizes=(8, 32))
+
+
+def model() -> Iterator[tuple[str, Draft]]:
+    def changed(name: str, kind: int, value: object) -> Draft:
+        return GOOD.without_key(name).with_key(name, kind, value)
+
+    for full_name, kind, _ in GOOD.keys:
+        name = str(full_name)
+        if name.startswith(("general.", "llama.")) and "kv" not in name:
+            yield f"without-{name}", GOOD.without_key(name)
+        if kind == UINT32 and name.startswith("llama."):
+            yield f"text-{name}", changed(name, STRING, "many")
+            yield f"zero-{name}", changed(name, UINT32, 0)
+            yield f"huge-{name}", changed(name, UINT32, 0xFFFFFFFF)
+    for name in ("unknown", "", "clip", "llama4"):
+        yield f"architecture-{name}", changed("general.architecture", STRING, name)
+    yield "architecture-number", changed("general.architecture", UINT32, 3)
+    yield "epsilon", changed("llama.attention.layer_norm_rms_epsilon", FLOAT32, float("nan"))
+    yield "rope-scaling", GOOD.with_key("llama.rope.scaling.type", STRING, "dynamite")
+    yield "rope-part", GOOD.with_key("llama.rope.dimension_count", UINT32, 3)
+    yield "experts", GOOD.with_key("llama.expert_count", UINT32, 8)
+    yield "heads-of-layers", changed("llama.attention.head_count", ARRAY, array(UINT32, [2, 4]))
+    yield "values-width", GOOD.with_key("llama.attention.value_length", UINT32, 8)
+    for count, number in ((2, 0), (2, 1), (0xFFFF, 0)):
+        split = GOOD.with_key("split.count", UINT32, count)
+        yield f"split-{number}-of-{count}", split.with_key("split.no", UINT32, number)
+    yield "split-text", GOOD.with_key("split.count", STRING, "two")
+    yield "split-tensors", GOOD.with_key("split.tensors.count", INT32, 99)
+
+
+def vocabulary() -> Iterator[tuple[str, Draft]]:
+    def changed(name: str, kind: int, value: object) -> Draft:
+        return GOOD.without_key(name).with_key(name, kind, value)
+
+    for name in ("bert", "rwkv", "t5", "plamo2"):
+        yield f"tokenizer-{name}", changed("tokenizer.ggml.model", STRING, name)
+    yield "tokens-numbers", changed(TOKENS, ARRAY, array(UINT32, [1, 2]))
+    yield "tokens-one", changed(TOKENS, STRING, "all")
+    yield "tokens-not-utf8", changed(TOKENS, ARRAY, array(STRING, [b"\xff"]))
+    yield "types-short", changed("tokenizer.ggml.token_type", ARRAY, array(INT32, [1]))
+    yield "types-texts", changed("tokenizer.ggml.token_type", ARRAY, array(STRING, ["a"]))
+    yield "scores-short", changed("tokenizer.ggml.scores", ARRAY, array(FLOAT32, [1.0]))
+    yield "bos-outside", changed("tokenizer.ggml.bos_token_id", UINT32, 99)
+    yield "eos-outside", changed("tokenizer.ggml.eos_token_id", UINT32, 0xFFFFFFF0)
+    yield "eos-text", changed("tokenizer.ggml.eos_token_id", STRING, "</s>")
+    bytes_model = changed("tokenizer.ggml.model", STRING, "gpt2")
+    yield "pre-unknown", bytes_model.with_key("tokenizer.ggml.pre", STRING, "mystery")
+    for label, merges in (("one", ["a"]), ("none", [""]), ("unknown", ["q z"]), ("end", ["a "])):
+        yield (
+            f"merge-{label}",
+            bytes_model.with_key("tokenizer.ggml.merges", ARRAY, array(STRING, merges)),
+        )
+    for label, text in (
+        ("syntax", "{% for %}"),
+        ("loop", "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"),
+        ("range", "{% for a in range(999999999) %}x{% endfor %}"),
+        ("recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+        ("text", "{% set ns = namespace(t='x') %}{% for a in range(99) %}"
+                 "{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t }}"),
+        ("reach", "{{ ().__class__.__base__.__subclasses__() }}"),
+    ):  # fmt: skip
+        yield f"template-{label}", GOOD.with_key("tokenizer.chat_template", STRING, text)
+    yield "template-number", GOOD.with_key("tokenizer.chat_template", UINT32, 1)
+
+
+def every() -> dict[str, bytes]:
+    found = dict(truncated())
+    for draft in (header, keys, tensors, model, vocabulary):
+        found |= {label: made.content() for label, made in draft()}
+    return found
+
+
+HOSTILE = every()
+
+
+def test_the_model_they_are_made_of_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "good.gguf"
+    path.write_bytes(GOOD.content())
+    tokenizer = use(path)
+    assert tokenizer is not None
+    assert tokenizer.encode("ab a") == [1, 6, 5, 6]
+
+
+def test_there_are_many() -> None:
+    assert len(HOSTILE) >= 200
+
+
+@pytest.mark.parametrize("label", HOSTILE)
+def test_is_refused(label: str, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(HOSTILE[label])
+    tracemalloc.start()
+    try:
+        with pytest.raises((CheckpointError, ConfigError)) as refused:
+            use(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    text = str(refused.value)
+    assert isinstance(refused.value, HotcoldError)
+    assert "hostile.gguf" in text and text.isprintable() and len(text) < 600
+    assert most < MOST_BYTES
