@@ -26,7 +26,8 @@ from numba_kernels.formats import Q8, is_blocks, is_quantized
 
 # Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
-_NOT_WEIGHTS = ("rope_freqs.weight",)  # of which the configuration was made
+# Of which the configuration was made.
+_NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class GgufWeights:
                     f"asks for {ids.size}"
                 )
             return items[ids]
-        if self._architecture.adds_one_to_norms and place.module.endswith("norm"):
+        if self._architecture.adds_one_to_norms and place.name.endswith("norm.weight"):
             return items - np.float32(1)
         return items
 

@@ -57,6 +57,13 @@ class Metadata:
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is missing")
         return self.model.info(name).shape[0]
 
+    def floats(self, name: str) -> np.ndarray:
+        """Return a small float32 tensor. Errors: CheckpointError for another type."""
+        kind = self.model.info(name).type
+        if kind.dtype != np.float32:
+            raise CheckpointError(f"{self.model.path}: tensor {name!r} is {kind.name}, not F32")
+        return np.asarray(self.model.array(name), np.float64).reshape(-1)
+
     def fail(self, key: str, problem: str) -> Exception:
         """Return (not raise) the error that a key has `problem`."""
         return self._reader.fail(self._full(key), problem)
@@ -98,8 +105,8 @@ LLAMA_LAYER = LayerNames(
 LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
 
 
-def gated_values(metadata: Metadata) -> dict[str, Any]:
-    """config.json of a decoder with RMSNorm, rotary positions and three matrices in its FFN."""
+def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:
+    """config.json of a decoder with rotary positions; of RMSNorms unless `epsilon` is given."""
     heads = metadata.integer("attention.head_count")
     return {
         "hidden_size": metadata.integer("embedding_length"),
@@ -107,7 +114,7 @@ def gated_values(metadata: Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "head_dim": head_dim(metadata),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", epsilon),
         **rope_values(metadata),
     }
 
@@ -136,11 +143,28 @@ def rope_values(metadata: Metadata) -> dict[str, Any]:
         factor = metadata.number("rope.scaling.factor", old)
         if factor != 1:
             values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):
         raise metadata.fail("rope.scaling.type", f"is {kind!r}, which is not supported")
     if metadata.has_tensor("rope_freqs.weight"):
         values["rope_scaling"] = _llama3_scaling(metadata, values["rope_theta"], rotated)
     return values
+
+
+def longrope_values(metadata: Metadata) -> dict[str, Any]:
+    """rope_scaling of Phi-3, whose factors are tensors; nothing where there are none."""
+    names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+    if not any(metadata.has_tensor(name) for name in names.values()):
+        return {}
+    for name in names.values():
+        metadata.rows_of(name)
+    factors = {
+        key: [float(value) for value in metadata.floats(name)] for key, name in names.items()
+    }
+    original = metadata.integer("rope.scaling.original_context_length")
+    return {
+        "rope_scaling": {"rope_type": "longrope", **factors},
+        "original_max_position_embeddings": original,
+    }
 
 
 def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
@@ -148,7 +172,7 @@ def _llama3_scaling(metadata: Metadata, theta: float, size: int) -> dict[str, An
 
     All of Llama 3.1 to 3.3 have the same frequencies, between which factors go from 1 to `factor`.
     """
-    factors = np.asarray(metadata.model.array("rope_freqs.weight"), np.float64).reshape(-1)
+    factors = metadata.floats("rope_freqs.weight")
     factor, low, high, positions = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
     if factors.size == size // 2:
         waves = 2 * np.pi * theta ** (2 * np.arange(size // 2) / size)
