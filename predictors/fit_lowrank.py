@@ -128,9 +128,9 @@ def _make_basis(data: LayerData, size: int) -> _Basis:
     x, z = data.fit.inputs, data.fit.pre_activations
     moment = _second_moment(x)
     factor = torch.linalg.cholesky(moment)
-    count = min(size + _SLACK, *data.gate.shape)
+    count = min(size + _SLACK, *data.rows.shape)
     torch.manual_seed(0)
-    _, _, right = torch.svd_lowrank(data.gate @ factor, q=count, niter=4)
+    _, _, right = torch.svd_lowrank(data.rows @ factor, q=count, niter=4)
     # Rows of V' L^-1: their values on the inputs have a mean square of 1.
     rows = torch.linalg.solve_triangular(factor, right.T, upper=False, left=False)
     constant = torch.cholesky_solve(x.mean(dim=0)[:, None], factor)[:, 0]

@@ -1,4 +1,8 @@
-"""What a layer's predictor is fitted to: recorded inputs, and the pre-activations they give."""
+"""What a layer's predictor is fitted to: recorded inputs, and the pre-activations they give.
+
+A pre-activation is above zero where the neuron fires: the gate's product, less the threshold of
+fatrelu; with drelu the lesser of the gate's product and up's.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +14,7 @@ from model.config.model_config import ModelConfig
 from model.config.weight_formats import row_bytes
 from model.errors import ArtifactError
 from model.files.checkpoint import Checkpoint
-from model.weights.ffn import load_gate
+from model.weights.ffn import load_gate, load_up
 from numba_kernels.load.convert import to_float32
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
@@ -35,11 +39,13 @@ class LayerData:
     """One layer: gate rows (N, d) float32, their bytes as they will be in memory, and three sets
     of tokens.
 
+    `rows` are those that decide whether neurons fire: the gate's, and with drelu up's after them.
     The predictor is fitted to the first, its thresholds reach their recall on the second, and the
     third says how good it is.
     """
 
     gate: Tensor
+    rows: Tensor
     gate_bytes: int
     fit: Split
     calibrate: Split
@@ -61,22 +67,31 @@ class LayerData:
                 f"the inputs of {inputs.shape[0]} tokens were recorded, a predictor needs at least "
                 f"{_LEAST_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
             )
-        gate_bits, bias = load_gate(checkpoint, config, layer)
-        gate = as_float32(gate_bits)
         x = torch.from_numpy(inputs.view(np.float16).astype(np.float32))
-        z = x @ gate.T
-        if bias.size:
-            z += torch.from_numpy(bias)
+        gate, z = _products(x, *load_gate(checkpoint, config, layer))
+        z -= config.activation_threshold
+        rows = gate
+        if config.activation_fn == "drelu":
+            up, factors = _products(x, *load_up(checkpoint, config, layer))
+            z, rows = torch.minimum(z, factors), torch.cat([gate, up])
         place = torch.arange(x.shape[0]) % 20 / 20
         is_fit = place < _FIT_SHARE
         is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
         is_check = ~is_fit & ~is_calibrate
         splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
-        return cls(gate, gate.shape[0] * row_bytes(config, gate.shape[1], "gate"), *splits)
+        gate_bytes = gate.shape[0] * row_bytes(config, gate.shape[1], "gate")
+        return cls(gate, rows, gate_bytes, *splits)
 
     def token_bytes(self, predictor_bytes: int, computed: float) -> float:
         """Bytes that a token reads: the predictor's, and those of the gate rows it lets through."""
         return predictor_bytes + computed * self.gate_bytes
+
+
+def _products(x: Tensor, bits: np.ndarray, bias: np.ndarray) -> tuple[Tensor, Tensor]:
+    """The rows as float32, and their products with x (T, d): (T, N)."""
+    rows = as_float32(bits)
+    z = x @ rows.T
+    return rows, z + torch.from_numpy(bias) if bias.size else z
 
 
 def as_float32(bits: np.ndarray) -> Tensor:

@@ -63,14 +63,28 @@ def load_gate(
     Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
     """
-    name = tensor_names(config).of_layer(layer).gate
+    return _load_rows(checkpoint, config, tensor_names(config).of_layer(layer).gate, 0)
+
+
+def load_up(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Load up rows and their biases, which with drelu decide too; otherwise as `load_gate`."""
+    name = tensor_names(config).of_layer(layer).up
+    return _load_rows(checkpoint, config, name, _first_up_row(config))
+
+
+def _load_rows(
+    checkpoint: Checkpoint, config: ModelConfig, name: str, first: int
+) -> tuple[np.ndarray, np.ndarray]:
+    size = config.ffn_size
+    ids = np.arange(first, first + size, dtype=np.int32)
     with TensorReader(checkpoint, None) as reader:
-        gate = reader.matrix((config.ffn_size, config.hidden_size), f"{name}.weight")
-        rows = np.arange(config.ffn_size, dtype=np.int32)
-        reader.rows(f"{name}.weight", _stored_rows(config), gate, rows)
+        rows = reader.matrix((size, config.hidden_size), f"{name}.weight")
+        reader.rows(f"{name}.weight", _stored_rows(config), rows, ids)
         if not config.ffn_bias:
-            return gate, np.empty(0, np.float32)
-        return gate, reader.vector(f"{name}.bias", (config.ffn_size,))
+            return rows, np.empty(0, np.float32)
+        return rows, reader.vector(f"{name}.bias", (size,))
 
 
 def read_ffn(
@@ -145,6 +159,10 @@ def _stored_rows(config: ModelConfig) -> int:
     return config.ffn_size * (2 if config.fused_gate_up else 1)
 
 
+def _first_up_row(config: ModelConfig) -> int:
+    return config.ffn_size if config.fused_gate_up else 0
+
+
 def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int) -> None:
     names = tensor_names(config).of_layer(layer)
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
@@ -153,8 +171,8 @@ def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, 
     reader.rows(f"{names.gate}.weight", _stored_rows(config), weights.gate[part], ids)
     reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
     if config.has_gate:
-        first = np.int32(size if config.fused_gate_up else 0)
-        reader.rows(f"{names.up}.weight", _stored_rows(config), weights.up[part], ids + first)
+        rows = ids + np.int32(_first_up_row(config))
+        reader.rows(f"{names.up}.weight", _stored_rows(config), weights.up[part], rows)
     if not config.ffn_bias:
         reader.refuse(f"{names.gate}.bias")
         return

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,14 @@ def test_tokens_do_not_depend_on_company(
         assert all_pages_are_free(driver)
 
 
-@pytest.mark.parametrize("variant", ["opt-postnorm", "opt-prenorm", "falcon-bias", "llama-silu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+FAMILIES = [
+    *product(("opt-postnorm", "opt-prenorm", "falcon-bias", "llama-silu"), ("float32", "bfloat16")),
+    *product(("mistral", "gemma2", "gemma3", "olmo2", "phi3-windows"), ("float32",)),
+    *product(("bamboo", "nemotron", "minicpm"), ("float32",)),
+]
+
+
+@pytest.mark.parametrize(("variant", "dtype"), FAMILIES)
 def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
     requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
     with batching(tiny(variant, dtype), context=120) as (_, driver):

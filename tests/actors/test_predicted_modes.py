@@ -33,10 +33,15 @@ from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
-VARIANTS = ["llama-relu", "opt-prenorm", "opt-postnorm", "falcon-relu", "llama-mlp-bias"]
+VARIANTS = [
+    *("llama-relu", "opt-prenorm", "opt-postnorm", "falcon-relu", "llama-mlp-bias"),
+    *("arcee", "prosparse", "bamboo", "minicpm"),
+]
 # First matrix and, neuron by neuron, the last, as transformers names them.
+_LLAMAS = ("mlp.gate_proj", "mlp.down_proj")
 NAMES = {
-    "llama": ("mlp.gate_proj", "mlp.down_proj"),
+    **dict.fromkeys(("llama", "sparsellama", "bamboo", "minicpm"), _LLAMAS),
+    "arcee": ("mlp.up_proj", "mlp.down_proj"),
     "opt": ("fc1", "fc2"),
     "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 }

@@ -25,15 +25,17 @@ from model.sampling import SamplingParams
 from tests import tiny_models
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.patched_models import load_model
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 POSITIONS, STEP = 64, 16
-# What computes the FFN's first product, and the activation, of a transformers layer.
-FIRST_AND_ACTIVATION = {
-    "llama": ("mlp.gate_proj", "mlp.act_fn"),
-    "opt": ("fc1", "activation_fn"),
-    "falcon": ("mlp.dense_h_to_4h", "mlp.act"),
+# What computes the FFN's first product, and its last, of a transformers layer.
+FIRST_AND_LAST = {
+    "opt": ("fc1", "fc2"),
+    "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    "nemotron": ("mlp.up_proj", "mlp.down_proj"),
 }
+LLAMAS = ("mlp.gate_proj", "mlp.down_proj")
 
 
 def fired(services: list[Service]) -> list[np.ndarray]:
@@ -60,14 +62,12 @@ def profiled(path: Path, copying: bool = False) -> Iterator[tuple[Driver, Callab
 
 def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Counts (L, N), and the FFN inputs (L, T, d) of each window, by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = load_model(path, torch.float32)
     config = read_config(path)
     layers = next(
         part for name, part in model.named_modules() if name.split(".")[-1] in ("layers", "h")
     )
-    first, activation = FIRST_AND_ACTIVATION[config.family]
+    first, last = FIRST_AND_LAST.get(config.family, LLAMAS)
     opening = [] if config.bos_token_id is None else [config.bos_token_id]
     counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
     inputs = []
@@ -84,8 +84,8 @@ def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np
         hooks = []
         for i, layer in enumerate(layers):
             hooks.append(
-                layer.get_submodule(activation).register_forward_hook(
-                    lambda _m, _x, out, i=i: fire(i, out)
+                layer.get_submodule(last).register_forward_pre_hook(
+                    lambda _m, x, i=i: fire(i, x[0])
                 )
             )
             hooks.append(layer.get_submodule(first).register_forward_hook(
@@ -115,7 +115,10 @@ def check_against_reference(path: Path, copying: bool = False) -> None:
     assert 0 < counts.mean() < 104  # some fire, some do not
 
 
-@pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "falcon-relu", "opt-postnorm"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-relu", "opt-prenorm", "falcon-relu", "opt-postnorm", "prosparse", "bamboo", "nemotron"],
+)
 def test_counts_and_inputs_are_those_of_transformers(
     variant: str, tiny: Callable[..., TinyCheckpoint]
 ) -> None:

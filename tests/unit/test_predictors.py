@@ -21,6 +21,7 @@ from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer
 from predictors.quality import Quality
 from predictors.sign import SignLayer
+from tests.patched_models import load_model
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -58,7 +59,7 @@ class SyntheticLayer:
         """What a predictor is fitted to."""
         gate_bytes = round(self.gate.numel() * bits_a_weight / 8)
         splits = (self.draw(num_tokens), self.draw(800), self.draw(800))
-        return LayerData(self.gate, gate_bytes, *splits)
+        return LayerData(self.gate, self.gate, gate_bytes, *splits)
 
 
 def computed_by(layer: AnyLayer, inputs: Tensor) -> Tensor:
@@ -195,3 +196,24 @@ def test_layer_data_is_what_the_checkpoint_says(variant: str, dtype: str, tmp_pa
     assert data.gate_bytes == data.gate.numel() * 2
     with pytest.raises(ArtifactError, match=r"63 tokens were recorded, .* at least 64"):
         LayerData.load(checkpoint, config, 1, x.view(np.uint16)[:63])
+
+
+@pytest.mark.parametrize("variant", ["prosparse", "bamboo", "minicpm", "nemotron"])
+def test_pre_activations_are_above_zero_where_neurons_fire(variant: str, tmp_path: Path) -> None:
+    """By the family's own rule: what comes into the last matrix is not zero."""
+    path = make_tiny(variant, tmp_path)
+    config = read_config(path)
+    x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
+    data = LayerData.load(Checkpoint(path), config, 1, x.view(np.uint16))
+    mlp = load_model(path, torch.float32).model.layers[1].mlp
+    found: list[torch.Tensor] = []
+    mlp.down_proj.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+    with torch.no_grad():
+        mlp(torch.from_numpy(x.astype(np.float32)))
+    fires = found[0] != 0
+    is_fit = torch.arange(100) % 20 < 14
+    assert 0.05 < float(fires.float().mean()) < 0.7
+    assert float((data.fit.fires != fires[is_fit]).float().mean()) < 1e-3  # rounding at zero
+    for kind in FITS:
+        _, quality = FITS[kind](data, 0.9)
+        assert quality.recall > 0.5
