@@ -13,6 +13,8 @@ from jobs.support.console import json_option, print_json, progress_bar
 from model.errors import UsageError
 from model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
 
+_ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
+
 
 @click.command("make-model")
 @click.argument("out", type=click.Path(path_type=Path))
@@ -32,7 +34,7 @@ from model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_sh
 @click.option("--head-dim", type=int, help="Size of one head.")
 @click.option("--vocab", type=int, help="Number of tokens.")
 @click.option("--context", type=int, help="Positions.")
-@click.option("--activation", type=click.Choice(["relu", "silu", "gelu"]), help="Of the FFN.")
+@click.option("--activation", type=click.Choice(_ACTIVATIONS), help="Of the FFN.")
 @click.option(
     "--density", type=float, default=0.1, show_default=True, help="Mean share of active neurons."
 )

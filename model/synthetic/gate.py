@@ -20,6 +20,7 @@ MIN_RATE, MAX_RATE = 1e-4, 0.999
 RATE_EXPONENT = 1.1
 LOW_RANK = 64
 LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise that no low-rank predictor sees
+MIN_DENSITY, MAX_DENSITY = 0.002, 0.95  # of a layer
 _BISECTIONS = 40
 _SHIFT_BISECTIONS = 16  # of a range of 8 deviations
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
 from model.hot_share import hot_share
-from model.synthetic.gate import make_gate_rows
+from model.synthetic.gate import MAX_DENSITY, make_gate_rows
 from model.synthetic.random_source import NormalSource
 from model.torch_activations import activated, activated_up
 
@@ -59,6 +59,9 @@ class LayerMaker:
         has_own = self._config.has_ffn_norm
         attention_norm = self._norm(names.norm, _BIAS_SCALE if has_own else 1.0)
         ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
+        if self._config.qk_norm:
+            self._write(f"{names.q_norm}.weight", torch.ones(self._config.q_norm_size))
+            self._write(f"{names.k_norm}.weight", torch.ones(self._config.k_norm_size))
         update = self._attention(names, attention_norm(hidden_states))
         if self._config.parallel_ffn:
             ffn_input = ffn_norm(hidden_states)
@@ -66,9 +69,9 @@ class LayerMaker:
         else:
             hidden_states += update
             ffn_input = ffn_norm(hidden_states)
-        pre_activations, update = self._ffn(names, ffn_input)
+        fires, update = self._ffn(names, ffn_input)
         hidden_states += update
-        return _firing_stats(pre_activations[NUM_FITTED:] > 0)
+        return _firing_stats(fires[NUM_FITTED:])
 
     def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Write a norm and return it. Its bias gives every input the direction that gates use."""
@@ -95,25 +98,31 @@ class LayerMaker:
         q, k, v = (
             part.expand(-1, -1, -1, group, -1).flatten(2, 3).transpose(1, 2) for part in (q, k, v)
         )
+        if config.qk_norm == "head":
+            q, k = (functional.rms_norm(part, (config.head_dim,)) for part in (q, k))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(NUM_TOKENS, -1)
         return self._linear(names.out, mixed, config.hidden_size, has_bias, self._update_rms)
 
     def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gates' pre-activations (NUM_TOKENS, N) and the update (NUM_TOKENS, D)."""
+        """Return who fires (NUM_TOKENS, N), or would with relu, and the update (NUM_TOKENS, D)."""
         num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
         bias = self._bias(num_neurons) if has_bias else None
-        gate = make_gate_rows(x, NUM_FITTED, num_neurons, self._density, bias, self._source)
+        is_drelu = self._config.activation_fn == "drelu"  # half of up's products are negative
+        density = min(2 * self._density, MAX_DENSITY) if is_drelu else self._density
+        gate = make_gate_rows(x, NUM_FITTED, num_neurons, density, bias, self._source)
         self._write(f"{names.gate}.weight", gate.rows)
         if bias is not None:
             self._write(f"{names.gate}.bias", bias)
-        pre_activations = gate.pre_activations
+        pre_activations, fires = gate.pre_activations, gate.pre_activations > 0
         del gate  # one large matrix at a time
         name = self._config.activation_fn
         neurons = activated(name, pre_activations, self._config.activation_threshold)
         if names.up:
-            neurons *= activated_up(name, self._linear(names.up, x, num_neurons, has_bias))
-        return pre_activations, self._linear(
+            factors = activated_up(name, self._linear(names.up, x, num_neurons, has_bias))
+            fires = fires & (factors > 0) if is_drelu else fires
+            neurons *= factors
+        return fires, self._linear(
             names.down, neurons, self._config.hidden_size, has_bias, self._update_rms
         )
 

@@ -70,6 +70,7 @@ class SyntheticFamily:
     free_head_dim: bool = True
     shares_kv_heads: bool = True
     multi_query: bool = False  # has one KV head where no number is given
+    activation: ActivationFn = "relu"  # where none is given
 
 
 def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
@@ -88,6 +89,8 @@ def resolve_shape(name: str, changes: Mapping[str, Any]) -> SyntheticShape:
     hidden = given.get("hidden", base.hidden)
     if given.keys() & {"hidden", "heads"} and heads > 0:
         given.setdefault("head_dim", hidden // heads)
+    if "family" in given:
+        given.setdefault("activation", family.activation)
     if given.keys() & {"family", "heads"}:
         given.setdefault("kv_heads", 1 if family.multi_query else heads)
     if "hidden" in given and not family.has_gate:
@@ -135,6 +138,11 @@ def _llama(shape: SyntheticShape) -> dict[str, Any]:
     }
 
 
+def _bamboo(shape: SyntheticShape) -> dict[str, Any]:
+    """Its config.json names the gate's function, which is up's too."""
+    return _llama(shape) | {"hidden_act": "relu", "sliding_window": None}
+
+
 def _opt(shape: SyntheticShape) -> dict[str, Any]:
     return {
         "ffn_dim": shape.ffn,
@@ -166,6 +174,9 @@ def _falcon(shape: SyntheticShape) -> dict[str, Any]:
 
 SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "llama": SyntheticFamily(_llama),
+    "qwen3": SyntheticFamily(_llama, activation="silu"),
+    "bamboo": SyntheticFamily(_bamboo, activation="drelu"),
+    "arcee": SyntheticFamily(_llama, has_gate=False, activation="relu2"),
     "opt": SyntheticFamily(
         _opt, has_gate=False, rotates=False, free_head_dim=False, shares_kv_heads=False
     ),
@@ -175,6 +186,15 @@ SHAPES: dict[str, SyntheticShape] = {
     "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
     "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
     "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
+    "qwen3-8b": SyntheticShape(
+        "qwen3", 4096, 12288, 32, 8, 128, 151936, 40960, 36, activation="silu"
+    ),
+    "bamboo-7b": SyntheticShape(
+        "bamboo", 4096, 14336, 32, 8, 128, 32064, 4096, 32, activation="drelu"
+    ),
+    "afm-4.5b": SyntheticShape(
+        "arcee", 2560, 18432, 20, 4, 128, 128004, 4096, 36, activation="relu2"
+    ),
     "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
     "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
     "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),

@@ -16,25 +16,38 @@ from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from model.synthetic.gate import power_law_rates
 from model.synthetic.make import SyntheticReport, make_model
 from model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
+from tests.patched_models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-silu": {"activation": "silu", "kv_heads": 1, "head_dim": 8},
+    "qwen3": {"family": "qwen3", "kv_heads": 2, "head_dim": 20},
+    "arcee": {"family": "arcee"},
+    "bamboo": {"family": "bamboo"},
     "opt": {"family": "opt"},
     "falcon-7b": {"family": "falcon"},
     "falcon-40b": {"family": "falcon", "kv_heads": 2, "activation": "gelu"},
 }
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
+# Arcee's first matrix is called up_proj, and Llama's second one too.
 GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
+ARCEE_ENDINGS = (".mlp.up_proj",)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if json.loads((path / "config.json").read_text())["model_type"] == "bamboo":
+        return load_model(path, dtype)
     model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
+
+
+def gate_endings(model: Any) -> tuple[str, ...]:
+    """How the names of the first matrices end."""
+    return ARCEE_ENDINGS if model.config.model_type == "arcee" else GATE_ENDINGS
 
 
 def firing_rates(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -47,7 +60,7 @@ def firing_rates(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
             )
         )
         for name, module in model.named_modules()
-        if name.endswith(GATE_ENDINGS)
+        if name.endswith(gate_endings(model))
     ]
     with torch.inference_mode():
         model(ids)
@@ -56,7 +69,7 @@ def firing_rates(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return rates
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "falcon-7b", "falcon-40b"])
+@pytest.fixture(scope="module", params=["llama", "arcee", "opt", "falcon-7b", "falcon-40b"])
 def small_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, SyntheticReport]:
@@ -88,6 +101,20 @@ def test_density_is_met_on_random_tokens(small_model: tuple[Any, SyntheticReport
         assert float(rates.mean()) == pytest.approx(layer.density, rel=0.15)
 
 
+def test_density_of_drelu_is_of_gate_and_up(tmp_path: Path) -> None:
+    shape = resolve_shape("tiny", {**SMALL, **TINY["bamboo"]})
+    report = make_model(tmp_path, shape, density=0.1, dtype="float16", seed=3)
+    model, found = load(tmp_path), list[float]()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda module, inputs: found.append(float((inputs[0] != 0).float().mean()))
+        )
+    with torch.inference_mode():
+        model(torch.randint(1000, (8, 48), generator=torch.Generator().manual_seed(5)))
+    assert found == pytest.approx([0.1] * 3, rel=0.25)
+    assert found == pytest.approx([layer.density for layer in report.layers], rel=0.2)
+
+
 def test_density_is_met_on_greedy_text(small_model: tuple[Any, SyntheticReport]) -> None:
     model, _report = small_model
     ids = torch.randint(1000, (8, 4), generator=torch.Generator().manual_seed(6))
@@ -117,7 +144,7 @@ def test_gate_rows_are_low_rank_plus_noise(small_model: tuple[Any, SyntheticRepo
     weights = [
         p
         for name, p in model.named_parameters()
-        if name.endswith(tuple(f"{ending}.weight" for ending in GATE_ENDINGS))
+        if name.endswith(tuple(f"{ending}.weight" for ending in gate_endings(model)))
     ]
     for weight in weights:
         energy = torch.linalg.svdvals(weight.detach()).square()
@@ -222,7 +249,8 @@ def test_named_shapes_are_what_transformers_takes(shape: SyntheticShape) -> None
     from transformers import AutoConfig
 
     config = config_json(shape, "float16")
-    loaded = AutoConfig.for_model(**config)
+    known = {"bamboo": "mistral"}.get(shape.family, shape.family)  # its own code is Mistral's
+    loaded = AutoConfig.for_model(**(config | {"model_type": known}))
     assert loaded.hidden_size == shape.hidden
     assert loaded.num_hidden_layers == shape.layers
     if shape.family != "opt":
