@@ -164,7 +164,8 @@ def part_costs(
 ) -> PartCost:
     """Attention with its KV cache, head, predictors.
 
-    A cache that fills is half full on average, so half of it counts as read. A layer's bias that
+    A cache that fills is half full on average, so half of it counts as read; of a windowed layer,
+    what lies in the window on average. A layer's bias that
     belongs to no neuron (the down projection's) counts with its attention. The input embedding of a
     token is one row and not counted.
     """
@@ -173,12 +174,25 @@ def part_costs(
     weights = (attention_bytes(config) + ffn_bytes(config, 0)) // layers
     kinds = [ATTENTION] * layers + [HEAD]
     held = [weights + kv] * layers + [head_bytes(config)]
-    read = [weights + kv // 2] * layers + [head_bytes(config)]
+    read = [
+        weights + round(kv * seen_share(config.window_of_layer(layer), context_length))
+        for layer in range(layers)
+    ]
+    read.append(head_bytes(config))
     if predictor is not None:
         kinds += [PREDICTOR] * layers
         held += predictor.layer_bytes.tolist()
         read += predictor.layer_bytes.tolist()
     return PartCost(tuple(kinds), np.array(held, np.int64), np.array(read, np.int64))
+
+
+def seen_share(window: int, context_length: int) -> float:
+    """The share of a layer's KV cache that a token reads, on average over a context.
+
+    1/2 without a window (0); with one w / n - w^2 / (2 n^2), for w < n positions
+    """
+    share = min(1.0, window / context_length) if window else 1.0
+    return share - share**2 / 2
 
 
 def make_problem(

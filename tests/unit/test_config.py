@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config.build import build_config, read_config
-from model.config.model_config import RopeConfig
+from model.config.model_config import ActivationFn, RopeConfig
 from model.errors import ConfigError, HotcoldError
+from numba_kernels.checks import ACTIVATION_CODES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,6 +43,32 @@ FALCON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 100,
+    "activation": "gelu",
+}
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+NEMOTRON = LLAMA | {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"}
+MINICPM = LLAMA | {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"}
+BAMBOO = LLAMA | {
+    "architectures": ["BambooForCausalLM"],
+    "model_type": "bamboo",
+    "num_key_value_heads": 4,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -87,6 +115,80 @@ def test_falcon_layouts() -> None:
     assert (sequential.num_kv_heads, sequential.parallel_ffn) == (4, False)
     # Configs of falcon-7b carry a number of KV heads that is not used.
     assert build_config(FALCON | {"num_kv_heads": 4}).num_kv_heads == 1
+
+
+def test_gemma3_in_both_spellings_and_within_a_model_with_pictures() -> None:
+    old = GEMMA3 | {
+        "rope_theta": 3e5,
+        "rope_local_base_freq": 2e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+        "sliding_window": 9,
+    }
+    config = build_config(old)
+    assert config.ropes == (RopeConfig(3e5, "linear", 8.0), RopeConfig(2e3))
+    assert config.layer_ropes == (1, 1, 0, 1, 1, 0, 1)
+    assert config.windows == (9, 9, 0, 9, 9, 0, 9)
+    assert (config.head_dim, config.num_kv_heads, config.eos_token_ids) == (256, 4, (1,))
+    assert config.attention_scale == 256**-0.5 and config.embedding_scale == 8.0
+    new = {key: value for key, value in old.items() if "rope" not in key} | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+        }
+    }
+    assert build_config(new) == config
+    inner = {key: value for key, value in new.items() if key != "architectures"}
+    wrapper = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": inner,
+        "vision_config": {},
+        "eos_token_id": [1, 3],
+    }
+    assert replace(build_config(wrapper), eos_token_ids=(1,)) == config
+    assert build_config(wrapper).eos_token_ids == (1, 3)
+
+
+def test_windows_are_off_where_config_json_says_so() -> None:
+    off = build_config(QWEN3 | {"sliding_window": 7, "use_sliding_window": False})
+    assert off.windows == () and off.qk_norm == "head" and off.head_dim == 128
+    uses = {"sliding_window": 7, "use_sliding_window": True}
+    assert build_config(QWEN3 | uses | {"max_window_layers": 1}).windows == (0, 7)
+    assert build_config(QWEN3 | uses | {"max_window_layers": 2}).windows == ()
+    assert build_config(PHI3).windows == () and build_config(PHI3).fused_gate_up
+    assert build_config(PHI3 | {"sliding_window": 7}).windows == (7, 7)
+    assert build_config(BAMBOO | {"sliding_window": None}).windows == ()
+    assert build_config(BAMBOO).windows == (4096, 4096)
+
+
+def test_what_is_sparse_and_how() -> None:
+    assert build_config(BAMBOO).activation_fn == "drelu"
+    minicpm = build_config(MINICPM | {"hidden_act": "fatrelu", "hidden_act_param": 0.01})
+    assert (minicpm.activation_fn, minicpm.activation_threshold) == ("fatrelu", 0.01)
+    nemotron = build_config(NEMOTRON | {"hidden_act": "relu2"})
+    assert nemotron.is_sparse and not nemotron.has_gate and nemotron.norm_offset == 1
+    assert not build_config(LLAMA | {"hidden_act": "silu"}).is_sparse
+    rope = nemotron.rope
+    assert rope is not None and rope.rotary_dim(nemotron.head_dim) == 8
+
+
+def test_layers_without_rope() -> None:
+    four = SMOLLM3 | {"num_hidden_layers": 5, "num_key_value_heads": 2}
+    assert build_config(four).layer_ropes == (0, 0, 0, -1, 0)
+    assert build_config(four | {"no_rope_layers": [1, 0, 1, 1, 0]}).layer_ropes == (0, -1, 0, 0, -1)
+
+
+def test_longrope_takes_long_factors_for_long_contexts() -> None:
+    rope = build_config(PHI3 | {"rope_scaling": LONGROPE, "max_position_embeddings": 256}).rope
+    assert rope is not None and rope.kind == "longrope"
+    assert rope.table_scale == pytest.approx((1 + np.log(4) / np.log(64)) ** 0.5)
+    assert not rope.is_long(64) and rope.is_long(65)
+    np.testing.assert_allclose(rope.inv_freq(16, False), 2 * rope.inv_freq(16, True))
+
+
+def test_names_of_functions_are_those_of_kernels() -> None:
+    assert set(get_args(ActivationFn)) == set(ACTIVATION_CODES)
 
 
 def test_several_eos_ids_and_dtype_spellings() -> None:
@@ -182,6 +284,33 @@ def test_missing_sizes(key: str) -> None:
         (FALCON, {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads"),
         (FALCON, {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
         (FALCON, {"activation": "gelu", "hidden_act": "relu"}, "hidden_act"),
+        (FALCON, {"activation": None}, "add gelu, or relu"),
+        (
+            QWEN3,
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": "7"},
+            "sliding_window",
+        ),
+        (QWEN3, {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        (QWEN3, {"layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN3, {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        (GEMMA3, {"sliding_window": 0}, "sliding_window"),
+        (GEMMA3, {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        (GEMMA3, {"rope_parameters": {"full_attention": 3}}, "full_attention"),
+        (GEMMA3, {"hidden_act": "relu"}, "hidden_act"),
+        (LLAMA, {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
+        (LLAMA, {"scale_emb": 12}, "scale_emb"),
+        (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (PHI3, {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 7}}, "short_factor"),
+        (PHI3, {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7 + [0]}}, "long_factor"),
+        (PHI3, {"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        (LLAMA, {"rope_scaling": LONGROPE}, "longrope"),
+        (NEMOTRON, {"partial_rotary_factor": 0.2}, "head_dim"),
+        (NEMOTRON, {"partial_rotary_factor": 2}, "partial_rotary_factor"),
+        (SMOLLM3, {"no_rope_layers": [1, 2], "num_key_value_heads": 2}, "no_rope_layers"),
+        (MINICPM, {"scale_depth": "x"}, "scale_depth"),
+        (BAMBOO, {"hidden_act": "silu"}, "hidden_act"),
     ],
 )
 def test_contradictory_and_unsupported(
@@ -278,13 +407,24 @@ KEYS = sorted(
         "layer_types",
         "activation",
         "sliding_window",
+        "sliding_window_pattern",
+        "use_sliding_window",
+        "no_rope_layers",
+        "partial_rotary_factor",
+        "text_config",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "hidden_act_param",
+        "scale_emb",
+        "scale_depth",
+        "dim_model_base",
     }
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([LLAMA, OPT, FALCON]),
+    st.sampled_from([LLAMA, OPT, FALCON, GEMMA3, PHI3, QWEN3, SMOLLM3, NEMOTRON, MINICPM, BAMBOO]),
     st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3),
 )
 def test_random_values_never_escape(base: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.solver.cost import PlanDevice, RowBytes, least_neurons, neuron_seconds
+from placement.solver.cost import (
+    PlanDevice,
+    RowBytes,
+    least_neurons,
+    neuron_seconds,
+    part_costs,
+    seen_share,
+)
 from placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests.placement_cases import llama_config, make_machine
 
@@ -39,6 +46,18 @@ def test_a_predictor_never_picks_more_than_always() -> None:
     rows, cpu = RowBytes(100, 200), [PlanDevice("cpu0", False, 0, 0, 1.0, 1.0)]
     seconds = neuron_seconds(rows, cpu, np.array([[0.9]]), "sign", np.array([5.0]))
     np.testing.assert_allclose(seconds, [[[(100 + 0.9 * 200) / 1e9]]])
+
+
+@pytest.mark.parametrize("window", [0, 1, 17, 99, 100, 4096])
+def test_a_window_is_read_and_no_more(window: int) -> None:
+    """As the mean over the tokens of a context, each of which sees its window."""
+    seen = [min(at + 1, window or 10**6) for at in range(100)]
+    assert seen_share(window, 100) == pytest.approx(np.mean(seen) / 100, abs=0.006)
+    config = replace(llama_config(), windows=(window,) * llama_config().num_layers)
+    found = part_costs(config, 100, "float16", None).read_bytes
+    whole = part_costs(llama_config(), 100, "float16", None).read_bytes
+    assert (found[:-1] <= whole[:-1]).all() and found[-1] == whole[-1]
+    assert (found[0] < whole[0]) == (0 < window < 100)
 
 
 def test_least_neurons_against_a_search() -> None:

@@ -26,6 +26,10 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     num_norms = reader.integer("num_ln_in_parallel_attn", 2 if grouped else 1, high=2)
     bias = reader.boolean("bias", False)
     key = "activation" if reader.has("activation") else "hidden_act"
+    if not reader.has(key):
+        raise reader.fail(
+            "activation", "is missing; add gelu, or relu if this is a ReLU version of Falcon"
+        )
     return {
         **sizes,
         "num_kv_heads": _kv_heads(reader, sizes["num_heads"], grouped),
