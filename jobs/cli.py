@@ -40,6 +40,10 @@ COMMANDS = {
         "The chat page and an OpenAI-compatible API.",
         starts_system=True,
     ),
+    "pull": LazyCommand("jobs.commands.models:pull", "Fetch a model from Hugging Face."),
+    "show": LazyCommand("jobs.commands.models:show", "Say what a model is and takes."),
+    "list": LazyCommand("jobs.commands.models:list_models", "List the models that are here."),
+    "rm": LazyCommand("jobs.commands.models:rm", "Remove a model that was fetched."),
     "scale": LazyCommand(
         "jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
     ),

@@ -198,10 +198,14 @@ def _require_kernels(root: Path = Path("/")) -> None:
         )
 
 
+def default_mode(config: ModelConfig) -> str:
+    """The mode where none is asked for: `exact` skips nothing where no activation is zero."""
+    return "exact" if config.is_sparse else "dense"
+
+
 def _mode(config: ModelConfig, mode: str | None) -> str:
-    """The mode; `exact` skips nothing where no activation is zero, so those default to dense."""
     if mode is None:
-        return "exact" if config.is_sparse else "dense"
+        return default_mode(config)
     if mode not in MODES:
         raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
     return mode

@@ -250,7 +250,7 @@ CASES = [
     Case("terabytes", ("needs", "bytes", "free", "use a smaller model"), huge_checkpoint),
     Case("cpu-memory", ("needs", "bytes", "--cpu-memory"), arguments=(*IDS, "--cpu-memory", "1MB")),
     # MODEL
-    Case("model-a-file", ("is a file", "give the directory"), model="{model}/config.json"),
+    Case("model-a-file", ("is a file", "the directory that holds"), model="{model}/config.json"),
     Case("model-missing", ("neither a directory",), model="{model}/no/such"),
     Case("model-empty", ("neither a directory",), model=""),
     Case("model-offline", ("org/no-such-model", "Hugging Face", "give a directory"),

@@ -1,0 +1,104 @@
+"""`hotcold pull`, `list`, `show` and `rm`: models, most of them in Hugging Face's cache."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from jobs.support.console import json_option, print_json
+from model.errors import UsageError, shown
+
+
+@click.command()
+@click.argument("model")
+@json_option
+def pull(model: str, as_json: bool) -> None:
+    """Fetch MODEL, org/repo or org/repo:FILE, from Hugging Face.
+
+    FILE is a GGUF file, or what only its name holds, such as Q4_K_M. Only what is needed is
+    fetched, and a download that was stopped goes on. HF_TOKEN opens what is not public, HF_ENDPOINT
+    names a mirror, and HF_HOME where models are kept.
+    """
+    from model.files import hub
+
+    asked = hub.REPOSITORY.fullmatch(model)
+    if asked is None:
+        raise UsageError(f"{shown(model)} is no model of Hugging Face; give org/repo[:FILE]")
+    found = hub.find(asked["repo"], asked["name"])
+    download = hub.size_of(found)
+    hub.require_room(download)
+    gb, missing_gb = download.num_bytes / 1e9, download.missing_bytes / 1e9
+    what = f"{gb:.2f} GB in {download.num_files} files"
+    click.echo(f"{model}: {what}, {missing_gb:.2f} GB to be fetched", err=True)
+    path = hub.fetch(found)
+    click.echo(f"{model}: {what}, in {path}")
+    if as_json:
+        print_json({"model": model, "path": str(path), **asdict(download)})
+
+
+@click.command("list")
+@json_option
+def list_models(as_json: bool) -> None:
+    """List the models in Hugging Face's cache."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from model.files import hub
+
+    models = hub.kept_models()
+    if models:
+        table = Table(box=None, pad_edge=False)
+        for name in ("model", "form", "GB", "last used"):
+            table.add_column(name, justify="right" if name == "GB" else "left")
+        for model in models:
+            used = time.strftime("%Y-%m-%d", time.localtime(model.used_s))
+            table.add_row(model.name, model.form, f"{model.num_bytes / 1e9:.2f}", used)
+        Console(highlight=False).print(table)
+    else:
+        click.echo("no models yet; `hotcold pull org/repo` fetches one")
+    if as_json:
+        kept = [
+            {"model": m.name, "form": m.form, "bytes": m.num_bytes, "path": str(m.path)}
+            for m in models
+        ]
+        print_json({"models": kept})
+
+
+@click.command()
+@click.argument("model", required=False)
+@json_option
+def show(model: str | None, as_json: bool) -> None:
+    """Say what MODEL is: family, sizes, formats, context, sparsity, and the mode it would run in.
+
+    Nothing is loaded, and nothing is fetched that `generate` would not fetch.
+    """
+    from jobs.support.model_facts import facts_of, lines_of
+    from model.files.locate import locate_model
+
+    path = locate_model(model)
+    facts: dict[str, Any] = facts_of(path)
+    width = max(len(name) for name, _ in lines_of(facts))
+    for name, text in lines_of(facts):
+        click.echo(f"{name:{width}}  {text}")
+    if as_json:
+        print_json(facts)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(model: str, yes: bool) -> None:
+    """Remove MODEL, as `hotcold list` names it, from Hugging Face's cache.
+
+    org/repo stands for all that is there of a repository, profiles and predictors included.
+    """
+    from model.files import hub
+
+    fitting = [m for m in hub.kept_models() if m.name == model or m.name.startswith(f"{model}:")]
+    gb = sum(m.num_bytes for m in fitting) / 1e9
+    if fitting and not yes:
+        click.confirm(f"remove {model}, {gb:.2f} GB?", abort=True, err=True)
+    click.echo(f"{model}: {hub.remove(model) / 1e9:.2f} GB freed")

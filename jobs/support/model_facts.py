@@ -1,0 +1,139 @@
+"""What `hotcold show` says of a model, from its files' headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from actors.setup.preflight import default_mode, read_model
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import QUANTIZED_NAMES
+from model.errors import ArtifactError, HotcoldError
+from model.files.artifact import ModelIdentity, artifact_path
+from model.files.checkpoint import Checkpoint
+from model.text.tokenizer import Tokenizer
+from model.weights.sizes import kv_cache_bytes
+from numba_kernels.formats import Q4, Q8, row_width
+from placement.memory import weight_bytes
+from placement.profile import PROFILE_FILE, read_profile
+from predictors.predictor_file import predictors_path
+
+_HEAD = "lm_head"
+_KV_BYTES = 2  # float16
+_PREDICTED = ("sign", "lowrank")
+_NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """The facts, as JSON can hold them. Errors: ConfigError, CheckpointError"""
+    config = read_model(path)
+    tokenizer = Tokenizer.from_model(path)
+    mode = default_mode(config)
+    return {
+        "path": str(path),
+        "name": config.name,
+        "family": config.family,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_size": config.ffn_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "num_parameters": _num_parameters(path, config),
+        "max_positions": config.max_positions,
+        "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_BYTES),
+        "dtype": config.dtype,
+        "weight_bytes": weight_bytes(config),
+        "quantized_bytes": _quantized_bytes(path),
+        "activation_fn": config.activation_fn,
+        "has_gate": config.has_gate,
+        "is_sparse": config.is_sparse,
+        "firing_share": _firing_share(path, config) if config.is_sparse else None,
+        "mode": mode,
+        "predictors": [kind for kind in _PREDICTED if predictors_path(path, kind).exists()],
+        "has_tokenizer": tokenizer is not None,
+        "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
+    }
+
+
+def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same for people: names and texts."""
+    yield "model", f"{facts['name']}, in {facts['path']}"
+    yield "family", facts["family"]
+    yield (
+        "sizes",
+        f"{facts['num_parameters'] / 1e6:,.0f} million weights: {facts['num_layers']} layers of d "
+        f"{facts['hidden_size']}, FFN {facts['ffn_size']}, {facts['num_heads']} heads "
+        f"({facts['num_kv_heads']} of keys and values), vocabulary {facts['vocab_size']}",
+    )
+    quantized = (f"{size / 1e9:.2f} GB with --dtype {name}"
+                 for name, size in facts["quantized_bytes"].items())  # fmt: skip
+    yield (
+        "weights",
+        ", ".join(
+            (f"{facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB in memory", *quantized)
+        ),
+    )
+    yield (
+        "context",
+        f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory",
+    )
+    yield "activation", facts["activation_fn"] + (" of a gate" if facts["has_gate"] else "")
+    yield "sparsity", _sparsity(facts)
+    yield "mode", _mode(facts)
+    said = "yes" if facts["has_chat_template"] else "no: it goes on with a text"
+    yield "chat", said if facts["has_tokenizer"] else "no tokenizer: prompts are token ids"
+
+
+def _sparsity(facts: dict[str, Any]) -> str:
+    if not facts["is_sparse"]:
+        return _NO_ZEROS
+    share = facts["firing_share"]
+    if share is None:
+        return "neurons whose activation is zero are skipped; `hotcold profile` counts them"
+    return f"{share:.1%} of neurons fire, as profiled"
+
+
+def _mode(facts: dict[str, Any]) -> str:
+    if facts["mode"] == "dense":
+        return f"dense: {_NO_ZEROS}"
+    text = "exact: gates of all neurons, then only those that fire; the same result as dense"
+    if facts["predictors"]:
+        kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])
+        text += f". Predictors lie beside it: {kinds} skips gates too"
+    return text
+
+
+def _num_parameters(path: Path, config: ModelConfig) -> int:
+    """Weights of all tensors; a head that is the token embedding counts once."""
+    checkpoint = Checkpoint(path)
+    names = [name for name in checkpoint.names() if not (config.tied_embeddings and _HEAD in name)]
+    return sum(_num_weights(checkpoint, name) for name in names)
+
+
+def _num_weights(checkpoint: Checkpoint, name: str) -> int:
+    dtype = checkpoint.dtype(name)
+    rows, *_ = checkpoint.shape(name)
+    num_items = checkpoint.num_bytes(name) // dtype.itemsize
+    return rows * row_width(dtype, num_items // rows) if dtype in (Q8, Q4) else num_items
+
+
+def _quantized_bytes(path: Path) -> dict[str, int]:
+    """Bytes in memory by --dtype, of those that the model can be loaded with."""
+    found: dict[str, int] = {}
+    for name in QUANTIZED_NAMES:
+        try:
+            found[name] = weight_bytes(read_model(path, name))
+        except HotcoldError:  # rows that are no whole groups, or quantized already
+            continue
+    return found
+
+
+def _firing_share(path: Path, config: ModelConfig) -> float | None:
+    """The share of neurons that fire at a token, where a profile lies beside the model."""
+    try:
+        profile = read_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), config)
+    except ArtifactError:
+        return None
+    return float(profile.frequency.mean())

@@ -1,0 +1,266 @@
+"""Models of Hugging Face's hub, and the cache in which its library keeps them.
+
+That library's variables hold: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT. Offline, or where the
+hub does not answer, what the cache holds is used.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from model.errors import HotcoldError, UsageError, shown
+from model.gguf.file import SUFFIX, is_later_part
+
+REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<name>[\w.-]+))?")
+_BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+_MOST_LISTED = 12
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """What of a repository makes one model."""
+
+    repo_id: str
+    files: tuple[str, ...]  # a GGUF model's first part first
+    folder: Path | None = None  # where they are in the cache, found without the hub
+
+    @property
+    def gguf(self) -> str:
+        """The GGUF file that names the model, or "" where it is a directory."""
+        return self.files[0] if self.files[0].endswith(SUFFIX) else ""
+
+
+@dataclass(frozen=True)
+class Download:
+    """What a model takes, before it is fetched."""
+
+    num_files: int
+    num_bytes: int
+    missing_bytes: int
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A model in the cache."""
+
+    name: str  # as commands take it: org/repo or org/repo:FILE
+    form: str  # "safetensors", "gguf", "torch", or "unfinished"
+    num_bytes: int
+    used_s: float  # when it was read last, seconds since 1970
+    path: Path
+    blobs: tuple[Path, ...]  # files that hold its bytes
+
+
+def choose_files(repo_id: str, names: Sequence[str], wanted: str | None) -> HubModel:
+    """What of a repository's files is needed: one form of the weights, and what lies beside it.
+
+    safetensors before one GGUF file before PyTorch's files; with `wanted`, the GGUF file of that
+    name, or the only one with that in its name.
+    Errors:  UsageError where there is no model, or several
+    """
+    top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
+    beside = [name for name in top if name.endswith(_BESIDE_WEIGHTS)]
+    ggufs = sorted(name for name in names if name.endswith(SUFFIX))
+    firsts = [name for name in ggufs if not is_later_part(Path(name))]
+    if wanted is None and "config.json" in top:
+        for form in (r"model.*\.safetensors", r"pytorch_model.*\.bin"):
+            if weights := [name for name in top if re.fullmatch(form, name)]:
+                others = [name for name in beside if not name.endswith(".index.json")]
+                index = [name for name in beside if re.match(form[:5], name) and name not in others]
+                return HubModel(repo_id, (*others, *index, *weights))
+    fitting = [name for name in firsts if (wanted or "").lower() in _base(name).lower()]
+    exact = [name for name in fitting if wanted in (_base(name), _base(name).removesuffix(SUFFIX))]
+    chosen = exact if len(exact) == 1 else fitting
+    if not firsts and wanted is None:
+        raise UsageError(f"{repo_id} holds no model in safetensors, GGUF or PyTorch's format")
+    if len(chosen) != 1:
+        named = f" with {shown(wanted)} in the name" if wanted else ""
+        raise UsageError(
+            f"{repo_id} holds {len(chosen) or 'no'} GGUF models{named}; choose one by "
+            f"{repo_id}:NAME: {listed([_base(name) for name in firsts])}"
+        )
+    whole = _PART.sub("", chosen[0])
+    parts = [name for name in ggufs if _PART.sub("", name) == whole and name != chosen[0]]
+    return HubModel(repo_id, (chosen[0], *parts))
+
+
+def find(repo_id: str, wanted: str | None) -> HubModel:
+    """What of a repository is needed; of what the cache holds, where the hub does not answer.
+
+    Errors:  UsageError where it is not to be had
+    """
+    from huggingface_hub import model_info
+
+    try:
+        names = [file.rfilename for file in model_info(repo_id).siblings or ()]
+        return choose_files(repo_id, names, wanted)
+    except HotcoldError:
+        raise
+    except Exception as problem:  # of any of the libraries below it
+        newest = None if _status(problem) else _newest_snapshot(repo_id)
+        if newest is None:
+            raise _refusal(repo_id, problem) from None
+    model = choose_files(repo_id, [file.file_name for file in newest.files], wanted)
+    return replace(model, folder=newest.snapshot_path)
+
+
+def size_of(model: HubModel) -> Download:
+    """What fetching would take. Errors: UsageError"""
+    if model.folder is not None:
+        sizes = [(model.folder / name).stat().st_size for name in model.files]
+        return Download(len(sizes), sum(sizes), 0)
+    files = _snapshot(model, dry_run=True)
+    missing = sum(file.file_size for file in files if file.will_download)
+    return Download(len(files), sum(file.file_size for file in files), missing)
+
+
+def fetch(model: HubModel) -> Path:
+    """Fetch what is not here yet, going on where it stopped; the model's directory or GGUF file.
+
+    Errors:  UsageError
+    """
+    folder = model.folder or Path(_snapshot(model))
+    return folder / model.gguf if model.gguf else folder
+
+
+def require_room(download: Download) -> None:
+    """Raise UsageError where the cache's disk has no room for what is missing."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    place = Path(HF_HUB_CACHE)
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if download.missing_bytes > free:
+        raise UsageError(
+            f"{download.missing_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for "
+            f"{free / 1e9:.2f} GB; remove a model (hotcold rm), or set HF_HOME to another disk"
+        )
+
+
+def kept_models() -> list[KeptModel]:
+    """The models in the cache, by name."""
+    found = []
+    for repo in _scan():
+        for revision in repo.revisions:
+            found += _models_of(repo.repo_id, list(revision.files))
+    return sorted(found, key=lambda model: model.name)
+
+
+def remove(name: str) -> int:
+    """Remove a model from the cache; how many bytes that freed.
+
+    `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models.
+    Errors:  UsageError where the cache does not hold it
+    """
+    asked = REPOSITORY.fullmatch(name)
+    repos = [repo for repo in _scan() if asked and repo.repo_id == asked["repo"]]
+    models = [model for model in kept_models() if model.name == name]
+    if not repos or (asked and asked["name"] and not models):
+        raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
+    if asked and asked["name"]:
+        for path in (models[0].path, *models[0].blobs):
+            path.unlink(missing_ok=True)
+        _unlink_broken(repos[0].repo_path)
+        return models[0].num_bytes
+    freed = int(repos[0].size_on_disk)
+    shutil.rmtree(repos[0].repo_path)
+    return freed
+
+
+def _models_of(repo_id: str, files: list[Any]) -> list[KeptModel]:
+    """The models of one snapshot, by the library's facts of its files."""
+    by_name = {file.file_name: file for file in files}
+    found = []
+    own = [name for name in by_name if not name.endswith(SUFFIX)]
+    for form, suffix in (("safetensors", ".safetensors"), ("torch", ".bin")):
+        if "config.json" in own and any(name.endswith(suffix) for name in own):
+            found.append(_kept(repo_id, form, [by_name[name] for name in own]))
+            break
+    ggufs = sorted(name for name in by_name if name.endswith(SUFFIX))
+    for first in ggufs:
+        if not is_later_part(Path(first)):
+            whole = _PART.sub("", first)
+            parts = [by_name[name] for name in ggufs if _PART.sub("", name) == whole]
+            found.append(_kept(f"{repo_id}:{_base(first)}", "gguf", parts))
+    return found or [_kept(repo_id, "unfinished", files)]
+
+
+def _kept(name: str, form: str, files: list[Any]) -> KeptModel:
+    return KeptModel(
+        name,
+        form,
+        sum(file.size_on_disk for file in files),
+        max((file.blob_last_accessed for file in files), default=0.0),
+        files[0].file_path if form == "gguf" else files[0].file_path.parent,
+        tuple(path for file in files for path in (file.file_path, file.blob_path)),
+    )
+
+
+def _unlink_broken(folder: Path) -> None:
+    """Remove links to files that are gone."""
+    for path in folder.glob("snapshots/**/*"):
+        if path.is_symlink() and not path.exists():
+            path.unlink()
+
+
+def _scan() -> list[Any]:
+    """The library's facts of the cache's models."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def _newest_snapshot(repo_id: str) -> Any:
+    """The library's facts of what the cache holds of a repository, None for nothing."""
+    snapshots = [each for repo in _scan() if repo.repo_id == repo_id for each in repo.revisions]
+    return max(snapshots, key=lambda each: float(each.last_modified), default=None)
+
+
+def _snapshot(model: HubModel, **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    patterns = [glob.escape(name) for name in model.files]
+    try:
+        return snapshot_download(model.repo_id, allow_patterns=patterns, **options)
+    except Exception as problem:  # of any of the libraries below it
+        raise _refusal(model.repo_id, problem) from None
+
+
+def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
+    """The error to raise in place of the library's."""
+    if _status(problem) in (401, 403, 404):
+        why = "has no such model, or wants HF_TOKEN for it"
+    else:
+        lines = str(problem).strip().splitlines()
+        why = f"cannot be asked: {shown(lines[0], 120) if lines else type(problem).__name__}"
+    return UsageError(
+        f"{repo_id} is no directory here, and Hugging Face {why}; check the name and the network, "
+        "or give a directory (`hotcold list` shows what is here, `hotcold pull` fetches a model)"
+    )
+
+
+def _status(problem: Exception) -> int | None:
+    """The HTTP status that the hub answered with, if it did."""
+    return getattr(getattr(problem, "response", None), "status_code", None)
+
+
+def _base(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+def listed(names: Sequence[str]) -> str:
+    """As many names as fit in an error's text."""
+    rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + rest

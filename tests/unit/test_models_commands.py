@@ -1,0 +1,168 @@
+"""`hotcold pull`, `list` and `rm`, against a hub served here; which files make a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from model.errors import UsageError
+from model.files import hub
+from tests.local_hub import Hub, serving
+
+WEIGHTS = os.urandom(25_000_000)  # more than the library writes at once
+CONFIG = {name: f"{{}}  {name}".encode() for name in ("config.json", "tokenizer.json")}
+QUANTS = ["model-Q4_K_M.gguf", "model-Q8_0.gguf", "big/model-F16-00001-of-00002.gguf",
+          "big/model-F16-00002-of-00002.gguf"]  # fmt: skip
+REPOSITORIES = {
+    "org/small": {
+        **CONFIG, "model.safetensors": WEIGHTS, "chat_template.jinja": b"t", "README.md": b"x",
+        "pytorch_model.bin": b"a pickle", "onnx/model.onnx": b"x", "training_args.bin": b"a pickle",
+    },
+    "org/many": {"config.json": b"{}", **{name: name.encode() for name in QUANTS}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def local_hub() -> Iterator[Hub]:
+    with serving(REPOSITORIES) as found:
+        yield found
+
+
+class Commands:
+    """Runs commands that know one hub and one cache."""
+
+    def __init__(self, hub_url: str, cache: Path):
+        self.cache = cache
+        self.environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": hub_url, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }  # fmt: skip
+
+    def __call__(self, *arguments: str, **changes: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs.cli", *arguments], capture_output=True, text=True,
+            env=self.environment | changes, stdin=subprocess.DEVNULL, timeout=120, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def run(local_hub: Hub, tmp_path: Path) -> Commands:
+    return Commands(local_hub.url, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "files"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin"], None,
+         ("config.json", "model.safetensors")),
+        (["config.json", "merges.txt", "pytorch_model.bin", "pytorch_model.bin.index.json"], None,
+         ("config.json", "merges.txt", "pytorch_model.bin.index.json", "pytorch_model.bin")),
+        (["config.json", "model.safetensors", "x.gguf"], "x", ("x.gguf",)),
+        (["a/x-00002-of-00002.gguf", "a/x-00001-of-00002.gguf", "x-00001-of-00002.gguf.md"], None,
+         ("a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf")),
+        (QUANTS, "q8_0", ("model-Q8_0.gguf",)),
+        (["x.gguf", "x-2.gguf"], "x", ("x.gguf",)),
+    ],
+)  # fmt: skip
+def test_what_is_needed(names: list[str], wanted: str | None, files: tuple[str, ...]) -> None:
+    assert hub.choose_files("org/x", names, wanted).files == files
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "says"),
+    [
+        ([], None, "no model"),
+        (["config.json", "pytorch_lora.bin", "model.onnx"], None, "no model"),
+        (QUANTS, None, "3 GGUF models; choose one by org/x:NAME: model-F16-00001-of-00002.gguf"),
+        (QUANTS, "Q2_K", "no GGUF models with 'Q2_K' in the name"),
+        ([f"{n}.gguf" for n in range(100)], None, "and 88 more"),
+    ],
+)
+def test_what_is_refused(names: list[str], wanted: str | None, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        hub.choose_files("org/x", names, wanted)
+
+
+def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
+    status, out, err = run("pull", "org/small", "--json")
+    assert status == 0 and "0.03 GB in 4 files, 0.03 GB to be fetched" in err
+    told = json.loads(out.splitlines()[-1])
+    folder = Path(told["path"])
+    wanted = {*CONFIG, "model.safetensors", "chat_template.jinja"}
+    assert {file.name for file in folder.iterdir()} == wanted == set(local_hub.fetched())
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (
+        told["missing_bytes"]
+        == told["num_bytes"]
+        == sum(len(REPOSITORIES["org/small"][name]) for name in wanted)
+    )
+    status, out, _ = run("pull", "org/small", "--json")
+    assert (status, json.loads(out.splitlines()[-1])["missing_bytes"]) == (0, 0)
+    status, out, _ = run("list", "--json")
+    (kept,) = json.loads(out.splitlines()[-1])["models"]
+    assert (kept["model"], kept["form"], kept["path"]) == ("org/small", "safetensors", str(folder))
+    status, _, err = run("rm", "org/small")
+    assert status != 0 and folder.exists()  # nobody there to say yes
+    assert run("rm", "org/small", "--yes")[:2] == (0, "org/small: 0.03 GB freed\n")
+    assert not folder.exists()
+    assert "hotcold pull" in run("list")[1]
+    status, _, err = run("rm", "org/small", "--yes")
+    assert (status, err.count("\n")) == (1, 1) and "hotcold list" in err
+
+
+def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
+    status, _, err = run("pull", "org/many")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "model-Q8_0.gguf" in err
+    for name in ("Q8_0", "F16"):
+        assert run("pull", f"org/many:{name}")[0] == 0
+    assert sorted(local_hub.fetched()) == sorted(Path(name).name for name in QUANTS[1:])
+    models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
+    names = [f"org/many:{Path(QUANTS[n]).name}" for n in (2, 1)]
+    assert [model["model"] for model in models] == names
+    assert run("rm", names[1], "--yes")[0] == 0
+    models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
+    assert [model["model"] for model in models] == names[:1]
+    assert all(Path(model["path"]).exists() for model in models)
+
+
+def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> None:
+    local_hub.breaks_after["model.safetensors"] = 15_000_000
+    for _ in range(2):  # the library tries again by itself, where it can
+        status, out, _ = run("pull", "org/small", "--json")
+    assert status == 0
+    folder = Path(json.loads(out.splitlines()[-1])["path"])
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert any(line.startswith("model.safetensors from ") for line in local_hub.ranges)
+
+
+def test_offline_what_is_here_is_found(run: Commands) -> None:
+    assert run("pull", "org/many:Q8_0")[0] == 0
+    assert run("pull", "org/many:Q8_0", HF_HUB_OFFLINE="1")[0] == 0
+    for name in ("org/small", "org/many:Q4"):
+        status, out, err = run("pull", name, HF_HUB_OFFLINE="1")
+        assert (status, out, err.count("\n")) == (1, "", 1), err
+
+
+def test_one_that_is_not_there_or_not_public(tmp_path: Path) -> None:
+    with serving(REPOSITORIES, token="hf_secret") as closed:
+        run = Commands(closed.url, tmp_path)
+        status, _, err = run("pull", "org/small")
+        assert (status, err.count("\n")) == (1, 1) and "HF_TOKEN" in err
+        assert run("pull", "org/small", HF_TOKEN="hf_secret")[0] == 0
+        status, _, err = run("generate", "org/none", "--prompt", "a", HF_TOKEN="hf_secret")
+        assert (status, err.count("\n")) == (1, 1)
+        assert "hotcold list" in err and "hotcold pull" in err
+
+
+def test_a_disk_without_room_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="hotcold rm"):
+        hub.require_room(hub.Download(1, 1 << 62, 1 << 62))
+    hub.require_room(hub.Download(1, 1 << 62, 0))
