@@ -185,15 +185,20 @@ class LlamaFile:
     kinds: dict[str, str] = field(default_factory=dict)  # a part of a file's name -> ggml's type
     keys: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, np.ndarray] = field(default_factory=dict)  # tensors by the file's names
+    arch: str = "llama"
+    pairs_rows: bool = True
+    adds_one: bool = False
 
     def write(self, path: Path) -> dict[str, np.ndarray]:
         """Write the file; returns the values it holds, dequantized, by Hugging Face's names."""
-        writer = gguf.GGUFWriter(str(path), "llama")
+        writer = gguf.GGUFWriter(str(path), self.arch)
         self._add_keys(writer)
         held: dict[str, np.ndarray] = {}
         for name, values in self.tensors.items():
-            target = _target(name)
+            target = _target(self.arch, name)
             rows = self._paired(name, values)
+            if self.adds_one and target.endswith("norm.weight"):
+                rows = rows + 1
             kind = next((k for part, k in self.kinds.items() if part in target), "F32")
             if kind == "F32" or rows.ndim == 1:
                 writer.add_tensor(target, rows.astype(np.float32))
@@ -224,7 +229,8 @@ class LlamaFile:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if "rms_norm_eps" in config:
+            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         for key, value in self.keys.items():
             if isinstance(value, bool):
                 writer.add_bool(key, value)
@@ -238,19 +244,19 @@ class LlamaFile:
                 writer.add_array(key, value)
 
     def _heads(self, name: str) -> int:
-        if "q_proj" in name:
+        if "q_proj." in name:
             return int(self.config["num_attention_heads"])
-        return int(self.config["num_key_value_heads"]) if "k_proj" in name else 0
+        return int(self.config["num_key_value_heads"]) if "k_proj." in name else 0
 
     def _paired(self, name: str, values: np.ndarray) -> np.ndarray:
-        heads = self._heads(name)
+        heads = self._heads(name) if self.pairs_rows else 0
         if not heads:
             return values
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
     def _unpaired(self, name: str, values: np.ndarray) -> np.ndarray:
-        heads = self._heads(name)
+        heads = self._heads(name) if self.pairs_rows else 0
         if not heads:
             return values
         pairs = values.reshape(heads, -1, 2, *values.shape[1:])
@@ -258,11 +264,12 @@ class LlamaFile:
 
 
 @functools.cache
-def _name_map() -> gguf.TensorNameMap:
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
+def _name_map(arch: str) -> gguf.TensorNameMap:
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[arch], 8)
 
 
-def _target(name: str) -> str:
-    found = _name_map().get_name(name, try_suffixes=(".weight", ".bias"))
+def _target(arch: str, name: str) -> str:
+    found = _name_map(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found

@@ -62,9 +62,8 @@ class SystemServices:
         self.system = system
         self.spawn, self.spawn_relay = spawn, spawn_relay
         config = read_config(system.model_path)
-        self.config = stored_config(
-            Checkpoint(Path(system.model_path)), config, system.weight_dtype
-        )
+        checkpoint = Checkpoint(Path(system.model_path))
+        self.config = stored_config(checkpoint, config, system.weight_dtype)
         specs = service_specs(system, self.config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
@@ -73,7 +72,9 @@ class SystemServices:
         self.policy = RecoveryPolicy()
         self.connection = Connection(system, specs, handles, self.policy)
         self.stage = "starting services"
-        self.notes: tuple[str, ...] = ()  # what is otherwise than was wanted
+        read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise()
+        # What is otherwise than was wanted, or in the model's files.
+        self.notes: tuple[str, ...] = (read_otherwise,) if read_otherwise else ()
         self.device_name = "cpu"  # of the GPU service
         self.changing = threading.Lock()  # held while services are loaded
         self.held_cpus: Any = None  # a placement group, once services have changed
@@ -143,7 +144,7 @@ class SystemServices:
         fitted: Fitted
         (fitted,) = self.connection.call_each("fit", self.system, services=[0])
         self.system, self.device_name = fitted.system, fitted.device_name
-        self.notes = (fitted.note,) if fitted.note else ()
+        self.notes += (fitted.note,) if fitted.note else ()
         if self.system.device == "cpu":  # then it takes more of the host's memory
             need = system_need(self.system, self.config)
             require_memory(need, kept_bytes=kept_bytes())

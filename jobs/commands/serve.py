@@ -183,8 +183,10 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
 
 
 def _name(model: str | None, path: Path) -> str:
-    """The name that clients give: an org/repo id as it is, else the folder's name."""
-    return model if model and not Path(model).expanduser().is_dir() else path.resolve().name
+    """The name that clients give: an org/repo id as it is, else the folder's or the file's name."""
+    if model and not Path(model).expanduser().exists():
+        return model
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _page(backend: Backend) -> Any:

@@ -20,7 +20,7 @@ _PIECE_CHARS = 100_000  # one encode of a long text takes memory and time beyond
 _LAST_CHARS = 10_000  # of a piece: where its end is looked for
 _JSON_LINES = (".jsonl", ".json")
 _NO_TOKENIZER = (
-    "text needs a tokenizer, and this model's directory has no tokenizer.json; give token ids in a "
+    "text needs a tokenizer, and this model has none; give token ids in a "
     '.jsonl file: {"ids": [1, 2, 3]}'
 )
 # Between a word and a line's end every usual tokenizer starts a new token.

@@ -25,6 +25,7 @@ from model.config.weight_formats import requested_dtype
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from model.gguf.file import is_gguf
 from model.weights.check import check_tensors, stored_config
 from model.weights.embedding import head_name
 from model.weights.tensor_reader import TensorReader
@@ -69,6 +70,11 @@ def write_quantized(
     Errors:  ConfigError, CheckpointError; UsageError where `out` exists, or the model cannot be in
              this dtype; HotcoldError where the disk has too little space
     """
+    if is_gguf(path):
+        raise UsageError(
+            f"{path} is a GGUF file, whose formats are read as they are; give it to a command, "
+            f"with --dtype {dtype} if it is stored in more bits"
+        )
     checkpoint, config = Checkpoint(path), read_config(path)
     check_tensors(checkpoint, config)
     stored = stored_config(checkpoint, config, dtype)

@@ -309,7 +309,7 @@ CASES = [
          arguments=("--prompt-ids", ",".join(["1"] * MAX_POSITIONS))),
     Case("prompt-beyond-context", ("4 tokens", "--context"),
          arguments=("--prompt-ids", "1,2,3,4", "--context", "4")),
-    Case("no-tokenizer", ("no tokenizer.json", "--prompt-ids"), arguments=TEXT),
+    Case("no-tokenizer", ("no tokenizer", "--prompt-ids"), arguments=TEXT),
     Case("tokenizer-damaged", ("tokenizer.json", "download"), write("tokenizer.json", '{"model":'),
          arguments=TEXT),
     Case("tokenizer-of-other-kind", ("tokenizer.json", "download"), write("tokenizer.json", "[]"),

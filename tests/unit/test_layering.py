@@ -77,7 +77,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "gguf": {"errors", "mapped_file"},
         "config": {"errors", "gguf"},
         "files": {"config", "errors", "gguf", "mapped_file"},
-        "weights": {"config", "errors", "files"},
+        "weights": {"config", "errors", "files", "gguf"},
         "text": {"config", "errors", "gguf"},
         "sampling": {"config", "errors"},
         "torch_activations": set(),

@@ -46,5 +46,5 @@ def _short(text: str) -> str:
 
 def _tokenizer(prompts: Prompts) -> Tokenizer:
     if prompts.tokenizer is None:
-        raise PromptError("this model has no tokenizer.json, so no text")
+        raise PromptError("this model has no tokenizer, so no text")
     return prompts.tokenizer

@@ -88,7 +88,7 @@ class Grammars:
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
-            raise UsageError("this model has no tokenizer.json, so no text; leave out the grammar")
+            raise UsageError("this model has no tokenizer, so no text; leave out the grammar")
         with self._making:
             if self._table is None:
                 eos = self._eos_ids or None

