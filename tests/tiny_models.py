@@ -146,6 +146,12 @@ _ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
     "longrope": {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -194,7 +200,9 @@ VARIANTS: dict[str, Variant] = {
         sliding_window=33,
         max_window_layers=2,
     ),
-    "arcee": Variant(_relative, "Arcee", **(_WIDER | {"hidden_act": "relu2"})),
+    "arcee": Variant(
+        _relative, "Arcee", **(_WIDER | {"hidden_act": "relu2", "rope_parameters": _ROPES["yarn"]})
+    ),
     "nemotron": Variant(_relative, "Nemotron", **(_WIDER | {"hidden_act": "relu2"})),
     "prosparse": Variant(_sparse_llama),
     "bamboo": Variant(_bamboo, num_key_value_heads=2, sliding_window=9),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from model.config.layer_order import (
     OUTPUT_NORM,
     PARALLEL,
@@ -16,6 +14,7 @@ from model.config.layer_order import (
     PRE_NORM,
     LayerOrder,
 )
+from model.config.rope_config import RopeConfig
 
 ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
 # Exactly zero for some inputs: a neuron fires where it is not.
@@ -23,67 +22,6 @@ SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "
 WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q4"]
 # Matrices that are in one format in all layers; up is in gate's.
 MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: the base period and how frequencies are scaled.
-
-    `share` of a head's dimensions are rotated, the first ones. longrope divides frequencies by one
-    of two lists of factors, and its cosines and sines are multiplied with `table_scale`.
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    share: float = 1.0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    table_scale: float = 1.0
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Return how many dimensions of a head are rotated."""
-        return int(head_dim * self.share)
-
-    def is_long(self, num_positions: int) -> bool:
-        """Whether sequences of up to so many positions take longrope's long factors."""
-        return self.kind == "longrope" and num_positions > self.original_max_positions
-
-    def inv_freq(self, head_dim: int, is_long: bool = False) -> np.ndarray:
-        """Return the angle per position of each pair of dimensions, in radians.
-
-        default: theta ** (-2i / d), d the dimensions that are rotated;  linear: that / factor;
-        llama3: long waves / factor, short waves kept, those between interpolated;
-        longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if `is_long`
-        Shapes:  (d / 2,)
-        Dtypes:  float32, computed by torch operation for operation as transformers computes it
-        Source:  transformers/modeling_rope_utils.py
-        """
-        import torch  # here, as only services and tests compute it: reading a config stays fast
-
-        size = self.rotary_dim(head_dim)
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float) / size
-        if self.kind == "longrope":
-            factors = torch.tensor(self.long_factors if is_long else self.short_factors)
-            return (1.0 / (factors * self.theta**exponents)).numpy()
-        inv_freq = 1.0 / (self.theta**exponents)
-        if self.kind == "linear":
-            inv_freq = inv_freq / self.factor
-        elif self.kind == "llama3":
-            wavelength = 2 * torch.pi / inv_freq
-            long_wave = self.original_max_positions / self.low_freq_factor
-            short_wave = self.original_max_positions / self.high_freq_factor
-            scaled = torch.where(wavelength > long_wave, inv_freq / self.factor, inv_freq)
-            smooth = (self.original_max_positions / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            between = (1 - smooth) * scaled / self.factor + smooth * scaled
-            is_between = ~(wavelength < short_wave) * ~(wavelength > long_wave)
-            inv_freq = torch.where(is_between, between, scaled)
-        return inv_freq.numpy()
 
 
 @dataclass(frozen=True, kw_only=True)

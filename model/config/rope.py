@@ -9,7 +9,7 @@ from model.config.json_reader import ConfigReader
 from model.config.model_config import RopeConfig
 from model.errors import shown
 
-KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 _MAX = 1e12
 _MOST_FACTORS = 4096
@@ -67,6 +67,8 @@ def read_rope_object(
     factor = rope.number("factor", low=1e-6, high=_MAX)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor, share=part)
+    if kind == "yarn":
+        return _yarn(reader, rope, max_positions, theta, part)
     low = rope.number("low_freq_factor", low=1e-6, high=_MAX)
     high = rope.number("high_freq_factor", low=1e-6, high=_MAX)
     if high <= low:
@@ -97,6 +99,30 @@ def _longrope(
         short_factors=_factors(rope, "short_factor"),
         long_factors=_factors(rope, "long_factor"),
         table_scale=rope.number("attention_factor", scale, low=1e-6, high=_MAX),
+    )
+
+
+def _yarn(
+    reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
+) -> RopeConfig:
+    """Cosines and sines are scaled by 0.1 ln(factor) + 1, or as mscale and mscale_all_dim say."""
+    factor = rope.number("factor", low=1e-6, high=_MAX)
+    if theta <= 1:
+        raise rope.fail("rope_theta", f"is {theta:g}; yarn needs more than 1")
+    scales = [rope.number(key, 0.0, low=0.0, high=_MAX) for key in ("mscale", "mscale_all_dim")]
+    scale, below = scales if all(scales) else (1.0, 0.0)
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    table_scale = (scale * growth + 1) / (below * growth + 1)
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=_original_positions(reader, rope, max_positions),
+        share=share,
+        beta_fast=rope.number("beta_fast", 32.0, low=1e-6, high=_MAX),
+        beta_slow=rope.number("beta_slow", 1.0, low=1e-6, high=_MAX),
+        truncates=rope.boolean("truncate", True),
+        table_scale=rope.number("attention_factor", table_scale, low=1e-6, high=_MAX),
     )
 
 

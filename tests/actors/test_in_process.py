@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
-from tests.tiny_models import VARIANTS
+from tests.tiny_models import VARIANTS, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -121,6 +123,24 @@ def test_only_the_logits_asked_for(tiny: Tiny) -> None:
             assert engine.step(ids[:size], range(size), [0] * size, 0).shape[0] == 0
             found = engine.step(ids[:size], range(size), [0] * size, 3)
             assert relative_difference(found, logits[size - 3 : size]) < 1e-4
+
+
+def test_a_long_context_takes_longropes_long_factors(tmp_path: Path) -> None:
+    """In transformers a sequence longer than the first training does, here a system for such."""
+    made = VARIANTS["phi3-windows"]
+    original = {"original_max_position_embeddings": 32}
+    changed = Variant(made.func, *made.args, **made.keywords, **original)
+    with mock.patch.dict(VARIANTS, {"phi3-long": changed}):
+        checkpoint = TinyCheckpoint(make_tiny("phi3-long", tmp_path / "model"))
+    short = checkpoint.logits_of(checkpoint.ids[:32])
+    assert relative_difference(checkpoint.logits[:32], short) > 0.01
+    with InProcessSystem(checkpoint.path, 2, 1) as system:
+        for way in ([1], [5], [40]):
+            found = system.logits("dense", checkpoint.ids, way)
+            assert relative_difference(found, checkpoint.logits) < 1e-4, way
+    with InProcessSystem(checkpoint.path, 2, 1, num_positions=32) as system:
+        found = system.logits("dense", checkpoint.ids[:32], [1])
+        assert relative_difference(found, short) < 1e-4
 
 
 def fired_neurons(checkpoint: TinyCheckpoint) -> int:

@@ -70,6 +70,7 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -206,6 +207,11 @@ def test_several_eos_ids_and_dtype_spellings() -> None:
         {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
         {"rope_theta": 123.0, "rope_scaling": None},
+        {"rope_theta": 300.0, "rope_scaling": YARN},
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"truncate": False, "beta_fast": 3.0}},
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 0.7, "factor": 0.5}},
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"attention_factor": 1.3}},
     ],
 )
 def test_inv_freq_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
@@ -223,7 +229,9 @@ def test_inv_freq_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> N
         expected = 1 / (theirs.rope_parameters["rope_theta"] ** (np.arange(0, 16, 2) / 16))
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     else:
-        np.testing.assert_array_equal(found, ROPE_INIT_FUNCTIONS[kind](theirs)[0].numpy())
+        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs)
+        np.testing.assert_array_equal(found, expected.numpy())
+        assert config.rope.table_scale == pytest.approx(scale, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [None, "x", 0, -1, 1 << 60, 10**400, 2.5, 64.0, True, [1], {}])
@@ -261,7 +269,9 @@ def test_missing_sizes(key: str) -> None:
         (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings"),
         (LLAMA, {"rope_theta": 0}, "rope_theta"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate"),
+        (PHI3, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         (LLAMA, {"rope_scaling": {"rope_type": "linear", "type": "llama3"}}, "rope_type"),
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         (LLAMA, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
