@@ -137,6 +137,43 @@ def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in merges]
 
 
+# Types of tokens, by SentencePiece's numbers, which GGUF has too.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary with the type and the score of each token; all three of one length."""
+
+    texts: Sequence[str]
+    kinds: Sequence[int]
+    scores: Sequence[float]
+
+    def of_kind(self, kind: int) -> list[str]:
+        """Return the texts of one type."""
+        return [text for text, own in zip(self.texts, self.kinds, strict=True) if own == kind]
+
+
+def tokenizer_of_pieces(
+    pieces: Pieces, add_prefix_space: bool, unknown: str | None = None
+) -> tokenizers.Tokenizer:
+    """Return SentencePiece's BPE of a vocabulary, special tokens added; `unknown` if none is typed.
+
+    Errors:  whatever the library raises
+    """
+    entries = zip(pieces.texts, pieces.kinds, pieces.scores, strict=True)
+    normal = {text: float(score) for text, kind, score in entries if kind == NORMAL}
+    named = pieces.of_kind(UNKNOWN)
+    tokenizer = sentencepiece_bpe(
+        {text: token_id for token_id, text in enumerate(pieces.texts)},
+        merges_of(normal),
+        named[0] if named else unknown,
+        add_prefix_space,
+    )
+    add_tokens(tokenizer, [*pieces.of_kind(CONTROL), *named], pieces.of_kind(USER_DEFINED))
+    return tokenizer
+
+
 def add_tokens(
     tokenizer: tokenizers.Tokenizer, special: Sequence[str], others: Sequence[str]
 ) -> None:

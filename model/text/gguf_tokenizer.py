@@ -15,17 +15,20 @@ import tokenizers
 from model.errors import ConfigError, shown
 from model.gguf.file import GgufFile, open_gguf
 from model.text.bpe import (
+    CONTROL,
     GPT2,
+    NORMAL,
     SPLITTINGS,
+    UNKNOWN,
+    USER_DEFINED,
+    Pieces,
     add_ends,
     add_tokens,
     byte_bpe,
-    merges_of,
-    sentencepiece_bpe,
+    tokenizer_of_pieces,
 )
 from model.text.chat_template import ChatTemplate
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NO_VOCABULARY = ("none", "no_vocab")
 _END_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 _END_KEYS |= {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
@@ -37,7 +40,7 @@ class _Vocabulary:
     def __init__(self, file: GgufFile):
         self.file = file
         self.texts = _distinct(file.strings("tokenizer.ggml.tokens") or [])
-        self.kinds = self._numbers("token_type", _NORMAL)
+        self.kinds = self._numbers("token_type", NORMAL)
         self.ids = {text: token_id for token_id, text in enumerate(self.texts)}
 
     def get(self, key: str, kind: type, default: Any) -> Any:
@@ -135,19 +138,17 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     tokenizer = byte_bpe(
         vocabulary.ids, merges, splitting, vocabulary.get("add_space_prefix", bool, False)
     )
+    special = [*vocabulary.of_kind(CONTROL), *vocabulary.of_kind(UNKNOWN)]
+    add_tokens(tokenizer, special, vocabulary.of_kind(USER_DEFINED))
     return _finished(tokenizer, vocabulary, splitting.adds_bos)
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    scores = vocabulary.scores()
-    normal = np.flatnonzero(vocabulary.kinds == _NORMAL)
-    pieces = {vocabulary.texts[i]: float(scores[i]) for i in normal}
-    unknown = vocabulary.of_kind(_UNKNOWN)
-    tokenizer = sentencepiece_bpe(
-        vocabulary.ids,
-        merges_of(pieces),
-        unknown[0] if unknown else vocabulary.text_of("unknown_token_id"),
+    kinds, scores = vocabulary.kinds.tolist(), vocabulary.scores().tolist()
+    tokenizer = tokenizer_of_pieces(
+        Pieces(vocabulary.texts, kinds, scores),
         vocabulary.get("add_space_prefix", bool, True),
+        vocabulary.text_of("unknown_token_id"),
     )
     return _finished(tokenizer, vocabulary, True)
 
@@ -155,8 +156,6 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def _finished(
     tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool
 ) -> tokenizers.Tokenizer:
-    special = [*vocabulary.of_kind(_CONTROL), *vocabulary.of_kind(_UNKNOWN)]
-    add_tokens(tokenizer, special, vocabulary.of_kind(_USER_DEFINED))
     adds_bos = vocabulary.get("add_bos_token", bool, adds_bos)
     adds_eos = vocabulary.get("add_eos_token", bool, False)
     add_ends(

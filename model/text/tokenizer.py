@@ -11,6 +11,7 @@ from model.errors import ConfigError, PromptError, shown
 from model.gguf.file import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
+from model.text.older_files import older_tokenizer
 
 # As much of a prompt as may decide how the first token after it is written.
 _CONTEXT_TOKENS = 6
@@ -30,7 +31,8 @@ class Tokenizer:
     def from_model(cls, path: str | Path) -> Tokenizer | None:
         """Read a model's tokenizer and chat template; None where it has no tokenizer.
 
-        They are tokenizer.json and what lies beside it, or in the metadata of a GGUF file.
+        They are tokenizer.json, else tokenizer.model, else vocab.json and merges.txt, and what lies
+        beside them; or in the metadata of a GGUF file.
         Errors:  ConfigError naming the file that is damaged, CheckpointError for a GGUF file
         """
         if is_gguf(path):
@@ -38,7 +40,8 @@ class Tokenizer:
             return None if own is None else cls(own, gguf_chat_template(path))
         file = Path(path) / "tokenizer.json"
         if not file.exists():
-            return None
+            older = older_tokenizer(Path(path))
+            return None if older is None else cls(older, ChatTemplate.from_directory(path))
         try:
             backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
             backend.encode("a")  # some damage is met only here

@@ -311,11 +311,17 @@ def test_templates_with_bad_syntax(template: str, tmp_path: Path) -> None:
 
 def test_endless_template_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.text.chat_template.RENDER_TIMEOUT_S", 0.3)
-    loops = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+    slow = "{% for a in range(99999) %}{% set b = range(99999) | sum %}{% endfor %}"
     start = time.monotonic()
     with pytest.raises(ConfigError, match="longer than"):
-        chat(tmp_path, loops).render_chat(MESSAGES)
+        chat(tmp_path, slow).render_chat(MESSAGES)
     assert time.monotonic() - start < 5
+
+
+def test_loops_are_counted(tmp_path: Path) -> None:
+    loops = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(ConfigError, match="loops too often"):
+        chat(tmp_path, loops).render_chat(MESSAGES)
 
 
 def test_refused_messages(tmp_path: Path) -> None:
