@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from model.files.artifact import ModelIdentity, artifact_path
 from model.files.checkpoint import Checkpoint
 from model.text.tokenizer import Tokenizer
 from model.weights.sizes import kv_cache_bytes
-from numba_kernels.formats import Q4, Q8, row_width
+from numba_kernels.formats import row_width
 from placement.memory import weight_bytes
 from placement.profile import PROFILE_FILE, read_profile
 from predictors.predictor_file import predictors_path
@@ -43,6 +45,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "num_parameters": _num_parameters(path, config),
         "max_positions": config.max_positions,
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_BYTES),
+        "stored_bytes": _stored_bytes(path),
         "dtype": config.dtype,
         "weight_bytes": weight_bytes(config),
         "quantized_bytes": _quantized_bytes(path),
@@ -67,6 +70,9 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{facts['hidden_size']}, FFN {facts['ffn_size']}, {facts['num_heads']} heads "
         f"({facts['num_kv_heads']} of keys and values), vocabulary {facts['vocab_size']}",
     )
+    stored = facts["stored_bytes"]
+    formats = ", ".join(f"{size / 1e9:.2f} GB of {name}" for name, size in stored.items())
+    yield "files", formats
     quantized = (f"{size / 1e9:.2f} GB with --dtype {name}"
                  for name, size in facts["quantized_bytes"].items())  # fmt: skip
     yield (
@@ -113,10 +119,17 @@ def _num_parameters(path: Path, config: ModelConfig) -> int:
 
 
 def _num_weights(checkpoint: Checkpoint, name: str) -> int:
-    dtype = checkpoint.dtype(name)
-    rows, *_ = checkpoint.shape(name)
-    num_items = checkpoint.num_bytes(name) // dtype.itemsize
-    return rows * row_width(dtype, num_items // rows) if dtype in (Q8, Q4) else num_items
+    shape = checkpoint.shape(name)
+    return math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+
+
+def _stored_bytes(path: Path) -> dict[str, int]:
+    """Bytes in the files by format, the largest first."""
+    checkpoint = Checkpoint(path)
+    found: Counter[str] = Counter()
+    for name in checkpoint.names():
+        found[checkpoint.format_name(name)] += checkpoint.num_bytes(name)
+    return dict(found.most_common())
 
 
 def _quantized_bytes(path: Path) -> dict[str, int]:

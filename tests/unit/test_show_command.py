@@ -39,6 +39,7 @@ def test_sizes_are_transformers(
     facts, text = shown(capsys, str(path))
     model = AutoModelForCausalLM.from_pretrained(path)
     assert facts["num_parameters"] == model.num_parameters()
+    assert sum(facts["stored_bytes"].values()) >= 4 * facts["num_parameters"]
     assert facts["is_sparse"] == (variant != "gemma2")
     assert ("dense: no activation is exactly zero" in text) == (facts["mode"] == "dense")
 
