@@ -95,6 +95,21 @@ def neurons(model: Any) -> list[np.ndarray]:
                 "llama.rope.scaling.factor": 3.0,
             },
         ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["F32", "F16"])

@@ -143,6 +143,16 @@ def rope_values(metadata: Metadata) -> dict[str, Any]:
         factor = metadata.number("rope.scaling.factor", old)
         if factor != 1:
             values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        values["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": metadata.number("rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.integer(
+                "rope.scaling.original_context_length"
+            ),
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
     elif kind not in ("none", "longrope"):
         raise metadata.fail("rope.scaling.type", f"is {kind!r}, which is not supported")
     if metadata.has_tensor("rope_freqs.weight"):
