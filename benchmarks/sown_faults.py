@@ -247,7 +247,7 @@ _ACTORS = [
     Fault(
         "a-token-does-not-see-itself",
         "actors", "prompt_attention", _OFF_BY_ONE,
-        "attn_mask=torch.arange(length) <= torch", "attn_mask=torch.arange(length) < torch",
+        "mask = theirs <= own", "mask = theirs < own",
         ("test_in_process::test_only_the_logits_asked_for",),
     ),
     Fault(
@@ -770,7 +770,7 @@ _PREDICTORS = [
     Fault(
         "the-gates-bias-is-taken-off",
         "predictors", "layer_data", _SIGN,
-        "z += torch.from_numpy(bias)", "z -= torch.from_numpy(bias)",
+        "rows, z + torch.from_numpy(bias)", "rows, z - torch.from_numpy(bias)",
         ("test_layer_data_is_what_the_checkpoint_says",),
     ),
     Fault(
