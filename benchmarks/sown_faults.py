@@ -662,8 +662,9 @@ _PLACEMENT = [
     Fault(
         "rows-of-a-neuron",
         "placement", "cost", _VALUE,
-        "2 * row if config.has_gate else row", "row if config.has_gate else 2 * row",
+        "down + first if config.has_gate else down", "down if config.has_gate else down + first",
         ("test_seconds_of_a_neuron",),
+        before=("2 * row if config.has_gate else row", "row if config.has_gate else 2 * row"),
     ),
     Fault(
         "a-part-on-a-cpu-column",
@@ -858,9 +859,13 @@ _UI = [
     Fault(
         "pages-of-others-may-ask",
         "ui", "gate", _SIGN,
-        "if origin is not None and (self._local or by_password):",
-        "if origin is not None and not (self._local or by_password):",
+        "if (self._local or by_password) and _is_of_another_page(method, headers):",
+        "if not (self._local or by_password) and _is_of_another_page(method, headers):",
         ("test_pages_of_others_are_refused",),
+        before=(
+            "if origin is not None and (self._local or by_password):",
+            "if origin is not None and not (self._local or by_password):",
+        ),
     ),
     Fault(
         "only-the-last-piece-of-a-body-counts",
@@ -872,9 +877,13 @@ _UI = [
     Fault(
         "any-key-opens",
         "ui", "gate", _CHECK,
-        'if kind.lower() not in ("bearer", "basic") or not any(known):',
-        'if kind.lower() not in ("bearer", "basic"):',
+        "if not is_key or not self._keys.is_right(given, address):",
+        "if not is_key:",
         ("test_gate::test_keys",),
+        before=(
+            'if kind.lower() not in ("bearer", "basic") or not any(known):',
+            'if kind.lower() not in ("bearer", "basic"):',
+        ),
     ),
     Fault(
         "too-long-a-prompt-is-a-bad-one",
@@ -885,9 +894,13 @@ _UI = [
     Fault(
         "the-queue-has-no-end",
         "ui", "backend", _CHECK,
-        "if self.num_active + len(requests) > self.capacity:",
+        "if self.num_active + count > self.capacity:",
         "if self.num_active > self.capacity:",
         ("test_those_who_run_and_wait_leave_less_room|test_more_than_the_queue_takes_is_refused",),
+        before=(
+            "if self.num_active + len(requests) > self.capacity:",
+            "if self.num_active > self.capacity:",
+        ),
     ),
     Fault(
         "only-the-last-text-stays",

@@ -139,6 +139,9 @@ class StandInProcess:
     def is_paging(self) -> bool:
         return False
 
+    def note_kills(self) -> None:
+        pass
+
     def how_it_ended(self) -> str:
         return "died"
 
