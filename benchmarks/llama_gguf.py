@@ -27,23 +27,14 @@ import numpy as np
 from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_tensors
 from model.config.build import read_config
 from model.config.families import tensor_names
-from model.config.families.tensor_names import LayerNames, TensorNames
+from model.config.families.tensor_names import TensorNames
+from model.config.gguf.architecture import LLAMA_LAYER, LLAMA_NAMES
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import head_name
 from numba_kernels.formats import QUANT_GROUP
 
-_LAYER = LayerNames(
-    norm="attn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    out="attn_output",
-    ffn_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-)
-_NAMES = TensorNames("token_embd", "blk.{}.", _LAYER, "output_norm", head="output")
 _RANDOM_ITEMS = 1 << 22
 _SEED = 2026
 
@@ -120,10 +111,12 @@ def _keys(config: ModelConfig, epsilon: str) -> dict[str, int | float]:
 def gguf_names(config: ModelConfig) -> TensorNames:
     """llama.cpp's names of what `tensor_names` calls a model's tensors."""
     if config.family == "llama":
-        return _NAMES
+        return LLAMA_NAMES
     norm, ffn_norm = ("attn_norm_2", "attn_norm") if config.has_ffn_norm else ("attn_norm", "")
-    falcon = replace(_LAYER, norm=norm, qkv=("attn_qkv",), ffn_norm=ffn_norm, gate="ffn_up", up="")
-    return replace(_NAMES, layer=falcon)
+    falcon = replace(
+        LLAMA_LAYER, norm=norm, qkv=("attn_qkv",), ffn_norm=ffn_norm, gate="ffn_up", up=""
+    )
+    return replace(LLAMA_NAMES, layer=falcon)
 
 
 def _same_weights(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
@@ -160,13 +153,13 @@ def _random_llama(config: ModelConfig, dtype: str) -> Iterator[GgufTensor]:
     def rows(height: int, width: int) -> np.ndarray:
         return np.resize(some, (height, width))
 
-    yield matrix(f"{_NAMES.tokens}.weight", rows(config.vocab_size, hidden), "f16")
-    yield matrix(f"{_NAMES.head}.weight", rows(config.vocab_size, hidden), dtype)
-    yield vector(f"{_NAMES.final_norm}.weight", ones)
+    yield matrix(f"{LLAMA_NAMES.tokens}.weight", rows(config.vocab_size, hidden), "f16")
+    yield matrix(f"{LLAMA_NAMES.head}.weight", rows(config.vocab_size, hidden), dtype)
+    yield vector(f"{LLAMA_NAMES.final_norm}.weight", ones)
     shapes = [(attention, hidden), (keys, hidden), (keys, hidden), (hidden, attention)]
     shapes += [(ffn_size, hidden), (ffn_size, hidden), (hidden, ffn_size)]
     for layer in range(config.num_layers):
-        names = _NAMES.of_layer(layer)
+        names = LLAMA_NAMES.of_layer(layer)
         matrices = (*names.qkv, names.out, names.gate, names.up, names.down)
         for name, shape in zip(matrices, shapes, strict=True):
             yield matrix(f"{name}.weight", rows(*shape), dtype)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from actors.protocol.messages import PREDICTED_MODES
 from actors.setup.preflight import default_mode, read_model
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES
@@ -23,7 +24,6 @@ from predictors.predictor_file import predictors_path
 
 _HEAD = "lm_head"
 _KV_BYTES = 2  # float16
-_PREDICTED = ("sign", "lowrank")
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
 
 
@@ -54,7 +54,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "is_sparse": config.is_sparse,
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "mode": mode,
-        "predictors": [kind for kind in _PREDICTED if predictors_path(path, kind).exists()],
+        "predictors": [kind for kind in PREDICTED_MODES if predictors_path(path, kind).exists()],
         "has_tokenizer": tokenizer is not None,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
     }

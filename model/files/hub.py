@@ -20,6 +20,8 @@ from model.gguf.file import SUFFIX, is_later_part
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<name>[\w.-]+))?")
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+_FORMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # of weights, the preferred first
+_INDEX = ".index.json"
 _MOST_LISTED = 12
 
 
@@ -70,11 +72,12 @@ def choose_files(repo_id: str, names: Sequence[str], wanted: str | None) -> HubM
     ggufs = sorted(name for name in names if name.endswith(SUFFIX))
     firsts = [name for name in ggufs if not is_later_part(Path(name))]
     if wanted is None and "config.json" in top:
-        for form in (r"model.*\.safetensors", r"pytorch_model.*\.bin"):
-            if weights := [name for name in top if re.fullmatch(form, name)]:
-                others = [name for name in beside if not name.endswith(".index.json")]
-                index = [name for name in beside if re.match(form[:5], name) and name not in others]
-                return HubModel(repo_id, (*others, *index, *weights))
+        for stem, suffix in _FORMS:
+            weights = [name for name in top if name.startswith(stem) and name.endswith(suffix)]
+            if weights:
+                unused = [f"{other}{end}{_INDEX}" for other, end in _FORMS if other != stem]
+                files = [name for name in beside if name not in unused]
+                return HubModel(repo_id, (*files, *weights))
     fitting = [name for name in firsts if (wanted or "").lower() in _base(name).lower()]
     exact = [name for name in fitting if wanted in (_base(name), _base(name).removesuffix(SUFFIX))]
     chosen = exact if len(exact) == 1 else fitting
@@ -180,7 +183,7 @@ def _models_of(repo_id: str, files: list[Any]) -> list[KeptModel]:
     by_name = {file.file_name: file for file in files}
     found = []
     own = [name for name in by_name if not name.endswith(SUFFIX)]
-    for form, suffix in (("safetensors", ".safetensors"), ("torch", ".bin")):
+    for form, (_, suffix) in zip(("safetensors", "torch"), _FORMS, strict=True):
         if "config.json" in own and any(name.endswith(suffix) for name in own):
             found.append(_kept(repo_id, form, [by_name[name] for name in own]))
             break
