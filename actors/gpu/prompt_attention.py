@@ -76,7 +76,8 @@ def _attend(
         for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
             read_kernel(cache[layer], pages, *heads, out)
 
-    products.each_thread(norm)
+    if arrays.q_norm_weight.shape[1] > shape.head_dim:
+        products.each_thread(norm)
     products.each_thread(store)
     products.each_thread(read)
     heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
