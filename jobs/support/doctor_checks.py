@@ -110,7 +110,7 @@ def _processor(machine: MachineSurvey) -> Finding:
 
 def kernel_instructions() -> str:
     """Which instructions kernels are compiled to, as far as their code differs."""
-    from numba_kernels.ir.llvm_vectors import has_feature
+    from numba_kernels.ir.target import has_feature
 
     if has_feature("avx512f"):
         return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"

@@ -8,9 +8,11 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.llvm_vectors import has_feature, widen
+from numba_kernels.ir.arguments import Arguments, codegen_of
+from numba_kernels.ir.float_ir import item_bytes, widen
 from numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from numba_kernels.ir.vec import BFLOAT, F32, I16, I32, Array, Ptr, Vec, for_vectors
+from numba_kernels.ir.target import has_feature
+from numba_kernels.ir.vec import BFLOAT, F32, I16, I32, Ptr, Vec, for_vectors
 
 _FLOATS = ir.VectorType(F32, LANES)
 _NARROW = ir.VectorType(BFLOAT, LANES)
@@ -33,7 +35,7 @@ def _load_narrow(dtype: Any, at: Ptr, lanes: int) -> Vec:
     """Load LANES items, or 1: the nearest bfloat16, ties to even, as bits."""
     if dtype == types.int16:
         return at.load(I16, lanes)
-    floats = Vec(at.builder, widen(at.builder, dtype, at.value, lanes))
+    floats = widen(dtype, at, lanes)
     if lanes == 1:
         floats = Vec.full(at.builder, 0, F32, LANES).with_lane(0, floats)
     bits = floats.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _NARROW, floats).view(I16)
@@ -60,28 +62,24 @@ def add_tile(
         tokens, index, num_groups, weights, index, index, index, out, ahead, index, index, index
     )
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arrays = {
-            number: Array(context, builder, kind, args[number])
-            for number, kind in ((0, tokens), (3, weights), (7, out), (8, ahead))
-        }
-        group, row, first, last, ahead_row, column, ahead_bytes = (
-            Vec(builder, args[number]) for number in (1, 4, 5, 6, 9, 10, 11)
+    def emit(given: Arguments) -> None:
+        x, w, target, following = (given.array(place) for place in (0, 3, 7, 8))
+        group, row, first, last, ahead_row, column, ahead_bytes = given.numbers(
+            1, 4, 5, 6, 9, 10, 11
         )
         tile = PairTile(
             BFLOAT16_PAIRS,
-            tokens=[arrays[0].at(group + g, first) for g in range(count)],
-            weights=arrays[3].rows(row, 0, TILE_ROWS),
-            stride=arrays[3].strides[1],
-            ahead=Ahead.of(arrays[8], ahead_row, column, ahead_bytes),
+            tokens=[x.at(group + g, first) for g in range(count)],
+            weights=w.rows(row, 0, TILE_ROWS),
+            stride=w.strides[1],
+            ahead=Ahead.of(following, ahead_row, column, ahead_bytes),
         )
         for r, of_row in enumerate(tile.sums(first - first, last - first)):
             for g, total in enumerate(of_row):
-                target = arrays[7].at(row + r, group + g)
-                target.store(target.load(F32, LANES, align=64) + total, align=64)
-        return context.get_dummy_value()
+                place = target.at(row + r, group + g)
+                place.store(place.load(F32, LANES, align=64) + total, align=64)
 
-    return signature, codegen
+    return signature, codegen_of(emit)
 
 
 @intrinsic
@@ -90,22 +88,18 @@ def narrow_row(typingctx, matrix, row, column, count, out):
 
     matrix (N, d) float32, uint16 (float16) or int16 (bfloat16), rows contiguous; out int16
     """
-    signature = types.void(matrix, types.int64, types.int64, types.int64, out)
-    item_bytes = matrix.dtype.bitwidth // 8
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, column, count = (Vec(builder, arg) for arg in args[1:4])
-        source = Array(context, builder, matrix, args[0]).at(row, column)
-        target = Array(context, builder, out, args[4]).at()
+    def emit(given: Arguments) -> None:
+        row, column, count = given.numbers(1, 2, 3)
+        source, target = given.array(0).at(row, column), given.array(4).at()
 
         def convert(index: Vec, lanes: int) -> None:
-            bits = _load_narrow(matrix.dtype, source + index * item_bytes, lanes)
-            (target + index * 2).store(bits)
+            at = source + index * item_bytes(matrix.dtype)
+            (target + index * 2).store(_load_narrow(matrix.dtype, at, lanes))
 
         for_vectors(count, LANES, convert)
-        return context.get_dummy_value()
 
-    return signature, codegen
+    return types.void(matrix, types.int64, types.int64, types.int64, out), codegen_of(emit)
 
 
 @intrinsic
@@ -114,23 +108,19 @@ def narrow_pair(typingctx, matrix, row, column, count, out):
 
     matrix as in `narrow_row`; out int32
     """
-    signature = types.void(matrix, types.int64, types.int64, types.int64, out)
-    item_bytes = matrix.dtype.bitwidth // 8
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, column, count = (Vec(builder, arg) for arg in args[1:4])
-        source = Array(context, builder, matrix, args[0])
-        rows = source.rows(row, column, 2)
-        target = Array(context, builder, out, args[4]).at()
+    def emit(given: Arguments) -> None:
+        row, column, count = given.numbers(1, 2, 3)
+        rows, target = given.array(0).rows(row, column, 2), given.array(4).at()
 
         def convert(index: Vec, lanes: int) -> None:
+            step = index * item_bytes(matrix.dtype)
             low, high = (
-                _load_narrow(matrix.dtype, at + index * item_bytes, lanes).astype(I32, signed=False)
+                _load_narrow(matrix.dtype, at + step, lanes).astype(I32, signed=False)
                 for at in rows
             )
             (target + index * 4).store(low | high << 16)
 
         for_vectors(count, LANES, convert)
-        return context.get_dummy_value()
 
-    return signature, codegen
+    return types.void(matrix, types.int64, types.int64, types.int64, out), codegen_of(emit)

@@ -9,7 +9,8 @@ from typing import Any
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.vec import I64, Array, Ptr, Var, Vec, for_range, whole_steps
+from numba_kernels.ir.arguments import Arguments, codegen_of
+from numba_kernels.ir.vec import I64, Ptr, Var, Vec, for_range, whole_steps
 
 INPUT_PLANES = 3
 MAX_WEIGHT_PLANES = 2
@@ -65,17 +66,14 @@ def _count_rows(rows: list[Ptr], planes: list[Ptr], length: Vec) -> Vec:
 
 def _weighted_count(num_weight_planes: int) -> Callable[..., Any]:
     def weighted_count(typingctx: Any, bits: Any, neuron: Any, planes: Any) -> Any:
-        signature = types.int64(bits, types.int64, planes)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            inputs = Array(context, builder, planes, args[2])
+        def emit(given: Arguments) -> Vec:
+            inputs, neuron = given.array(2), given.number(1)
             length = inputs.shape[1]
-            first = Array(context, builder, bits, args[0]).at(Vec(builder, args[1]))
+            first = given.array(0).at(neuron)
             rows = [first + length * (8 * p) for p in range(num_weight_planes)]
-            zero = Vec.full(builder, 0, I64)
-            return _count_rows(rows, inputs.rows(zero, 0, INPUT_PLANES), length).value
+            return _count_rows(rows, inputs.rows(neuron.like(0), 0, INPUT_PLANES), length)
 
-        return signature, codegen
+        return types.int64(bits, types.int64, planes), codegen_of(emit)
 
     weighted_count.__doc__ = f"""sum over p, k of 2**(p + k) * popcount(bits[n, p] ^ planes[k]).
 

@@ -7,15 +7,16 @@ exactly in int32, because no number is larger than MOST_WEIGHT or MOST_INPUT.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.llvm_vectors import has_feature, widen
+from numba_kernels.ir.arguments import Arguments, codegen_of
+from numba_kernels.ir.float_ir import item_bytes, widen
 from numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
-from numba_kernels.ir.vec import F32, I16, I32, Array, Ptr, Vec, for_range
+from numba_kernels.ir.target import has_feature
+from numba_kernels.ir.vec import F32, I16, I32, Vec, for_range
 
 COLUMN_GROUP = 64
 GROUP_PAIRS = COLUMN_GROUP // 2
@@ -68,16 +69,11 @@ def add_group_tile(
         out, ahead, index, index,
     )  # fmt: skip
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit(given: Arguments) -> None:
         x, x_scales, w, w_scales, target, following = (
-            Array(context, builder, kind, args[number])
-            for number, kind in (
-                (0, tokens), (1, token_scales), (4, weights), (5, scales), (10, out), (11, ahead)
-            )
-        )  # fmt: skip
-        group, row, first, at, count, ahead_row, column = (
-            Vec(builder, args[number]) for number in (2, 6, 7, 8, 9, 12, 13)
+            given.array(place) for place in (0, 1, 4, 5, 10, 11)
         )
+        group, row, first, at, count, ahead_row, column = given.numbers(2, 6, 7, 8, 9, 12, 13)
         groups = [group + g for g in range(num_groups.literal_value)]
         tile = PairTile(
             INT16_PAIRS,
@@ -102,9 +98,8 @@ def add_group_tile(
                     place.store(after, align=64)
 
         for_range(0, count, 1, add_group)
-        return context.get_dummy_value()
 
-    return signature, codegen
+    return signature, codegen_of(emit)
 
 
 @intrinsic
@@ -121,12 +116,11 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
     signature = types.float32(matrix, index, index, types.float32, out, index, index)
     dtype = matrix.dtype
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, column, most, out_row, position = (Vec(builder, args[n]) for n in (1, 2, 3, 5, 6))
-        source = Array(context, builder, matrix, args[0]).at(row, column)
-        target = Array(context, builder, out, args[4]).at(out_row, position)
+    def emit(given: Arguments) -> Vec:
+        row, column, most, out_row, position = given.numbers(1, 2, 3, 5, 6)
+        source, target = given.array(0).at(row, column), given.array(4).at(out_row, position)
         begins = range(0, COLUMN_GROUP, LANES)
-        parts = [_load(dtype, source + begin * (dtype.bitwidth // 8)) for begin in begins]
+        parts = [widen(dtype, source + begin * item_bytes(dtype), LANES) for begin in begins]
         # As integers the bits of magnitudes are in order, and those of infinity and NaN on top.
         sizes = [part.view(I32) & _MAGNITUDE for part in parts]
         largest = reduce(lambda a, b: a.below(b).where(b, a), sizes)
@@ -134,10 +128,6 @@ def round_group(typingctx, matrix, row, column, most, out, out_row, position):
         factor = most / top
         for part, begin in zip(parts, begins, strict=True):
             (target + 2 * begin).store((part * factor + _ROUNDS).view(I32).astype(I16))
-        return (top / most).value
+        return top / most
 
-    return signature, codegen
-
-
-def _load(dtype: Any, at: Ptr) -> Vec:
-    return Vec(at.builder, widen(at.builder, dtype, at.value, LANES))
+    return signature, codegen_of(emit)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from numba_kernels.ir.vec import I32, Array, Ptr, Var, Vec, for_range, whole_steps
+from numba_kernels.ir.arguments import Array
+from numba_kernels.ir.vec import I32, Ptr, Var, Vec, for_range, whole_steps
 
 LANES = 16
 TILE_ROWS = 6

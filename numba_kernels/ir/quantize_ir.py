@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP
-from numba_kernels.ir.llvm_vectors import LANES, round_to_bfloat16
+from numba_kernels.ir.float_ir import round_to_bfloat16
 from numba_kernels.ir.quantized_ir import Chunk, Row, Vector, each_chunk, packed_steps
+from numba_kernels.ir.target import LANES
 from numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
 
 _FLOATS = ir.VectorType(F32, LANES)
@@ -68,14 +67,10 @@ def emit_widened(bits: int, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) 
                 for quarter in range(LANES // _QUARTER):
                     values = _quarter(bits, packed, scales, quarter)
                     if to_bfloat16:
-                        values = Vec(values.builder, _rounded(values))
+                        values = round_to_bfloat16(values)
                     _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
 
     each_chunk(groups, body)
-
-
-def _rounded(floats: Vec) -> Any:
-    return round_to_bfloat16(floats.builder, floats.value)
 
 
 def _quarter(bits: int, packed: Vec, scales: Vec, quarter: int) -> Vec:

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import types
 
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, SCALE_BYTES
-from numba_kernels.ir.llvm_vectors import LANES, LINE_BYTES, has_feature
+from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, Ptr, Var, Vec, for_range, shaped
 
 _BYTE_LANES = 4 * LANES

@@ -267,34 +267,19 @@ class Ptr:
         align = Vec.full(self.builder, item_bits(vec.dtype) // 8, I32)
         mask.call(name, ir.VoidType(), vec, typed, align, mask)
 
+    def touch(self) -> None:
+        """Read the byte here. The read is atomic: another one that nobody uses is left out."""
+        self.builder.load_atomic(self.value, "monotonic", 1, typ=I8)
+
+    def address(self) -> Vec:
+        """The address as a number."""
+        return Vec(self.builder, self.builder.ptrtoint(self.value, I64))
+
     def prefetch(self, locality: int = 3) -> None:
         """Ask for the line here, for reading: 3 into all caches, 2 into all but the first level."""
         kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(function, [self.value, I32(0), I32(locality), I32(1)])
-
-
-class Array:
-    """An array argument of an intrinsic."""
-
-    def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
-        struct = context.make_array(kind)(context, builder, value=value)
-        self.kind = kind
-        self._start = Ptr(builder, struct.data)
-        self.shape = [Vec(builder, size) for size in cgutils.unpack_tuple(builder, struct.shape)]
-        self.strides = [Vec(builder, s) for s in cgutils.unpack_tuple(builder, struct.strides)]
-
-    def at(self, *indices: Vec | int) -> Ptr:
-        """The address of an item, or of a row's first where indices are left out."""
-        place = self._start
-        for index, stride in zip(indices, self.strides, strict=False):
-            place = place + stride * index
-        return place
-
-    def rows(self, first: Vec, column: Vec | int, count: int) -> list[Ptr]:
-        """The addresses of an item in `column` of so many rows from `first` on, of a matrix."""
-        corner = self.at(first, column)
-        return [corner + self.strides[0] * r for r in range(count)]
 
 
 class Var:

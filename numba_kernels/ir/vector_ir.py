@@ -9,33 +9,21 @@ A product of one row and one vector is added up in the same order by all of thes
 not depend on what is computed beside it. `x` is what `numba_kernels.decode.vectors.prepared` gave.
 """
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.formats import QUANT_GROUP
-from numba_kernels.ir.llvm_vectors import (
-    I64,
-    LANES,
-    LINE_BYTES,
-    LINES_AHEAD,
-    PAGE_BYTES,
-    counted_loop,
-    has_feature,
-    item_pointer,
-    prefetch_line,
-    round_to_bfloat16,
-    row_pointer,
-    vector_pointer,
-    whole_steps,
-    widen,
-)
-from numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights, store_float
-from numba_kernels.ir.panel_ir import read_through
+from numba_kernels.ir.arguments import Arguments, codegen_of
+from numba_kernels.ir.float_ir import item_bytes, read_through, round_to_bfloat16, widen
+from numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights
 from numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
 from numba_kernels.ir.quantized_ir import Vector, bits_of
-from numba_kernels.ir.vec import Ptr, Vec
+from numba_kernels.ir.target import LANES, LINE_BYTES, LINES_AHEAD, PAGE_BYTES, has_feature
+from numba_kernels.ir.vec import I64, Ptr, Vec, for_range, for_vectors
 
 # Rows and tokens of a tile: as many sums as registers hold beside a column of weights. 32 registers
 # of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
@@ -47,6 +35,9 @@ PANEL_TILES = 4  # of float rows
 _FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights
 QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
 _QUANTIZED_TILES = 3 if _WIDE else 4
+
+_INDEX = types.int64
+_FACTOR = types.float32
 
 
 def _tile_of(weights: Any) -> tuple[int, int]:
@@ -60,43 +51,61 @@ def tile_shape(typingctx, weights):
     Rows and tokens are those of `tile_wide`; few tokens' products with a row take no longer than
     reading it; so many tiles lie side by side in what `tile_kernel` multiplies at once.
     """
-    signature = types.UniTuple(types.int64, 4)(weights)
     bits = bits_of(weights.dtype)
-    few_tokens = _FEW_TOKENS[bits]
-    tiles = _QUANTIZED_TILES if bits else PANEL_TILES
+    sizes = (*_tile_of(weights), _FEW_TOKENS[bits], _QUANTIZED_TILES if bits else PANEL_TILES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sizes = [I64(size) for size in (*_tile_of(weights), few_tokens, tiles)]
-        return context.make_tuple(builder, signature.return_type, sizes)
+    def emit(given: Arguments) -> list[Vec]:
+        return [Vec.full(given.builder, size, I64) for size in sizes]
 
-    return signature, codegen
+    return types.UniTuple(_INDEX, 4)(weights), codegen_of(emit)
 
 
 @intrinsic
 def dot4(typingctx, weights, row0, row1, row2, row3, x):
     """(weights[row0] . x, ..., weights[row3] . x); float weights (N, d), x (d,) float32."""
-    signature = types.UniTuple(types.float32, 4)(weights, *(types.int64,) * 4, x)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        pointer, _ = vector_pointer(context, builder, x, args[5])
-        results = matrix.products([matrix.row(row) for row in args[1:5]], [pointer])
-        return context.make_tuple(builder, signature.return_type, results)
+    def emit(given: Arguments) -> list[Vec]:
+        matrix = Weights(given.array(0))
+        rows = [matrix.row(row) for row in given.numbers(1, 2, 3, 4)]
+        return matrix.products(rows, [given.array(5).at()])
 
-    return signature, codegen
+    return types.UniTuple(types.float32, 4)(weights, *(_INDEX,) * 4, x), codegen_of(emit)
 
 
 @intrinsic
 def dot1(typingctx, weights, row, x):
     """weights[row] . x; float weights (N, d), x (d,) float32."""
-    signature = types.float32(weights, types.int64, x)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        pointer, _ = vector_pointer(context, builder, x, args[2])
-        return matrix.products([matrix.row(args[1])], [pointer])[0]
+    def emit(given: Arguments) -> Vec:
+        matrix = Weights(given.array(0))
+        return matrix.products([matrix.row(given.number(1))], [given.array(2).at()])[0]
 
-    return signature, codegen
+    return types.float32(weights, _INDEX, x), codegen_of(emit)
+
+
+@intrinsic
+def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
+    """(weights[row0] . x[token], ..., weights[row3] . x[token])."""
+
+    def emit(given: Arguments) -> list[Vec]:
+        matrix = Weights(given.array(0))
+        rows = [matrix.row(row) for row in given.numbers(1, 2, 3, 4)]
+        return matrix.products(rows, [Vectors(given.arrays(5)).vector(given.number(6))])
+
+    signature = types.UniTuple(types.float32, 4)(weights, *(_INDEX,) * 4, x, _INDEX)
+    return signature, codegen_of(emit)
+
+
+def _dot_tokens(num_tokens: int) -> Callable[[Arguments], list[Vec]]:
+    """weights[row] times vectors, while weights[following] is prefetched."""
+
+    def emit(given: Arguments) -> list[Vec]:
+        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(3))
+        row, following = (matrix.row(row) for row in given.numbers(1, 2))
+        tokens = given.numbers(*range(4, 4 + num_tokens))
+        return matrix.products([row], [vectors.vector(token) for token in tokens], [following])
+
+    return emit
 
 
 @intrinsic
@@ -106,65 +115,36 @@ def dot_ahead(typingctx, weights, row, following, x, token):
     One stream a core with the row after it on its way reads as fast as memory gives; several rows
     side by side reach less of that (docs/lab_log.md).
     """
-    signature = types.float32(weights, types.int64, types.int64, x, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        vector = Vectors(context, builder, x, args[3]).vector(args[4])
-        return matrix.products([matrix.row(args[1])], [vector], [matrix.row(args[2])])[0]
-
-    return signature, codegen
+    signature = types.float32(weights, _INDEX, _INDEX, x, _INDEX)
+    return signature, codegen_of(lambda given: _dot_tokens(1)(given)[0])
 
 
 @intrinsic
 def dot_tokens2(typingctx, weights, row, following, x, token0, token1):
     """(weights[row] . x[token0], weights[row] . x[token1]); prefetches as `dot_ahead`."""
-    ids = (types.int64,) * 2
-    return types.UniTuple(types.float32, 2)(weights, *ids, x, *ids), _dot_tokens(weights, x)
+    ids = (_INDEX,) * 2
+    signature = types.UniTuple(types.float32, 2)(weights, *ids, x, *ids)
+    return signature, codegen_of(_dot_tokens(2))
 
 
 @intrinsic
 def dot_tokens4(typingctx, weights, row, following, x, token0, token1, token2, token3):
     """(weights[row] . x[token0], ..., weights[row] . x[token3]); prefetches as `dot_ahead`."""
-    ids = (types.int64,) * 4
-    signature = types.UniTuple(types.float32, 4)(weights, types.int64, types.int64, x, *ids)
-    return signature, _dot_tokens(weights, x)
+    ids = (_INDEX,) * 4
+    signature = types.UniTuple(types.float32, 4)(weights, _INDEX, _INDEX, x, *ids)
+    return signature, codegen_of(_dot_tokens(4))
 
 
-def _dot_tokens(weights: Any, x: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        vectors = Vectors(context, builder, x, args[3])
-        tokens = [vectors.vector(token) for token in args[4:]]
-        results = matrix.products([matrix.row(args[1])], tokens, [matrix.row(args[2])])
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return codegen
-
-
-def _emit_tile(
-    context: Any,
-    builder: Any,
-    weights: Any,
-    x: Any,
-    out: Any,
-    args: Any,
-    num_tokens: int,
-) -> None:
-    """args: weights, row, x, token, out, column."""
-    matrix = Weights(context, builder, weights, args[0])
-    vectors = Vectors(context, builder, x, args[2])
-    num_rows = _tile_of(weights)[0]
-    rows = [matrix.row(builder.add(args[1], I64(r))) for r in range(num_rows)]
-    tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
-    products = matrix.products(rows, [vectors.vector(token) for token in tokens])
-    targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
-    strides = context.make_array(out)(context, builder, args[4]).strides
-    item_bytes = builder.extract_value(strides, 1)
-    for r in range(num_rows):
-        at = builder.mul(builder.add(args[5], I64(r)), item_bytes)
-        for t in range(num_tokens):
-            store_float(builder, products[r * num_tokens + t], targets[t], at)
+def _emit_tile(given: Arguments, num_tokens: int) -> None:
+    """given: weights, row, x, token, out, column."""
+    matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+    first, token, column = given.numbers(1, 3, 5)
+    num_rows = _tile_of(matrix)[0]
+    tokens = [token + t for t in range(num_tokens)]
+    rows = [matrix.row(first + r) for r in range(num_rows)]
+    results = matrix.products(rows, [vectors.vector(token) for token in tokens])
+    for (r, token), result in zip(product(range(num_rows), tokens), results, strict=True):
+        out.at(token, column + r).store(result)
 
 
 @intrinsic
@@ -174,63 +154,42 @@ def tile_wide(typingctx, weights, row, x, token, out, column):
     A row is widened once for all tokens and a token's vector loaded once for all rows, so that
     vectors which do not fit the first-level cache do not hold up the multiplication.
     """
-    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
+    num_tokens = _tile_of(weights)[1]
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_tile(given, num_tokens))
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_tile(context, builder, weights, x, out, args, _tile_of(weights)[1])
-        return context.get_dummy_value()
 
-    return signature, codegen
+@intrinsic
+def tile_narrow(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for one token."""
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_tile(given, 1))
+
+
+@intrinsic
+def tile_panel(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for PANEL_TILES tiles of float rows; see `numba_kernels.ir.float_ir`."""
+
+    def emit(given: Arguments) -> None:
+        matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+        first, token, column = given.numbers(1, 3, 5)
+        num_rows, num_tokens = _tile_of(weights)
+        operands = [vectors.vector(token + t) for t in range(num_tokens)]
+        panel = matrix.panel(first, operands, num_rows, PANEL_TILES)
+        panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
+
+    return types.void(weights, _INDEX, x, _INDEX, out, _INDEX), codegen_of(emit)
 
 
 @intrinsic
 def read_rows(typingctx, weights, row, num_rows):
     """Bring rows row..row + num_rows - 1, which lie one after the other, into the cache."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        read_through(builder, matrix.pointer(args[1]), builder.mul(matrix.row_bytes, args[2]))
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix, (first, num_rows) = Weights(given.array(0)), given.numbers(1, 2)
+        read_through(matrix.array.at(first), matrix.row_bytes * num_rows)
 
-    return types.void(weights, types.int64, types.int64), codegen
-
-
-@intrinsic
-def tile_panel(typingctx, weights, row, x, token, out, column):
-    """`tile_wide` for PANEL_TILES tiles of float rows; see `numba_kernels.ir.panel_ir`."""
-    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        vectors = Vectors(context, builder, x, args[2])
-        num_rows, num_tokens = _tile_of(weights)
-        tokens = [builder.add(args[3], I64(t)) for t in range(num_tokens)]
-        operands = [vectors.vector(token) for token in tokens]
-        panel = matrix.panel(args[1], operands, num_rows, PANEL_TILES)
-        targets = [row_pointer(context, builder, out, args[4], token) for token in tokens]
-        strides = context.make_array(out)(context, builder, args[4]).strides
-        item_bytes = builder.extract_value(strides, 1)
-
-        def store(row: Any, token: int, product: Any) -> None:
-            at = builder.mul(builder.add(args[5], row), item_bytes)
-            store_float(builder, product, targets[token], at)
-
-        panel.emit(matrix.width, store)
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def tile_narrow(typingctx, weights, row, x, token, out, column):
-    """`tile_wide` for one token."""
-    signature = types.void(weights, types.int64, x, types.int64, out, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_tile(context, builder, weights, x, out, args, 1)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(weights, _INDEX, _INDEX), codegen_of(emit)
 
 
 @intrinsic
@@ -239,16 +198,13 @@ def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3)
 
     For quantized weights `out` is in lane order; see `numba_kernels.decode.rows.add_in_order`.
     """
-    ids, scales = (types.int64,) * 4, (types.float32,) * 4
-    signature = types.void(out, weights, *ids, *scales)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, _ = vector_pointer(context, builder, out, args[0])
-        matrix = Weights(context, builder, weights, args[1])
-        matrix.add_scaled(pointer, [matrix.row(row) for row in args[2:6]], list(args[6:10]), [])
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix = Weights(given.array(1))
+        rows = [matrix.row(row) for row in given.numbers(2, 3, 4, 5)]
+        matrix.add_scaled(given.array(0).at(), rows, given.numbers(6, 7, 8, 9))
 
-    return signature, codegen
+    return types.void(out, weights, *(_INDEX,) * 4, *(_FACTOR,) * 4), codegen_of(emit)
 
 
 @intrinsic
@@ -256,76 +212,53 @@ def add_scaled4_ahead(
     typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3, a0, a1, a2, a3
 ):
     """`add_scaled4`, while rows a0..a3 are prefetched in step."""
-    ids, scales = (types.int64,) * 4, (types.float32,) * 4
-    signature = types.void(out, weights, *ids, *scales, *ids)
+    ids, factors = (_INDEX,) * 4, (_FACTOR,) * 4
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, _ = vector_pointer(context, builder, out, args[0])
-        matrix = Weights(context, builder, weights, args[1])
-        rows, ahead = ([matrix.row(row) for row in ids] for ids in (args[2:6], args[10:14]))
-        matrix.add_scaled(pointer, rows, list(args[6:10]), ahead)
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix = Weights(given.array(1))
+        rows, ahead = (
+            [matrix.row(row) for row in given.numbers(*range(first, first + 4))]
+            for first in (2, 10)
+        )
+        matrix.add_scaled(given.array(0).at(), rows, given.numbers(6, 7, 8, 9), ahead)
 
-    return signature, codegen
+    return types.void(out, weights, *ids, *factors, *ids), codegen_of(emit)
 
 
 @intrinsic
 def add_scaled1(typingctx, out, weights, row, scale):
     """out += scale * weights[row]; out (d,) float32, in lane order for quantized weights."""
-    signature = types.void(out, weights, types.int64, types.float32)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, _ = vector_pointer(context, builder, out, args[0])
-        matrix = Weights(context, builder, weights, args[1])
-        matrix.add_scaled(pointer, [matrix.row(args[2])], [args[3]], [])
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix = Weights(given.array(1))
+        matrix.add_scaled(given.array(0).at(), [matrix.row(given.number(2))], [given.number(3)])
 
-    return signature, codegen
-
-
-@intrinsic
-def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
-    """(weights[row0] . x[token], ..., weights[row3] . x[token])."""
-    ids = (types.int64,) * 4
-    signature = types.UniTuple(types.float32, 4)(weights, *ids, x, types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        vector = Vectors(context, builder, x, args[5]).vector(args[6])
-        results = matrix.products([matrix.row(row) for row in args[1:5]], [vector])
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return signature, codegen
+    return types.void(out, weights, _INDEX, _FACTOR), codegen_of(emit)
 
 
 @intrinsic
 def add_part4(typingctx, out, token, weights, row0, row1, row2, row3, c0, c1, c2, c3, part):
     """`add_scaled4` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
-    ids, scales = (types.int64,) * 4, (types.float32,) * 4
-    signature = types.void(out, types.int64, weights, *ids, *scales, types.int64)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[2])
-        target = row_pointer(context, builder, out, args[0], args[1])
-        rows = [matrix.row(row) for row in args[3:7]]
-        matrix.add_part(target, rows, list(args[7:11]), args[11])
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix, target = Weights(given.array(2)), given.array(0).at(given.number(1))
+        rows = [matrix.row(row) for row in given.numbers(3, 4, 5, 6)]
+        matrix.add_part(target, rows, given.numbers(7, 8, 9, 10), given.number(11))
 
-    return signature, codegen
+    signature = types.void(out, _INDEX, weights, *(_INDEX,) * 4, *(_FACTOR,) * 4, _INDEX)
+    return signature, codegen_of(emit)
 
 
 @intrinsic
 def add_part1(typingctx, out, token, weights, row, scale, part):
     """`add_part4` for one row."""
-    signature = types.void(out, types.int64, weights, types.int64, types.float32, types.int64)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[2])
-        target = row_pointer(context, builder, out, args[0], args[1])
-        matrix.add_part(target, [matrix.row(args[3])], [args[4]], args[5])
-        return context.get_dummy_value()
+    def emit(given: Arguments) -> None:
+        matrix, target = Weights(given.array(2)), given.array(0).at(given.number(1))
+        row, scale, part = given.numbers(3, 4, 5)
+        matrix.add_part(target, [matrix.row(row)], [scale], part)
 
-    return signature, codegen
+    return types.void(out, _INDEX, weights, _INDEX, _FACTOR, _INDEX), codegen_of(emit)
 
 
 @intrinsic
@@ -334,96 +267,71 @@ def prefetch_row(typingctx, weights, row):
 
     A jump there then costs less: the hardware's prefetcher starts early, and ends with a page.
     """
-    signature = types.void(weights, types.int64)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        start = matrix.pointer(args[1])
+    def emit(given: Arguments) -> None:
+        matrix = Weights(given.array(0))
+        start = matrix.array.at(given.number(1))
+        address = start.address()
+        next_page = address.like(PAGE_BYTES) - (address & PAGE_BYTES - 1)
 
-        def first_lines(index: Any) -> None:
+        def first_lines(index: Vec) -> None:
             for line in range(LINES_AHEAD):
-                prefetch_line(builder, item_pointer(builder, start, index, 1), line * LINE_BYTES)
+                (start + index + line * LINE_BYTES).prefetch()
 
-        address = builder.ptrtoint(start, I64)
-        next_page = builder.sub(I64(PAGE_BYTES), builder.and_(address, I64(PAGE_BYTES - 1)))
-        first_lines(I64(0))
-        counted_loop(builder, next_page, matrix.row_bytes, PAGE_BYTES, first_lines)
-        return context.get_dummy_value()
+        first_lines(address.like(0))
+        for_range(next_page, matrix.row_bytes, PAGE_BYTES, first_lines)
 
-    return signature, codegen
+    return types.void(weights, _INDEX), codegen_of(emit)
 
 
 @intrinsic
 def prefetch_part(typingctx, weights, row, part):
     """Ask for all lines of weights[row] in part `part` of its columns."""
-    signature = types.void(weights, types.int64, types.int64)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
+    def emit(given: Arguments) -> None:
+        matrix, (row, part) = Weights(given.array(0)), given.numbers(1, 2)
         part_bytes = PART_COLUMNS * (matrix.bits or weights.dtype.bitwidth) // 8
-        start = builder.mul(args[2], I64(part_bytes))
-        left = builder.sub(matrix.row_bytes, start)
-        whole = builder.icmp_signed("<", I64(part_bytes), left)
-        length = builder.select(whole, I64(part_bytes), left)
-        at = item_pointer(builder, matrix.pointer(args[1]), start, 1)
+        start = part * part_bytes
+        length = (matrix.row_bytes - start).minimum(part_bytes)
+        at = matrix.array.at(row) + start
+        for_range(0, length, LINE_BYTES, lambda index: (at + index).prefetch())
 
-        def line(index: Any) -> None:
-            prefetch_line(builder, item_pointer(builder, at, index, 1), 0)
-
-        counted_loop(builder, I64(0), length, LINE_BYTES, line)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(weights, _INDEX, _INDEX), codegen_of(emit)
 
 
 @intrinsic
 def quantize_vector(typingctx, x, token, into):
     """into[token] = x[token] quantized; x (T, d) float32, into QuantizedVectors."""
-    signature = types.void(x, types.int64, into)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width = builder.extract_value(context.make_array(x)(context, builder, args[0]).shape, 1)
-        source = row_pointer(context, builder, x, args[0], args[1])
-        target = Vectors(context, builder, into, args[2]).vector(args[1])
+    def emit(given: Arguments) -> None:
+        source, token = given.array(0), given.number(1)
+        target = Vectors(given.arrays(2)).vector(token)
         assert isinstance(target, Vector)
-        emit_quantize(Ptr(builder, source), target, Vec(builder, width) // QUANT_GROUP)
-        return context.get_dummy_value()
+        emit_quantize(source.at(token), target, source.shape[1] // QUANT_GROUP)
 
-    return signature, codegen
+    return types.void(x, _INDEX, into), codegen_of(emit)
 
 
 @intrinsic
 def widen_row(typingctx, weights, row, out):
     """out[:] = weights[row], out (d,) int16 (nearest bfloat16, ties to even) or float32."""
-    signature = types.void(weights, types.int64, out)
     to_bfloat16 = out.dtype == types.int16
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        matrix = Weights(context, builder, weights, args[0])
-        pointer, _ = vector_pointer(context, builder, out, args[2])
-        row = matrix.row(args[1])
+    def emit(given: Arguments) -> None:
+        matrix, target = Weights(given.array(0)), given.array(2).at()
+        row = matrix.row(given.number(1))
         if matrix.bits:
-            out_at = Ptr(builder, pointer)
-            emit_widened(matrix.bits, row, Vec(builder, matrix.groups), out_at, to_bfloat16)
+            emit_widened(matrix.bits, row, matrix.groups, target, to_bfloat16)
         else:
-            _emit_float_row(builder, weights.dtype, row, matrix.width, pointer, to_bfloat16)
-        return context.get_dummy_value()
+            _emit_float_row(weights.dtype, row, matrix.width, target, to_bfloat16)
 
-    return signature, codegen
+    return types.void(weights, _INDEX, out), codegen_of(emit)
 
 
-def _emit_float_row(
-    builder: Any, dtype: Any, row: Any, length: Any, out: Any, to_bfloat16: bool
-) -> None:
-    def convert(index: Any, lanes: int) -> None:
-        at = item_pointer(builder, row, index, dtype.bitwidth // 8)
-        values = widen(builder, dtype, at, lanes)
-        if to_bfloat16:
-            values = round_to_bfloat16(builder, values)
-        item_bytes = 2 if to_bfloat16 else 4
-        target = item_pointer(builder, out, index, item_bytes)
-        builder.store(values, builder.bitcast(target, values.type.as_pointer()), align=item_bytes)
+def _emit_float_row(dtype: Any, row: Ptr, length: Vec, out: Ptr, to_bfloat16: bool) -> None:
+    def convert(index: Vec, lanes: int) -> None:
+        values = widen(dtype, row + index * item_bytes(dtype), lanes)
+        target = out + index * (2 if to_bfloat16 else 4)
+        target.store(round_to_bfloat16(values) if to_bfloat16 else values)
 
-    vectors = whole_steps(builder, length, LANES)
-    counted_loop(builder, I64(0), vectors, LANES, lambda index: convert(index, LANES))
-    counted_loop(builder, vectors, length, 1, lambda index: convert(index, 1))
+    for_vectors(length, LANES, convert)

@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.ir.bfloat16_ir import add_tile, narrow_pair, narrow_row
-from numba_kernels.ir.llvm_vectors import LANES
 from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from numba_kernels.ir.target import LANES
 
 # Rows and pairs of columns in a block of `linear`, columns and pairs of rows in one of `combine`.
 _LINEAR_ROWS, _LINEAR_PAIRS = 16 * TILE_ROWS, 512

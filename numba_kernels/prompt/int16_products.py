@@ -18,9 +18,9 @@ from numba_kernels.ir.int16_ir import (
     add_group_tile,
     round_group,
 )
-from numba_kernels.ir.llvm_vectors import LANES
 from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
 from numba_kernels.ir.scalar_bits import float32_of
+from numba_kernels.ir.target import LANES
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from numba_kernels.decode.rows import rows_kernel, rows_times_vectors
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.ir.llvm_vectors import has_feature
+from numba_kernels.ir.target import has_feature
 from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.quantized_rows import quantized_vectors, random_rows

@@ -17,7 +17,7 @@ from jobs.cli import main
 from jobs.support import doctor_checks
 from jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
 from model.errors import UsageError
-from numba_kernels.ir import llvm_vectors
+from numba_kernels.ir import target
 from placement.machine.survey import survey
 from placement.machine.sysfs import Cpu, missing_features, read_cpu
 from tests.tiny_models import make_tiny
@@ -104,7 +104,7 @@ def test_doctor_names_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = fake_cpu("avx2 fma f16c", architecture)
-    monkeypatch.setattr(llvm_vectors, "has_feature", features.__contains__)
+    monkeypatch.setattr(target, "has_feature", features.__contains__)
     found = processor(root)
     assert (found.level, found.text) == (level, text)
 

@@ -1,0 +1,247 @@
+"""Vector IR for float rows: products with vectors, and scaled sums.
+
+float16 widens by an instruction, bfloat16 by a shift of 16 bits; everything is added up in float32.
+A product of one row and one vector has one order of additions, so its bits do not depend on what is
+computed beside it: blocks of eight vectors go to two sums in turn, what is left of whole vectors to
+the first, the last numbers one by one to a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from numba_kernels.ir.target import LANES, LINE_BYTES
+from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, for_range, whole_steps
+
+BLOCK = 8 * LANES  # weights that go to one of two sums
+_BLOCKS_A_PART = 8  # of a panel: four vectors' parts take 16 KiB
+_MOST_CHAINS = 4  # rows times vectors whose two sums are kept side by side
+_LINES_A_STEP = 8  # of reading through
+_FLOATS = ir.VectorType(F32, LANES)
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of one weight of a float dtype."""
+    return int(dtype.bitwidth) // 8
+
+
+def widen(dtype: Any, at: Ptr, lanes: int) -> Vec:
+    """Load `lanes` weights of a Numba dtype, as float32."""
+    if dtype == types.float32:
+        return at.load(F32, lanes)
+    if dtype == types.uint16:
+        return at.load(HALF, lanes).astype(F32)
+    if dtype == types.int16:
+        return (at.load(I16, lanes).astype(I32, signed=False) << 16).view(F32)
+    if dtype == types.int8:
+        return at.load(I8, lanes).astype(F32)
+    raise TypeError(
+        f"weights must be float32, uint16 (float16), int16 (bfloat16) or int8, not {dtype}"
+    )
+
+
+def round_to_bfloat16(floats: Vec) -> Vec:
+    """The nearest bfloat16, ties to even, as bits (i16). NaN stays NaN."""
+    bits = floats.view(I32)
+    odd = bits >> 16 & 1
+    rounded = floats.is_nan().where(bits | 0x400000, bits + (odd + 0x7FFF))
+    return (rounded >> 16).astype(I16)
+
+
+def read_through(first: Ptr, num_bytes: Vec) -> None:
+    """Bring whole steps of `num_bytes` from `first` on into the cache, in one stream."""
+    step = _LINES_A_STEP * LINE_BYTES
+
+    def lines(index: Vec) -> None:
+        for line in range(0, step, LINE_BYTES):
+            (first + index + line).touch()
+
+    for_range(0, whole_steps(num_bytes, step), step, lines)
+
+
+class FloatProducts:
+    """Products of float rows with vectors, in registers.
+
+    One row and vector have two chains of additions, twice as fast as one; more of them take one sum
+    after the other, for registers hold one each.
+    """
+
+    def __init__(self, dtype: Any, rows: list[Ptr], xs: list[Ptr]) -> None:
+        """Rows of `dtype`, vectors of float32."""
+        self.dtype = dtype
+        self.rows = rows
+        self.xs = xs
+        self.builder = rows[0].builder
+        self.num_pairs = len(rows) * len(xs)
+
+    def emit(self, length: Vec, ahead: Sequence[Ptr]) -> list[Vec]:
+        """The products, row by row; rows in `ahead` are prefetched in step."""
+        sums = [self.zeros(LANES) for _ in range(2)]
+        tails = self.zeros(1)
+        paired, whole = whole_steps(length, 2 * BLOCK), whole_steps(length, LANES)
+
+        def block(index: Vec, number: int) -> None:
+            start = index + number * BLOCK
+            self._prefetch(ahead, start, BLOCK)
+            for offset in range(0, BLOCK, LANES):
+                self.add(start + offset, LANES, sums[number])
+
+        def both(index: Vec) -> None:
+            block(index, 0)
+            block(index, 1)
+
+        if self.num_pairs <= _MOST_CHAINS:
+            for_range(0, paired, 2 * BLOCK, both)
+        else:
+            for_range(0, paired, 2 * BLOCK, lambda index: block(index, 0))
+            for_range(0, paired, 2 * BLOCK, lambda index: block(index, 1))
+
+        def rest(index: Vec) -> None:
+            self._prefetch(ahead, index, LANES)
+            self.add(index, LANES, sums[0])
+
+        for_range(paired, whole, LANES, rest)
+        for_range(whole, length, 1, lambda index: self.add(index, 1, tails))
+        return self.totals(sums[0], sums[1], tails)
+
+    def zeros(self, lanes: int) -> list[Var]:
+        """A sum for every product."""
+        zero = Vec.full(self.builder, 0, F32, lanes)
+        return [Var(zero) for _ in range(self.num_pairs)]
+
+    def add(self, index: Vec, lanes: int, sums: list[Var]) -> None:
+        """sums[r * len(xs) + t] += rows[r] * xs[t] at `index`."""
+        parts = [widen(types.float32, x + index * 4, lanes) for x in self.xs]
+        step = index * item_bytes(self.dtype)
+        weights = [widen(self.dtype, row + step, lanes) for row in self.rows]
+        pairs = [(weight, part) for weight in weights for part in parts]
+        for total, (weight, part) in zip(sums, pairs, strict=True):
+            total.set(weight.fma(part, total.get()))
+
+    @staticmethod
+    def totals(even: list[Var], odd: list[Var], tails: list[Var]) -> list[Vec]:
+        """The products, from their sums."""
+        return [
+            (first.get() + second.get()).sum() + tail.get()
+            for first, second, tail in zip(even, odd, tails, strict=True)
+        ]
+
+    def _prefetch(self, ahead: Sequence[Ptr], index: Vec, count: int) -> None:
+        size = item_bytes(self.dtype)
+        for row in ahead:
+            for line in range(0, count * size, LINE_BYTES):
+                (row + index * size + line).prefetch()
+
+
+def add_scaled(
+    dtype: Any, rows: list[Ptr], factors: list[Vec], out: Ptr, length: Vec, ahead: Sequence[Ptr]
+) -> None:
+    """out += sum of factor * row, row after row; rows in `ahead` are prefetched in step."""
+    size = item_bytes(dtype)
+    step = LANES if not ahead else max(LANES, LINE_BYTES // size)  # a line, or more of them
+    lines, whole = whole_steps(length, step), whole_steps(length, LANES)
+    wide = [factor.spread(LANES) for factor in factors]
+
+    def add(index: Vec, lanes: int) -> None:
+        total = widen(types.float32, out + index * 4, lanes)
+        for row, factor in zip(rows, wide if lanes > 1 else factors, strict=True):
+            total = widen(dtype, row + index * size, lanes).fma(factor, total)
+        (out + index * 4).store(total)
+
+    def one_line(index: Vec) -> None:
+        for row in ahead:
+            (row + index * size).prefetch()
+        for first in range(0, step, LANES):
+            add(index + first, LANES)
+
+    for_range(0, lines, step, one_line)
+    if step > LANES:
+        for_range(lines, whole, LANES, lambda index: add(index, LANES))
+    for_range(whole, length, 1, lambda index: add(index, 1))
+
+
+class FloatPanel:
+    """Tiles of float rows, one after the other, times several vectors, by parts of their columns.
+
+    A panel of rows is first read through, in one stream, which is what the hardware prefetches
+    best; prefetch instructions from between the products reach half of that, for a core keeps few
+    of them waiting. Then the panel is multiplied from the second-level cache part by part, so that
+    the vectors' part stays in the first-level cache. Sums wait in memory between parts.
+    """
+
+    def __init__(
+        self, dtype: Any, row: Callable[[Vec], Ptr], xs: list[Ptr], num_rows: int, num_tiles: int
+    ) -> None:
+        """`row` gives the address of the panel's row of a number; a tile has `num_rows`."""
+        self._dtype = dtype
+        self._row = row
+        self._xs = xs
+        self._num_rows = num_rows
+        self._num_sums = num_rows * len(xs)
+        self._builder = xs[0].builder
+        self._num_tiles = Vec.full(self._builder, num_tiles, I64)
+        kind = ir.ArrayType(_FLOATS, 2 * num_tiles * self._num_sums)
+        self._waiting = Ptr(self._builder, cgutils.alloca_once(self._builder, kind))
+
+    def emit(self, length: Vec, store: Callable[[Vec, int, Vec], None]) -> None:
+        """Multiply; store(number of a row, number of a vector, product) takes each product."""
+        num_even = length // (2 * BLOCK)  # as many as odd ones
+
+        def part_of(parity: int) -> Callable[[Vec], None]:
+            def part(first: Vec) -> None:
+                self._emit_part(parity, first, (first + _BLOCKS_A_PART).minimum(num_even))
+
+            return part
+
+        for parity in range(2):
+            for_range(0, num_even, _BLOCKS_A_PART, part_of(parity))
+        for_range(0, self._num_tiles, 1, lambda tile: self._end(tile, num_even, length, store))
+
+    def _emit_part(self, parity: int, first: Vec, end: Vec) -> None:
+        """Blocks first..end-1 of one parity, for all tiles."""
+
+        def tile(index: Vec) -> None:
+            sums, products = self._load(parity, index, first.equals(0)), self._products(index)
+
+            def one_block(number: Vec) -> None:
+                column = number * (2 * BLOCK)
+                for offset in range(parity * BLOCK, (parity + 1) * BLOCK, LANES):
+                    products.add(column + offset, LANES, sums)
+
+            for_range(first, end, 1, one_block)
+            for number, total in enumerate(sums):
+                self._place(parity, index, number).store(total.get(), align=4 * LANES)
+
+        for_range(0, self._num_tiles, 1, tile)
+
+    def _end(
+        self, tile: Vec, num_even: Vec, length: Vec, store: Callable[[Vec, int, Vec], None]
+    ) -> None:
+        """What is left of the rows, and the sums of all."""
+        products = self._products(tile)
+        even, odd = (self._load(parity, tile, num_even.equals(0)) for parity in range(2))
+        tails = products.zeros(1)
+        whole = whole_steps(length, LANES)
+        for_range(num_even * (2 * BLOCK), whole, LANES, lambda at: products.add(at, LANES, even))
+        for_range(whole, length, 1, lambda at: products.add(at, 1, tails))
+        for i, total in enumerate(products.totals(even, odd, tails)):
+            row, x = divmod(i, len(self._xs))
+            store(tile * self._num_rows + row, x, total)
+
+    def _products(self, tile: Vec) -> FloatProducts:
+        rows = [self._row(tile * self._num_rows + r) for r in range(self._num_rows)]
+        return FloatProducts(self._dtype, rows, self._xs)
+
+    def _place(self, parity: int, tile: Vec, number: int) -> Ptr:
+        index = tile * (2 * self._num_sums) + (parity * self._num_sums + number)
+        return self._waiting + index * (4 * LANES)
+
+    def _load(self, parity: int, tile: Vec, fresh: Vec) -> list[Var]:
+        """The sums that wait, or zeros where `fresh`."""
+        zeros = Vec.full(self._builder, 0, F32, LANES)
+        places = [self._place(parity, tile, number) for number in range(self._num_sums)]
+        return [Var(fresh.where(zeros, at.load(F32, LANES, align=4 * LANES))) for at in places]
