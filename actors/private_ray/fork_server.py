@@ -102,12 +102,15 @@ def main() -> None:
     # Ray reads these two when it is imported, and never again. A worker ends with the process that
     # the second one names, and with the raylet's socket.
     os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    given = set(os.environ)
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST_RAY:
         return
     for name in _PRELOADED:
         importlib.import_module(name)
+    # Modules that set a variable when they are imported do not run again in a worker.
+    added = {name: text for name, text in os.environ.items() if name not in given}
     server = os.getpid()
     gc.freeze()  # what all workers share is not written to by a collection
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker's exit status
@@ -120,12 +123,15 @@ def main() -> None:
         if os.fork() == 0:
             listener.close()
             owner.close()
-            _become_worker(asked, server)
+            _become_worker(asked, server, added)
         asked.close()
 
 
-def _become_worker(asked: socket.socket, server: int) -> None:
-    """Be the worker that `asked` asks for, until the process `server` ends; never returns."""
+def _become_worker(asked: socket.socket, server: int, added: dict[str, str]) -> None:
+    """Be the worker that `asked` asks for, until the process `server` ends; never returns.
+
+    `added`: environment variables that the worker has besides those it is asked with
+    """
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != server:  # it ended before it could be asked for its signal
         sys.exit()
@@ -138,7 +144,7 @@ def _become_worker(asked: socket.socket, server: int) -> None:
         os.close(stream)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(added | environment)
     from actors.private_ray.closed_ray import read_anew
 
     read_anew()

@@ -25,6 +25,10 @@ class Echo:
     def say(self, what: str) -> str:
         return what
 
+    def variable(self, name: str) -> str | None:
+        """An environment variable."""
+        return os.environ.get(name)
+
     def draw(self) -> str:
         """What Ray draws at random in this process."""
         return str(ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex())
@@ -46,6 +50,7 @@ def main() -> None:
         "owner": os.getpid(),
         "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
+        "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
         "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
         "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
         "parents": {process.pid: process.ppid() for process in processes},
