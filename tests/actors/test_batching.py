@@ -189,6 +189,20 @@ def test_those_for_whom_there_is_no_room_wait(
         assert all_pages_are_free(driver)
 
 
+def test_an_answer_ends_with_the_context(tiny: Tiny) -> None:
+    """What it gave up to there is what a larger context gives, alone and in company."""
+    with batching(tiny("llama-gqa"), context=96) as (_, driver):
+        requests = [greedy(list(range(3, 3 + length)), 200) for length in (1, 40, 95)]
+        asked = [Asking(lambda request=request: complete(driver, request)) for request in requests]
+        found = [one.end() for one in asked]
+        assert all_pages_are_free(driver)
+    assert [len(one.ids) for one in found] == [95, 56, 1]
+    assert {one.finish_reason for one in found} == {"length"}
+    with batching(tiny("llama-gqa")) as (_, driver):
+        for request, one in zip(requests, found, strict=True):
+            assert complete(driver, request).ids[: len(one.ids)] == one.ids
+
+
 def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
     checkpoint = tiny("llama-gqa")
     window = checkpoint.ids.tolist()

@@ -1,0 +1,127 @@
+"""Requests that run again and again while faults come, and whether their answers are right."""
+
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from actors.protocol.messages import GenerateRequest, Generation
+from actors.system import System
+from model.errors import HotcoldError
+from model.sampling import SamplingParams
+
+_TICK_S, _LONGEST_TICK_S = 0.02, 0.2
+_PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
+
+
+class Era(NamedTuple):
+    """A time with one number of CPU services; 0 while it is changed."""
+
+    began_at: int  # the number of the fault that changed it
+    num_services: int
+
+
+class RunningClock:
+    """Seconds in which this process ran."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(_TICK_S)
+            now = time.monotonic()
+            self.now_s += min(now - last, _LONGEST_TICK_S)
+            last = now
+
+
+class Load:
+    """Requests that start again as soon as they have ended, until told to stop."""
+
+    def __init__(
+        self, system: System, requests: list[GenerateRequest], *, is_scaled: bool = False
+    ) -> None:
+        """Run each request alone first, for the tokens that it must give."""
+        self._system = system
+        self._requests = requests
+        self.clock = RunningClock()
+        self._expected = {2: [system.complete(request).ids for request in requests]}
+        if is_scaled:  # another order of additions
+            system.call("scale", 1)
+            self._expected[1] = [system.complete(request).ids for request in requests]
+            system.call("scale", 2)
+        self.era = Era(-1, 2)
+        self._stopping = threading.Event()
+        self._moments: deque[float] = deque(maxlen=100_000)  # of tokens, of all requests
+        self._lock = threading.Lock()
+        self.num_right = 0
+        self.wrong: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(len(requests))
+        ]
+
+    def start(self) -> None:
+        """Start all requests."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Return when those that run have ended."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def moments(self) -> list[float]:
+        """When tokens came."""
+        with self._lock:
+            return list(self._moments)
+
+    def _run(self, number: int) -> None:
+        while not self._stopping.is_set():
+            before = self.era
+            try:
+                found = self._complete(self._requests[number])
+                expected = self._expected[before.num_services or 2][number]
+                is_as_before = self.era == before and before.num_services > 0
+                is_right = found.ids == expected or (
+                    not is_as_before and len(found.ids) == len(expected)
+                )
+                problem = "" if is_right else f"other tokens, {before} to {self.era}"
+            except HotcoldError as error:
+                problem = str(error)
+            with self._lock:
+                self.num_right += not problem
+                if problem:
+                    self.wrong.append(f"request {number}: {problem}")
+            if problem:
+                return
+
+    def _complete(self, request: GenerateRequest) -> Generation:
+        result = None
+        for event in self._system.generate(request):
+            with self._lock:
+                self._moments.append(self.clock.now_s)
+            result = event.result
+        if result is None:
+            raise HotcoldError("the stream ended without a result")
+        return result
+
+
+def requests_of(count: int, context: int) -> list[GenerateRequest]:
+    """`count` requests: one that fills the context, or a batch of shorter ones."""
+    random = np.random.default_rng(count)
+    found = []
+    for n in range(count):
+        ids = random.integers(10, 4000, _PROMPT_TOKENS[n] if count > 1 else 50).tolist()
+        sampling = SamplingParams(
+            max_tokens=context - len(ids) - 8 if count == 1 else 200 + 100 * n,
+            temperature=0.9 if n % 2 else 0.0,
+            seed=n,
+            ignore_eos=True,
+        )
+        found.append(GenerateRequest(sampling, prompt_ids=ids))
+    return found
