@@ -61,9 +61,9 @@ class PlacementPlan:
 
     `report` holds figures for people: bytes of each device, expected time of each part, and how the
     plan was found (`placement/report.py`).
-    Shapes:  neuron_device (L, N), attention_device and predictor_device (L,)
+    Shapes:  neuron_device (L, N), attention_device (L,)
     Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host, which
-             only attention, head and predictors can be on
+             only attention and head can be on. Predictors are there always: the driver runs them
     """
 
     request: PlanRequest
@@ -71,7 +71,6 @@ class PlacementPlan:
     neuron_device: np.ndarray
     attention_device: np.ndarray
     head_device: int
-    predictor_device: np.ndarray
     report: dict[str, Any]
 
     @property
@@ -100,7 +99,6 @@ def write_plan(path: Path, identity: ModelIdentity, plan: PlacementPlan) -> None
     tensors = {
         "neuron_device": plan.neuron_device,
         "attention_device": plan.attention_device,
-        "predictor_device": plan.predictor_device,
     }
     facts = {
         "request": asdict(plan.request),
@@ -138,7 +136,6 @@ def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> Place
         neuron_device=artifact.tensor("neuron_device", np.int16, (*layers, config.ffn_size)),
         attention_device=artifact.tensor("attention_device", np.int16, layers),
         head_device=artifact.fact("head_device", int),
-        predictor_device=artifact.tensor("predictor_device", np.int16, layers),
         report=artifact.fact("report", dict),
     )
     _check_devices(path, plan)
@@ -168,7 +165,7 @@ def _check_devices(path: Path, plan: PlacementPlan) -> None:
             f"{path}: {np.count_nonzero(outside)} neurons are on no device, the first is neuron "
             f"{neuron} of layer {layer}; {_REMEDY}"
         )
-    parts = np.concatenate([plan.attention_device, plan.predictor_device, [plan.head_device]])
+    parts = np.append(plan.attention_device, plan.head_device)
     if parts.min() < -1 or parts.max() >= plan.num_gpus:
         raise ArtifactError(f"{path}: puts a part on a device that is no GPU; {_REMEDY}")
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from model.config.model_config import ModelConfig
 from model.weights.sizes import kv_cache_bytes
+from placement.assumptions import assumptions
 from placement.machine.description import Machine
 from placement.plan import PlacementPlan, PlanRequest
 from placement.profile import ActivationProfile
@@ -24,7 +25,7 @@ from placement.solver.cost import (
     read_bytes,
 )
 from placement.solver.plan_devices import make_plan_devices
-from placement.solver.problem import ATTENTION, HEAD, PREDICTOR, Assignment, Problem
+from placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
 from placement.solver.solver import solve
 
 
@@ -66,15 +67,16 @@ def make_plan(
     expected = _expected(config, devices, frequency, request.mode, factor, neuron_device)
     part_device = solution.assignment.part_device
     kinds = np.array(problem.part_kinds)
-    on_host = np.full(config.num_layers, -1, np.int16)
     return PlacementPlan(
         request=request,
         device_names=tuple(device.name for device in devices),
         neuron_device=neuron_device,
         attention_device=part_device[kinds == ATTENTION],
         head_device=int(part_device[kinds == HEAD][0]),
-        predictor_device=on_host if predictor is None else part_device[kinds == PREDICTOR],
-        report=make_report(problem, devices, parts, kv, expected, solution),
+        report={
+            **make_report(problem, devices, parts, kv, expected, solution),
+            "assumed": list(assumptions(machine, request, profile, predictor)),
+        },
     )
 
 

@@ -36,6 +36,11 @@ class ActivationProfile:
         return self.counts / self.num_tokens
 
     @property
+    def is_stated(self) -> bool:
+        """Whether nobody counted: `text_name` then says what was stated."""
+        return bool(self.text_name) and not self.text_digest
+
+    @property
     def digest(self) -> str:
         """12 hexadecimal digits over the counts: what is made from a profile names it by them."""
         content = hashlib.sha256(f"{self.num_tokens} {self.counts.shape}".encode())

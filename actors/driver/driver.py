@@ -7,6 +7,7 @@ model.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from actors.driver.active_request import ActiveRequest, Generator, Stream
 from actors.driver.engine import GPU, Engine
+from actors.driver.mode_trial import ModeTrial, compare_modes
 from actors.driver.profiling import ProfilingEngine
 from actors.driver.readers import LOOK_S, Reader, Readers
 from actors.driver.request_events import OpenStreams, RequestEvent
@@ -38,6 +40,7 @@ from actors.protocol.messages import (
     TokenEvent,
 )
 from actors.setup.hot_neurons import hot_counts
+from actors.setup.preflight import default_mode
 from actors.setup.shards import num_kv_pages
 from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.config.build import read_config
@@ -220,6 +223,27 @@ class Driver:
                 self._pool.give_back(slot)
 
         return self._queue.between_requests(with_pages)
+
+    def settle_mode(self) -> ModeTrial:
+        """Compare the predicted mode with the model's default, and go on in the faster one.
+
+        Errors:  RequestError, ServiceError
+        """
+        engine = self.engine
+        mode = default_mode(engine.config)
+        other = Engine(engine.config, engine.embedding, engine.exchange, mode, None, engine.num_hot)
+        first_id = self.generator.prompts.opening_id or 0
+
+        def settle() -> ModeTrial:
+            trial = compare_modes(engine, other, first_id, self.generator.context_length)
+            predictor = engine.predictor
+            if trial.fastest == mode and predictor is not None:
+                engine.mode, engine.predictor = mode, None
+                predictor.close()
+                self._system = replace(self._system, mode=mode, predictors_path="")
+            return trial
+
+        return self.between_requests(settle)
 
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
         """Score a window between requests; see `actors.driver.scoring.score_window`.

@@ -20,8 +20,15 @@ from actors.exchange.recovery import RecoveryPolicy
 from actors.processes.cluster import await_actors
 from actors.processes.load_progress import LOADING_KERNELS
 from actors.protocol.failures import ServiceLost, cause_of
-from actors.protocol.messages import LOADING_WEIGHTS, Fitted, ServiceSpec, SystemConfig
+from actors.protocol.messages import (
+    LOADING_WEIGHTS,
+    PREDICTED_MODES,
+    Fitted,
+    ServiceSpec,
+    SystemConfig,
+)
 from actors.protocol.ray_memory import kept_bytes
+from actors.setup.auto_mode import AUTO_RECALL
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
@@ -132,12 +139,28 @@ class SystemServices:
             self._driver = Driver(self.system, self.exchange, shards, self.prepare_products)
             self.connection.ready()
             self.exchange.start()
+            if self.system.auto_mode:
+                self._settle_mode(self._driver)
             self.stage = "ready"
             threading.Thread(target=self._prepare_prompts, name="prompts", daemon=True).start()
         except BaseException as error:
             self._failure = error
             self._kill()
             raise
+
+    def _settle_mode(self, driver: Driver) -> None:
+        """Go on in the mode that is faster here, and say which."""
+        if self.system.mode not in PREDICTED_MODES:
+            self.notes += (
+                f"mode {self.system.mode}: no predictors made for a recall of "
+                f"{AUTO_RECALL} or more lie beside the model (`hotcold train-predictors`)",
+            )
+            return
+        self.stage = "comparing modes"
+        trial = driver.settle_mode()
+        self.notes += (trial.line,)
+        if trial.fastest != self.system.mode:
+            self.system = replace(self.system, mode=trial.fastest, predictors_path="")
 
     def _fit_gpu(self) -> None:
         """Let the GPU service take what fits; the CPU services then load the rest."""

@@ -12,6 +12,7 @@ from placement.threads.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 MODES = ("dense", "exact", *PREDICTED_MODES)
+AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
 
 
@@ -30,6 +31,7 @@ class SystemConfig:
     prefill_chunk: int = 256
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
+    auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
     plan_path: str = ""  # where neurons go; dealt in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
     requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do

@@ -18,6 +18,8 @@ from placement.solver.cost import PredictorCost
 from predictors.predictor_file import Predictors, read_predictors
 
 _HEAD_BYTES = 1 << 20
+_UNMEASURED_FACTOR = 2.0
+_UNMEASURED = f"predictors choose {_UNMEASURED_FACTOR:g} neurons for each that fires"
 
 
 def plan_request(
@@ -61,13 +63,14 @@ def predictor_cost(
         return None
     predictors = read_predictors(Path(system.predictors_path), identity, config)
     layer_bytes = [0 if layer is None else layer.num_bytes for layer in predictors.layers]
-    return PredictorCost(system.mode, np.array(layer_bytes, np.int64), _factors(predictors))
+    note = "" if predictors.qualities else _UNMEASURED
+    return PredictorCost(system.mode, np.array(layer_bytes, np.int64), _factors(predictors), note)
 
 
 def _factors(predictors: Predictors) -> np.ndarray:
-    """Neurons computed for each that fires; 2 where it was never measured."""
+    """Neurons computed for each that fires."""
     if predictors.qualities is None:
-        return np.full(len(predictors.layers), 2.0)
+        return np.full(len(predictors.layers), _UNMEASURED_FACTOR)
     return np.array([max(1.0, q.computed / max(q.active, 1e-9)) for q in predictors.qualities])
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.protocol.messages import EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
+from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
 from actors.protocol.ray_memory import kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.setup.auto_mode import auto_mode
 from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
@@ -120,7 +121,9 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     num_hosts = max(1, len(options.hosts))
     num_actors = num_hosts * max(1, min(num_nodes, num_threads))
     most_actors = num_hosts * num_threads
-    mode = _mode(config, options.mode)
+    is_auto = options.mode == AUTO_MODE
+    tried = auto_mode(path, config, options.weight_dtype or "") if is_auto else options.mode
+    mode = _mode(config, tried)
     context = _context(config, options.context_length)
     system = SystemConfig(
         model_path=str(resolved_model(path)),
@@ -133,6 +136,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
         predictors_path=_predictors(path, mode, options),
+        auto_mode=is_auto,
         weight_dtype=options.weight_dtype or "",
         pin=options.pin,
         hosts=options.hosts,
@@ -147,6 +151,15 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     if options.exchange not in EXCHANGES:
         raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
     return system
+
+
+def require_one_mode(options: SystemOptions) -> None:
+    """Raise UsageError for `--mode auto`, where modes are measured one by one."""
+    if options.mode == AUTO_MODE:
+        raise UsageError(
+            f"--mode {AUTO_MODE} chooses by itself, and here a mode is measured; give one of "
+            f"{', '.join(MODES)}"
+        )
 
 
 def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:

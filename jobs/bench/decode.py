@@ -12,7 +12,7 @@ import click
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
-from actors.setup.preflight import prepare_system
+from actors.setup.preflight import prepare_system, require_one_mode
 from actors.system import System
 from jobs.support.console import json_option, print_json
 from jobs.support.loading import running_system
@@ -187,6 +187,7 @@ def _run(
     Its KV cache holds `kv_positions` at least, unless --kv-tokens says otherwise.
     """
     path, options = locate_model(model), split_system_options(values)
+    require_one_mode(options)
     system, config = prepare_system(path, options)
     if options.kv_positions is None and kv_positions > system.kv_positions:
         system, config = prepare_system(path, replace(options, kv_positions=kv_positions))

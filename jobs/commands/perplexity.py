@@ -16,7 +16,7 @@ import numpy as np
 from actors.driver.scoring import WindowScores
 from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, check_memory, prepare_system
+from actors.setup.preflight import SystemOptions, check_memory, prepare_system, require_one_mode
 from actors.system import System
 from jobs.support.console import json_option, print_json, transient_progress
 from jobs.support.loading import running_system
@@ -69,6 +69,7 @@ def perplexity(
     path = locate_model(model)
     config = read_config(path)
     options = split_system_options(values)
+    require_one_mode(options)
     size = _window_size(window, options.context_length, config)
     windows = _windows(text_path, Prompts(path, config, size), size)[:max_windows]
     size = len(windows[0])

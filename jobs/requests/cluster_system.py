@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from actors.processes.cluster import connect, in_cluster, num_cpus
-from actors.protocol.messages import LoadProgress, SystemConfig
+from actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
 from model.errors import UsageError
@@ -74,6 +74,8 @@ def _difference(running: SystemConfig, model: str | None, given: SystemOptions) 
     unasked = SystemOptions()
     for name, option in _COMPARED.items():
         asked, value = getattr(given, name), getattr(running, name)
+        if (name, asked) == ("mode", AUTO_MODE) and running.auto_mode:
+            continue
         if asked not in (getattr(unasked, name), value):
             return f"has {option} {value}, not {asked}"
     return _dtype_difference(running, given.weight_dtype)

@@ -65,6 +65,13 @@ def check_measured(measured: Machine) -> Iterator[Finding]:
             "with --fresh"
         )
         yield Finding("note", "exchange", text)
+    if measured.was_busy:
+        odd = True
+        text = (
+            f"other programs took {measured.busy_cores:.1f} cores while this was measured; with "
+            "nothing else running measure again with --fresh"
+        )
+        yield Finding("note", "busy", text)
     assumed = [gpu.name for gpu in measured.gpus if not gpu.measured]
     if assumed:
         odd = True

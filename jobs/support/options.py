@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import EXCHANGES, MODES
+from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
 from actors.setup.gpu_choice import DEVICES
 from actors.setup.preflight import SystemOptions
 from jobs.support.weight_dtype import dtype_option
@@ -65,8 +65,10 @@ class Addresses(click.ParamType[tuple[str, ...]]):
 
 
 _SYSTEM = [
-    click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute: all; up and "
-                 "down only where the gate fired (the same tokens); what a predictor chooses."),
+    click.option("--mode", type=click.Choice((*MODES, AUTO_MODE)), help="Which neurons to compute: "
+                 "all; up and down only where the gate fired (the same tokens); what a predictor "
+                 "chooses; auto: the faster of the model's default and of predictors made for a "
+                 "recall of 0.99 or more, where such lie beside it."),
     click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
                  "--mode sign and lowrank; the model's own without it."),
     dtype_option,

@@ -25,8 +25,8 @@ _SIZES = {
 }
 
 
-def print_plan(plan: PlacementPlan, path: Path | None) -> None:
-    """Print what lies where, what each part costs, the speed to expect, and where the plan is."""
+def print_plan(plan: PlacementPlan, path: Path | None, why_not: str = "give --out") -> None:
+    """Print what lies where, what each part costs, the speed to expect, what is assumed for it."""
     console = Console(highlight=False)
     report = plan.report
     console.print(_device_table(report["devices"]))
@@ -36,7 +36,9 @@ def print_plan(plan: PlacementPlan, path: Path | None) -> None:
     print(_solver_line(report["solver"]))
     if not report["keeps_min_neurons"]:
         print("memory is so short that some layers use a GPU for fewer neurons than pays off")
-    print(f"plan: {path}" if path else "plan: not written (give --out)")
+    for text in report["assumed"]:
+        print(f"assumed: {text}")
+    print(f"plan: {path}" if path else f"plan: not written ({why_not})")
 
 
 def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
         "method": report["solver"]["method"],
         "seconds": report["solver"]["seconds"],
         "gap": report["solver"]["gap"],
+        "assumed": report["assumed"],
         "path": None if path is None else str(path),
     }
 

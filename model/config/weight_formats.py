@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from model.config.model_config import MatrixKind, ModelConfig, WeightDtype
@@ -47,6 +49,19 @@ def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
     """
     dtype = _DTYPES[config.dtype_of(kind)]
     return row_items(dtype, width) * dtype.itemsize
+
+
+def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
+    """Return `config` as it would be loaded with --dtype `dtype`, "" for as it says.
+
+    For a model of which nothing but config.json is here.
+    Errors:  UsageError for a dtype that cannot be had
+    """
+    wanted = requested_dtype(dtype)
+    if wanted is None:
+        return config
+    require_whole_groups(wanted, config.hidden_size, config.attention_size, config.embed_size)
+    return replace(config, dtype=dtype_name(wanted), other_dtypes=())
 
 
 def require_whole_groups(dtype: np.dtype, *widths: int) -> None:

@@ -133,6 +133,16 @@ def fetch(model: HubModel) -> Path:
     return folder / model.gguf if model.gguf else folder
 
 
+def fetch_config(repo_id: str) -> Path:
+    """Fetch nothing but a repository's config.json; where it is. Errors: UsageError"""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo_id, "config.json"))
+    except Exception as problem:  # of any of the libraries below it
+        raise _refusal(repo_id, problem) from None
+
+
 def require_room(download: Download) -> None:
     """Raise UsageError where the cache's disk has no room for what is missing."""
     from huggingface_hub.constants import HF_HUB_CACHE

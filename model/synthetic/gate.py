@@ -13,15 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from model.synthetic.random_source import NormalSource
+from model.synthetic.rates import power_law_rates
 
-MIN_RATE, MAX_RATE = 1e-4, 0.999
-# So that 24%, 33% and 43% of the neurons make 80% of the activations at densities of 0.04, 0.10 and
-# 0.22; PowerInfer found 26% in OPT-30B and 43% in a ReGLU Llama-70B.
-RATE_EXPONENT = 1.1
 LOW_RANK = 64
 LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise that no low-rank predictor sees
-MIN_DENSITY, MAX_DENSITY = 0.002, 0.95  # of a layer
-_BISECTIONS = 40
 _SHIFT_BISECTIONS = 16  # of a range of 8 deviations
 
 
@@ -31,21 +26,6 @@ class GateRows:
 
     rows: torch.Tensor
     pre_activations: torch.Tensor
-
-
-def power_law_rates(num_neurons: int, density: float) -> torch.Tensor:
-    """Return falling firing rates with the mean `density`.
-
-    rate[n] = clip(scale * (n + 0.5) ** -RATE_EXPONENT, MIN_RATE, MAX_RATE)
-    Shapes:  (N,), float64
-    """
-    law = (torch.arange(num_neurons, dtype=torch.float64) + 0.5) ** -RATE_EXPONENT
-    low, high = 0.0, MAX_RATE / float(law[-1])
-    for _ in range(_BISECTIONS):
-        scale = (low + high) / 2
-        is_low = (scale * law).clip(MIN_RATE, MAX_RATE).mean() < density
-        low, high = (scale, high) if is_low else (low, scale)
-    return (high * law).clip(MIN_RATE, MAX_RATE)
 
 
 def make_gate_rows(
@@ -68,7 +48,8 @@ def make_gate_rows(
     across = inputs @ rows.T
     if bias is not None:
         across += bias
-    rates = power_law_rates(num_neurons, density)[source.permutation(num_neurons)]
+    falling = torch.from_numpy(power_law_rates(num_neurons, density))
+    rates = falling[source.permutation(num_neurons)]
     weights = _fit_weights(rates, along[:num_fitted], across[:num_fitted], density)
     rows.addr_(weights, direction)
     return GateRows(rows, across.addr_(along, weights))

@@ -15,8 +15,9 @@ from torch.nn import functional
 from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
 from model.hot_share import hot_share
-from model.synthetic.gate import MAX_DENSITY, make_gate_rows
+from model.synthetic.gate import make_gate_rows
 from model.synthetic.random_source import NormalSource
+from model.synthetic.rates import MAX_DENSITY
 from model.torch_activations import activated, activated_up
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With

@@ -19,9 +19,9 @@ from model.config.families.tensor_names import TensorNames
 from model.config.model_config import ModelConfig, WeightDtype
 from model.errors import HotcoldError, UsageError
 from model.files.safetensors_writer import SafetensorsWriter
-from model.synthetic.gate import MAX_DENSITY, MIN_DENSITY
 from model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
 from model.synthetic.random_source import NormalSource
+from model.synthetic.rates import MAX_DENSITY, MIN_DENSITY
 from model.synthetic.shape import SyntheticShape, config_json, generation_config_json
 from model.synthetic.tensor_specs import tensor_specs, written_names
 

@@ -186,6 +186,7 @@ SHAPES: dict[str, SyntheticShape] = {
     "tiny": SyntheticShape("llama", 64, 256, 4, 2, 16, 256, 256, 2),
     "llama-7b": SyntheticShape("llama", 4096, 11008, 32, 32, 128, 32000, 4096, 32),
     "llama-13b": SyntheticShape("llama", 5120, 13824, 40, 40, 128, 32000, 4096, 40),
+    "llama-70b": SyntheticShape("llama", 8192, 28672, 64, 8, 128, 32000, 4096, 80),
     "qwen3-8b": SyntheticShape(
         "qwen3", 4096, 12288, 32, 8, 128, 151936, 40960, 36, activation="silu"
     ),
@@ -196,6 +197,8 @@ SHAPES: dict[str, SyntheticShape] = {
         "arcee", 2560, 18432, 20, 4, 128, 128004, 4096, 36, activation="relu2"
     ),
     "opt-6.7b": SyntheticShape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
+    "opt-30b": SyntheticShape("opt", 7168, 28672, 56, 56, 128, 50272, 2048, 48),
+    "opt-66b": SyntheticShape("opt", 9216, 36864, 72, 72, 128, 50272, 2048, 64),
     "falcon-7b-like": SyntheticShape("falcon", 4544, 18176, 71, 1, 64, 65024, 2048, 32),
     "falcon-40b-like": SyntheticShape("falcon", 8192, 32768, 128, 8, 64, 65024, 2048, 60),
 }

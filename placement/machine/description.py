@@ -1,8 +1,8 @@
 """The description of a machine that placement calculates with: memories and how fast each is read.
 
 `this_machine.this_machine` measures the one that it runs on; `read_machine` reads a description
-from a file, written by `hotcold doctor --machine-out FILE` or by hand. Every key must be there. By
-hand, for one NUMA node and one GPU (an empty date: not measured):
+from a file, written by `hotcold doctor --machine-out FILE` or by hand. Every key must be there but
+busy_cores. By hand, for one NUMA node and one GPU (an empty date: not measured):
 
     {"name": "EPYC 9354",
      "nodes": [{"name": "node0", "num_cores": 32, "total_bytes": 200e9, "free_bytes": 180e9,
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from model.files.whole_file import write_whole
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
 _MAX_NUMBER = 1e9  # GB/s, µs, cores: above it is a slip of the pen
+_BUSY_SHARE = 0.05  # of all cores: less is what a desktop does by itself
 _HOW_TO_MAKE = "`hotcold doctor --machine-out FILE` writes a description"
 
 
@@ -67,12 +68,18 @@ class Machine:
     gpus: tuple[GpuDevice, ...]
     exchange_us: float  # of a question to a service and its answer, beyond the service's own work
     date: str  # ISO date of the measurement; empty for a description by hand
+    busy_cores: float = 0.0  # that other programs, or other virtual machines, took meanwhile
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether so much else ran during the measurement that the figures may be low."""
+        return self.busy_cores > _BUSY_SHARE * sum(node.num_cores for node in self.nodes)
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits over everything but the date and what is free at the moment."""
+        """12 hexadecimal digits over everything but the date, what ran and what is free."""
         values = self.as_json()
-        del values["date"]
+        del values["date"], values["busy_cores"]
         for device in values["nodes"] + values["gpus"]:
             del device["free_bytes"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
@@ -104,6 +111,7 @@ class Machine:
             gpus=gpus,
             exchange_us=_number(keys["exchange_us"], f"{source}: exchange_us"),
             date=_text(keys["date"], f"{source}: date", may_be_empty=True),
+            busy_cores=_busy_cores(keys.get("busy_cores", 0), f"{source}: busy_cores"),
         )
 
 
@@ -151,9 +159,9 @@ def _object_with(kind: Any, values: object, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{where}: is {shown(values, 40)}, not an object; {_HOW_TO_MAKE}")
     names = [field.name for field in fields(kind)]
-    for name in names:
-        if name not in values:
-            raise UsageError(f"{where}: {name} is missing; add it")
+    for field in fields(kind):
+        if field.name not in values and field.default is MISSING:
+            raise UsageError(f"{where}: {field.name} is missing; add it")
     for name in values:
         if name not in names:
             raise UsageError(f"{where}: {shown(name, 40)} is unknown; known are {', '.join(names)}")
@@ -205,6 +213,10 @@ def _whole(value: object, where: str, low: int, high: int) -> int:
     if not is_whole or not low <= value <= high:  # type: ignore[operator]
         raise UsageError(f"{where} is {shown(value, 40)}; give a whole number from {low} to {high}")
     return int(value)  # type: ignore[call-overload]
+
+
+def _busy_cores(value: object, where: str) -> float:
+    return 0.0 if type(value) in (int, float) and value == 0 else _number(value, where)
 
 
 def _number(value: object, where: str) -> float:

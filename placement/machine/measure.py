@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 
 from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu
+from placement.machine.busy import BusyWatch
 from placement.machine.description import CpuNode, GpuDevice, Machine
 from placement.machine.measure_exchange import measure_exchange_us
 from placement.machine.measure_layout import MachineLayout, NodeLayout
@@ -20,20 +22,25 @@ ASSUMED_LINK_GB_PER_S = 25.0
 
 
 def measure_machine(
-    layout: MachineLayout, on_stage: Callable[[str], None] = lambda text: None
+    layout: MachineLayout,
+    on_stage: Callable[[str], None] = lambda text: None,
+    root: Path = Path("/"),
 ) -> Machine:
     """Measure everything that a Machine says. `on_stage` is told what is being measured.
 
-    Nodes are measured one after the other, so what they read together is taken for the sum.
+    Nodes are measured one after the other, so what they read together is taken for the sum. What
+    else ran on their cores meanwhile is noted; proc is read below `root` for it.
     Units:   about five seconds a node, two more for the exchange, one a GPU
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
     nodes = []
+    watch = BusyWatch(tuple(core for node in layout.nodes for core in node.cores), root)
     for node in layout.nodes:
         on_stage(f"measuring how fast {node.name} reads memory")
         nodes.append(_node(node))
     on_stage("measuring how fast services answer")
     exchange_us = measure_exchange_us([node.cores for node in layout.nodes])
+    busy_cores = watch.busy_cores()
     gpus = []
     for gpu in layout.gpus:
         on_stage(f"measuring how fast GPU {gpu.device_id} reads memory")
@@ -44,6 +51,7 @@ def measure_machine(
         gpus=tuple(gpus),
         exchange_us=_rounded(exchange_us),
         date=date.today().isoformat(),
+        busy_cores=round(busy_cores, 2),
     )
 
 

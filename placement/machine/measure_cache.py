@@ -13,7 +13,7 @@ from numba_kernels.own_cache import own_folder
 from placement.machine.description import Machine
 from placement.machine.measure_layout import MachineLayout
 
-_VERSION = 1  # another way to measure gets another number
+_VERSION = 2  # another way to measure gets another number
 
 
 def cache_path() -> Path:

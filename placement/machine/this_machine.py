@@ -28,7 +28,7 @@ def this_machine(
     layout = read_layout(root)
     machine = None if fresh else read_cached(layout)
     if machine is None:
-        machine = measure_machine(layout, on_stage)
+        machine = measure_machine(layout, on_stage, root)
         write_cached(layout, machine)
     return machine
 

@@ -44,11 +44,13 @@ class PredictorCost:
 
     Shapes:  layer_bytes (L,) int64, selected_factor (L,) float64, each at least 1
     Units:   selected_factor is the share of neurons computed / the share that fires
+    `note` says what of this is assumed; empty where all was measured.
     """
 
     kind: str
     layer_bytes: np.ndarray
     selected_factor: np.ndarray
+    note: str = ""
 
 
 @dataclass(frozen=True)

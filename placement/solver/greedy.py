@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.solver.problem import ATTENTION, HEAD, HOST, PREDICTOR, Assignment, Problem
+from placement.solver.problem import ATTENTION, HEAD, HOST, Assignment, Problem
 
-_PART_ORDER = (ATTENTION, HEAD, PREDICTOR)
+_PART_ORDER = (ATTENTION, HEAD)  # of what a GPU may hold
 
 
 def hottest_first(problem: Problem) -> Assignment | None:
-    """Fill the GPUs, fastest first: attention, head, predictors, then groups by frequency.
+    """Fill the GPUs, fastest first: attention, head, then groups by frequency.
 
     A part goes to the GPU only where that is faster, unless the host's memory wants it otherwise.
     Cold groups go to the CPU devices so that these work equally long in every layer, as far

@@ -22,7 +22,8 @@ class Problem:
 
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
     head, a layer's predictor) lies on one GPU, or on the host: then the CPU devices hold it
-    together, and each gives the same share of what its neurons leave free.
+    together, and each gives the same share of what its neurons leave free. Predictors are on the
+    host always, because the driver runs them.
     Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
     Dtypes:  bytes and counts int64, seconds float64
     Units:   seconds are expected ones a token; a layer's neurons on GPU j number 0, or
@@ -51,6 +52,11 @@ class Problem:
     def num_devices(self) -> int:
         """GPUs and CPU devices."""
         return len(self.budget_bytes)
+
+    @property
+    def may_leave_host(self) -> np.ndarray:
+        """Which parts a GPU may hold: (P,) bool."""
+        return np.array([kind != PREDICTOR for kind in self.part_kinds], bool)
 
     @property
     def num_neurons(self) -> int:

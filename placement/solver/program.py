@@ -4,7 +4,7 @@ Variables, in this order:
     n[q, d]  groups of class q (all layers' classes in one row) on device d
     t[l]     time of layer l's neurons
     z[l, j]  whether layer l has neurons on GPU j
-    p[i, j]  whether part i lies on GPU j; on no GPU: on the host
+    p[i, j]  whether part i lies on GPU j; on no GPU: on the host, where predictors always are
     one      1, whose cost is what no choice changes, so that the solver's gap is of all seconds
 
     minimise    sum of t + parts + fixed
@@ -152,6 +152,7 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     high[n] = classes.count[:, None]
     high[n[:, :gpus]] *= is_allowed[classes.layer]
     high[z] = is_allowed
+    high[p] = problem.may_leave_host[:, None]
     row_low, row_high = np.concatenate(rows.low), np.concatenate(rows.high)
     return Program(cost, rows.matrix(num_columns), row_low, row_high, low, high, integrality)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.driver.driver import Driver
+from actors.driver.mode_trial import ModeTrial, compare_modes
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from model.config.build import read_config
@@ -333,6 +336,46 @@ def test_fitted_predictors_through_the_driver(
         assert last.result is not None and len(last.result.ids) == GREEDY_TOKENS
         assert 0 < last.result.neurons_computed < last.result.gates_computed < 0.95
         driver.close()
+
+
+def test_the_faster_mode_is_taken(
+    tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny("llama-relu")
+    monkeypatch.setattr("actors.driver.mode_trial._SECONDS", 0.0)
+    request = GenerateRequest(
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+        prompt_ids=checkpoint.ids[:10].tolist(),
+    )
+    with InProcessSystem(checkpoint.path) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        settings = SystemConfig(
+            str(checkpoint.path), "sign", context_length=120, kv_dtype="float32",
+            predictors_path=str(fitted["sign"]), auto_mode=True,
+        )  # fmt: skip
+        plain = Driver(replace(settings, mode="exact"), system.exchange, shards)
+        *_, expected = plain.generate(request)
+        plain.close()
+        for faster in ("sign", "exact"):
+            speeds = {"sign": 2.0, "exact": 1.0 if faster == "sign" else 3.0}
+
+            def trial(*given: Any, speeds: dict[str, float] = speeds) -> ModeTrial:
+                found = compare_modes(*given)
+                assert list(found.tokens_per_s) == ["sign", "exact"]
+                assert min(found.tokens_per_s.values()) > 0
+                assert found.fastest in found.line
+                return ModeTrial(speeds)
+
+            monkeypatch.setattr("actors.driver.driver.compare_modes", trial)
+            driver = Driver(settings, system.exchange, shards)
+            assert driver.settle_mode().fastest == faster
+            *_, last = driver.generate(request)
+            assert driver.telemetry().mode == faster
+            assert last.result is not None and expected.result is not None
+            assert (last.result.gates_computed < 1) == (faster == "sign")
+            if faster == "exact":
+                assert last.result.ids == expected.result.ids
+            driver.close()
 
 
 def test_the_driver_refuses_predictors_of_another_model(

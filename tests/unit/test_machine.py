@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from jobs.cli import main
 from jobs.support.doctor_checks import check_measured
 from model.errors import UsageError
 from placement.machine import description
+from placement.machine.busy import BusyWatch
 from placement.machine.description import CpuNode, GpuDevice, Machine, read_machine, write_machine
 from placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S
 from placement.machine.measure_cache import cache_path
@@ -41,7 +43,9 @@ def test_a_description_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_the_digest_leaves_out_what_changes_by_itself() -> None:
-    later = replace(MACHINE, date="", nodes=(replace(NODE, free_bytes=1), MACHINE.nodes[1]))
+    later = replace(
+        MACHINE, date="", busy_cores=1.0, nodes=(replace(NODE, free_bytes=1), MACHINE.nodes[1])
+    )
     assert later.digest == MACHINE.digest
     assert len(MACHINE.digest) == 12
     for changed in (
@@ -59,6 +63,13 @@ def test_the_documented_example_is_a_description() -> None:
     machine = Machine.from_json(values, "example")
     assert machine.nodes[0].total_bytes == 200_000_000_000
     assert not machine.gpus[0].measured
+
+
+def test_busy_cores_may_be_left_out() -> None:
+    values = MACHINE.as_json()
+    assert Machine.from_json(values | {"busy_cores": 1.5}, "m.json").was_busy
+    del values["busy_cores"]
+    assert not Machine.from_json(values, "m.json").was_busy
 
 
 def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -81,6 +92,7 @@ def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
         (lambda v: v.update(name=""), "name is ''"),
         (lambda v: v.update(date=None), "date is None"),
         (lambda v: v.update(exchange_us=0), "exchange_us is 0"),
+        (lambda v: v.update(busy_cores=-1), "busy_cores is -1"),
         (lambda v: v.update(exchange_us=True), "exchange_us is True"),
         (lambda v: v.update(exchange_us=10**400), "exchange_us is 1000"),
         (lambda v: v["nodes"][0].update(read_gb_per_s=float("nan")), "read_gb_per_s is nan"),
@@ -240,7 +252,7 @@ def test_another_machine_is_measured(
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "[" * 100_000,
-        lambda text: text.replace('"version": 1', '"version": 0'),
+        lambda text: text.replace('"version": 2', '"version": 1'),
         lambda text: text.replace("160.0", "-1"),
         lambda text: text.replace("node3", "node9"),
         lambda text: text.replace('"machine"', '"device"'),
@@ -314,10 +326,37 @@ def test_odd_figures_are_found() -> None:
         nodes=(NODE, replace(NODE, name="node1", read_gb_per_s=20.0)),
         gpus=(replace(GPU, measured=False),),
         exchange_us=900.0,
+        busy_cores=1.5,
     )
     found = {finding.subject: finding for finding in check_measured(odd)}
     assert {finding.level for finding in found.values()} == {"note"}
-    assert set(found) == {"memory read", "exchange", "GPU memory"}
+    assert set(found) == {"memory read", "exchange", "GPU memory", "busy"}
+    assert "other programs took 1.5 cores" in found["busy"].text and "--fresh" in found["busy"].text
+
+
+def test_what_others_did_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(*ticks: int) -> None:
+        """Columns: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
+        lines = [f"cpu{core} {n} 0 0 {10**6 - n} 50 0 0 0 7 0" for core, n in enumerate(ticks)]
+        write(tmp_path / "proc/stat", "\n".join(["cpu  1 2 3 4", *lines, "intr 5"]))
+
+    clock, own = {"seconds": 0.0}, SimpleNamespace(user=0.0, system=0.0)
+    monkeypatch.setattr("placement.machine.busy.perf_counter", lambda: clock["seconds"])
+    monkeypatch.setattr("placement.machine.busy.os.times", lambda: own)
+    a_second = os.sysconf("SC_CLK_TCK")
+    stat(100, 100, 100)
+    watch = BusyWatch((0, 1), tmp_path)
+    clock["seconds"], own.user, own.system = 10.0, 11.0, 1.0  # both cores, 12 seconds ours
+    stat(100 + 8 * a_second, 100 + 10 * a_second, 100 + 9 * a_second)
+    assert watch.busy_cores() == pytest.approx(0.6)
+    own.user = 30.0  # more than the cores did: its threads ran elsewhere too
+    assert watch.busy_cores() == 0.0
+    own.user = -100.0
+    assert watch.busy_cores() == 2.0
+    (tmp_path / "proc/stat").unlink()
+    assert BusyWatch((0, 1), tmp_path).busy_cores() == 0.0
     assert "node1" in found["memory read"].text
 
 

@@ -13,7 +13,10 @@ import pytest
 
 from model.errors import UsageError
 from model.files import hub
+from model.synthetic.shape import SHAPES, config_json
+from placement.machine.description import write_machine
 from tests.local_hub import Hub, serving
+from tests.placement_cases import make_machine
 
 WEIGHTS = os.urandom(25_000_000)  # more than the library writes at once
 CONFIG = {name: f"{{}}  {name}".encode() for name in ("config.json", "tokenizer.json")}
@@ -141,6 +144,17 @@ def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> N
     folder = Path(json.loads(out.splitlines()[-1])["path"])
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert any(line.startswith("model.safetensors from ") for line in local_hub.ranges)
+
+
+def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_path: Path) -> None:
+    text = json.dumps(config_json(SHAPES["tiny"], "float16")).encode()
+    local_hub.repositories = {"org/planned": {"config.json": text, "model.safetensors": WEIGHTS}}
+    machine = tmp_path / "machine.json"
+    write_machine(machine, make_machine())
+    status, out, err = run("plan", "--config", "org/planned", "--machine", str(machine))
+    assert status == 0, err
+    assert "tokens/s" in out and "weights are not here" in out
+    assert local_hub.fetched() == ["config.json"]
 
 
 def test_offline_what_is_here_is_found(run: Commands) -> None:

@@ -111,10 +111,13 @@ def test_predictors_have_a_place() -> None:
     request = replace(REQUEST, mode="sign", gpu_memory_bytes=None)
     profile = make_profile(config)
     plan = make_plan(config, make_machine(), profile, request, predictor=predictor)
-    assert (plan.predictor_device == 0).all()
-    assert plan.report["devices"][0]["bytes"]["predictors"] == layers * 32_000
+    held = [device["bytes"]["predictors"] for device in plan.report["devices"]]
+    assert held[0] == 0  # the driver runs them, on the host
+    assert sum(held) == layers * 32_000
+    part = next(part for part in plan.report["parts"] if part["name"] == "predictor")
+    assert (part["where"], part["count"]) == ("host", layers)
     without = make_plan(config, make_machine(), profile, replace(request, mode="exact"))
-    assert (without.predictor_device == -1).all()
+    assert not any(device["bytes"]["predictors"] for device in without.report["devices"])
 
 
 def test_reserves_can_leave_too_little() -> None:
@@ -144,7 +147,7 @@ def test_a_plan_comes_back_as_written(tmp_path: Path) -> None:
     assert again.device_names == plan.device_names
     assert again.head_device == plan.head_device
     assert again.report == plan.report
-    for name in ("neuron_device", "attention_device", "predictor_device"):
+    for name in ("neuron_device", "attention_device"):
         np.testing.assert_array_equal(getattr(again, name), getattr(plan, name))
 
 

@@ -14,11 +14,16 @@ from actors.setup.preflight import (
     choose_system,
     prepare_system,
     read_model,
+    require_one_mode,
     system_need,
 )
 from actors.setup.shards import arena_layout, service_specs
 from jobs.cli import main
 from model.errors import MemoryBudgetError, UsageError
+from model.files.artifact import ModelIdentity
+from predictors.lowrank import LowRankLayer
+from predictors.predictor_file import Predictors, predictors_path, write_predictors
+from predictors.quality import Quality
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 
@@ -98,3 +103,29 @@ def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             choose_system(path, config, options)
+
+
+def test_the_automatic_mode_wants_predictors_that_are_nearly_exact(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path / "m")
+    config = read_model(path)
+
+    def chosen() -> SystemConfig:
+        return choose_system(path, config, SystemOptions(mode="auto"))
+
+    assert (chosen().mode, chosen().auto_mode, chosen().predictors_path) == ("exact", True, "")
+    layer = LowRankLayer(
+        np.zeros((4, config.hidden_size), np.int8),
+        np.zeros(4, np.float32),
+        np.zeros((4, config.ffn_size), np.int8),
+        np.zeros(config.ffn_size, np.float32),
+    )
+    quality = [Quality(0.99, 0.5, 0.5, 0.2)] * config.num_layers
+    layers = [layer] * config.num_layers
+    file = predictors_path(path, "lowrank")
+    for recall, mode in ((0.95, "exact"), (0.99, "lowrank"), (None, "exact")):
+        made = Predictors(layers, "ffn_input", quality, recall)
+        write_predictors(file, ModelIdentity.of(path), made)
+        assert chosen().mode == mode
+        assert chosen().predictors_path == (str(file) if mode == "lowrank" else "")
+    with pytest.raises(UsageError, match="a mode is measured"):
+        require_one_mode(SystemOptions(mode="auto"))

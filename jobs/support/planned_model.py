@@ -1,0 +1,144 @@
+"""What `hotcold plan` plans for: a model that is here, or one that config.json alone describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from actors.setup.placement_choice import own_profile, predictor_cost
+from actors.setup.preflight import SystemOptions, choose_system, read_model
+from model.config.build import build_config, read_config
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import loaded_config
+from model.errors import UsageError, shown
+from model.files import hub
+from model.files.artifact import ModelIdentity
+from model.files.locate import locate_model
+from model.published_sparsity import published_firing_share
+from model.synthetic.shape import DTYPES, config_json, resolve_shape
+from placement.machine.description import Machine
+from placement.profile import ActivationProfile, read_profile
+from placement.solver.cost import PredictorCost
+from placement.stated import assumed_predictors, stated_profile
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model to plan for. `path` is None where its weights are not here."""
+
+    config: ModelConfig
+    path: Path | None
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Of the model that is here. Errors: ValueError where none is."""
+        if self.path is None:
+            raise ValueError("no model is here")
+        return ModelIdentity.of(self.path)
+
+
+def planned_model(
+    model: str | None, shape: str | None, config_source: str | None, weight_dtype: str | None
+) -> PlannedModel:
+    """The model that the command's arguments name: at most one of the three.
+
+    Errors:  UsageError, ConfigError, CheckpointError
+    """
+    if sum(name is not None for name in (model, shape, config_source)) > 1:
+        raise UsageError("MODEL, --shape and --config each name a model; give one of them")
+    if shape is not None:
+        config = build_config(config_json(resolve_shape(shape, {}), DTYPES["f16"]), name=shape)
+        return PlannedModel(loaded_config(config, weight_dtype or ""), None)
+    if config_source is not None:
+        config = read_config(_config_folder(config_source))
+        return PlannedModel(loaded_config(config, weight_dtype or ""), None)
+    path = locate_model(model)
+    return PlannedModel(read_model(path, weight_dtype), path)
+
+
+def _config_folder(source: str) -> Path:
+    """The folder of a config.json: a path to either, or an org/repo of Hugging Face."""
+    path = Path(source).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    if (asked := hub.REPOSITORY.fullmatch(source)) and not asked["name"]:
+        return hub.fetch_config(asked["repo"]).parent
+    raise UsageError(f"--config is {shown(source)}; give a config.json, its folder, or org/repo")
+
+
+def planned_profile(
+    model: PlannedModel, file: Path | None, density: float | None
+) -> ActivationProfile | None:
+    """How often neurons fire: counted for a model that is here, stated for another.
+
+    Errors:  UsageError where it must be stated, or cannot be; ArtifactError
+    """
+    if model.path is not None:
+        if density is not None:
+            raise UsageError(
+                "--density states what is not known, for --shape and --config; `hotcold profile` "
+                "counts which neurons of this model fire"
+            )
+        if file is None:
+            return own_profile(model.path, model.identity, model.config)
+        return read_profile(file, model.identity, model.config)
+    if file is not None:
+        raise UsageError("--profile is of a model that is here; leave --shape and --config out")
+    if density is not None:
+        return stated_profile(model.config, density, "--density")
+    if not model.config.is_sparse:
+        return None
+    published = published_firing_share(model.config)
+    if published is None:
+        raise UsageError(
+            f"nobody published how many neurons of {model.config.name} fire; state a share, such "
+            "as --density 0.1"
+        )
+    return stated_profile(model.config, published, "published for its kind; --density states it")
+
+
+def planned_predictors(model: PlannedModel, system: SystemConfig) -> PredictorCost | None:
+    """What the mode's predictors cost. Errors: ArtifactError"""
+    if model.path is not None:
+        return predictor_cost(system, model.identity, model.config)
+    is_predicted = system.mode in PREDICTED_MODES
+    return assumed_predictors(model.config, system.mode) if is_predicted else None
+
+
+def planned_system(
+    model: PlannedModel, options: SystemOptions, described: Machine | None
+) -> SystemConfig:
+    """The system that is planned for; cores and nodes are those of the `described` machine.
+
+    Errors:  UsageError; ArtifactError for predictors
+    """
+    # Planned for, not used by this process.
+    options = replace(options, gpu_memory_bytes=None, device="cpu")
+    if described is None:
+        return _chosen(model, options)
+    cores = sum(node.num_cores for node in described.nodes)
+    num_threads = cores if options.num_threads is None else options.num_threads
+    if not 1 <= num_threads <= cores:
+        raise UsageError(f"--threads is {num_threads}; the machine has 1 to {cores}")
+    num_actors = options.num_cpu_actors
+    if num_actors is None:
+        num_actors = min(len(described.nodes), num_threads)
+    if not 1 <= num_actors <= num_threads:
+        raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
+    here = _chosen(model, replace(options, num_threads=None, num_cpu_actors=None))
+    return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
+
+
+def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:
+    """Options checked; predictors of a model that is not here need no file."""
+    if model.path is not None:
+        return choose_system(model.path, model.config, options)
+    if options.predictors is not None:
+        raise UsageError("--predictors are of a model that is here; leave --shape and --config out")
+    is_predicted = options.mode in PREDICTED_MODES
+    plain = replace(options, mode=None) if is_predicted else options
+    system = choose_system(Path(model.config.name), model.config, plain)
+    return replace(system, mode=str(options.mode)) if is_predicted else system

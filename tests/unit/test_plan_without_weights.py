@@ -1,0 +1,127 @@
+"""`hotcold plan` of a model that is not here: a named shape or a config.json, a stated sparsity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.paper_plans import MACHINES, layer_split_s, with_tables
+from jobs.cli import main
+from model.config.build import build_config
+from model.synthetic.shape import DTYPES, SHAPES, config_json
+from placement.machine.description import read_machine
+from placement.stated import stated_profile
+
+HERE = str(MACHINES / "pc-high.json")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    status = main(["plan", *arguments, "--context", "128", "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report | {"said": out}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["plan", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_shape_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--shape", "llama-7b", "--machine", HERE, "--gpu-memory", "4GiB")
+    exact = planned(capsys, *arguments, "--density", "0.1")
+    assert exact["path"] is None
+    assert "the model's weights are not here" in exact["said"]
+    assumed = "\n".join(exact["assumed"])
+    for words in ("0.1 of the neurons fire", "(--density)", "description", "half full"):
+        assert words in assumed
+    weights = sum(device["used_bytes"] for device in exact["devices"])
+    assert weights == pytest.approx(13.2e9, rel=0.02)  # 6.6 G weights in float16
+    dense = planned(capsys, *arguments, "--density", "0.1", "--mode", "dense")
+    lowrank = planned(capsys, *arguments, "--density", "0.1", "--mode", "lowrank")
+    rare = planned(capsys, *arguments, "--density", "0.02")
+    q4 = planned(capsys, *arguments, "--density", "0.1", "--dtype", "q4")
+    speeds = [each["tokens_per_s"] for each in (dense, exact, lowrank)]
+    assert speeds == sorted(speeds)
+    assert rare["tokens_per_s"] > exact["tokens_per_s"]
+    assert q4["tokens_per_s"] > 2 * exact["tokens_per_s"]
+    assert any("as on random weights" in text for text in lowrank["assumed"])
+
+
+def test_what_was_published_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, "--shape", "tiny", "--machine", HERE)
+    assert any("0.3 of the neurons" in each and "published" in each for each in report["assumed"])
+    assert "state a share" in refusal(capsys, "--shape", "afm-4.5b", "--machine", HERE)
+    silu = planned(capsys, "--shape", "qwen3-8b", "--machine", HERE)
+    assert any("every neuron fires" in each for each in silu["assumed"])
+
+
+def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps(config_json(SHAPES["tiny"], DTYPES["bf16"]))
+    (tmp_path / "config.json").write_text(text)
+    found = [
+        planned(capsys, "--config", str(source), "--machine", HERE)["tokens_per_s"]
+        for source in (tmp_path, tmp_path / "config.json")
+    ]
+    assert found[0] == found[1] > 0
+    assert "give a config.json" in refusal(capsys, "--config", "nothing", "--machine", HERE)
+    assert "each name a model" in refusal(capsys, "--config", str(tmp_path), "--shape", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--shape", "none"), "known are tiny"),
+        (("--shape", "tiny", "--density", "1.5"), "--density is 1.5"),
+        (("--shape", "tiny", "--out", "x"), "--out writes a plan"),
+        (("--shape", "tiny", "--profile", "x"), "--profile is of a model"),
+        (("--shape", "tiny", "--predictors", "x"), "--predictors are of a model"),
+        (("--shape", "llama-70b", "--gpu-memory", "0", "--cpu-memory", "9GB"), "bytes are missing"),
+        (("--density", "0.1"), "--density states what is not known"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, *arguments, "--machine", HERE)
+
+
+def test_llama_cpps_layer_split_is_counted_by_hand() -> None:
+    machine = read_machine(MACHINES / "pc-high.json")
+    shape = SHAPES["llama-7b"]
+    attention = 4 * shape.hidden**2
+    layer = 2 * (attention + 3 * shape.hidden * shape.ffn)
+    cache = 2 * 1024 * shape.hidden * 2
+    head = 2 * shape.hidden * shape.vocab
+    everything = 32 * (layer + cache // 2) + head
+    on_gpu = layer_split_s("llama-7b", None, machine, None)
+    assert on_gpu == pytest.approx(everything / 907e9, rel=2e-3)
+    on_cpu = layer_split_s("llama-7b", None, machine, 0)
+    assert on_cpu == pytest.approx(everything / 65.2e9, rel=2e-3)
+    ten = (1 << 30) + 10 * (layer + cache) + layer // 2  # a GiB is kept for graphs and buffers
+    split = layer_split_s("llama-7b", None, machine, ten)
+    part = 10 * (layer + cache // 2)
+    assert split == pytest.approx(part / 907e9 + (everything - part) / 65.2e9, rel=2e-3)
+
+
+def test_tables_go_between_their_marks() -> None:
+    text = "a\n<!-- plans: begin -->\nold\n<!-- plans: end -->\nz\n"
+    found = with_tables(text, ["| new |"])
+    assert found == "a\n<!-- plans: begin -->\n\n| new |\n\n<!-- plans: end -->\nz\n"
+
+
+def test_rates_of_a_stated_profile_have_the_stated_mean() -> None:
+    config = build_config(config_json(SHAPES["llama-7b"], "float16"))
+    for density in (0.01, 0.1, 0.5, 1.0):
+        frequency = stated_profile(config, density, "x").frequency
+        assert frequency.mean() == pytest.approx(density, rel=1e-2)
+        assert (np.diff(frequency) <= 0).all()
