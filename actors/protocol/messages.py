@@ -40,7 +40,7 @@ class SystemConfig:
     num_host_layers: int = 0  # whose attention the GPU service on "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
     neuron_upload_tokens: int = 0  # from so many on, prompts have cold neurons uploaded; 0: none
-    weight_dtype: str = ""  # "q8" or "q4": matrices are quantized while they load; "": as stored
+    weight_dtype: str = ""  # of --dtype: what matrices become while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others

@@ -53,7 +53,7 @@ class SystemOptions:
     predictors: Path | None = None
     plan: Path | None = None
     device: str = "auto"  # of DEVICES
-    weight_dtype: str | None = None  # "q8" or "q4"; as stored without it
+    weight_dtype: str | None = None  # of --dtype; as stored without it
     pin: str = "auto"
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
 
@@ -192,8 +192,9 @@ def _check_hosts(system: SystemConfig) -> None:
 
 
 def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:
-    """What each --dtype that the model can be loaded with would need, the most precise first."""
-    for dtype in QUANTIZED_NAMES:
+    """What each --dtype that takes less would need, the most precise first."""
+    casts = ("f16",) if read_model(path).dtype == "float32" else ()
+    for dtype in (*casts, *QUANTIZED_NAMES):
         try:
             config = read_model(path, dtype)
         except UsageError:  # rows that are no whole groups, or quantized otherwise already

@@ -11,6 +11,7 @@ from actors.processes.cluster import connect, in_cluster, num_cpus
 from actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
+from model.config.weight_formats import CAST_NAMES
 from model.errors import UsageError
 from model.files.locate import locate_model, resolved_model
 from placement.machine.survey import usable_cores
@@ -88,7 +89,8 @@ def _dtype_difference(running: SystemConfig, asked: str | None) -> str:
     if running.weight_dtype:
         return f"has --dtype {running.weight_dtype}, not {asked}"
     stored = read_model(Path(running.model_path)).dtype
-    return "" if stored == asked else f"has the weights as stored ({stored}), not --dtype {asked}"
+    is_same = CAST_NAMES.get(asked or "", asked) == stored
+    return "" if is_same else f"has the weights as stored ({stored}), not --dtype {asked}"
 
 
 def progress_lines() -> Callable[[LoadProgress], None]:

@@ -135,7 +135,8 @@ def _stored_bytes(path: Path) -> dict[str, int]:
 def _quantized_bytes(path: Path) -> dict[str, int]:
     """Bytes in memory by --dtype, of those that the model can be loaded with."""
     found: dict[str, int] = {}
-    for name in QUANTIZED_NAMES:
+    casts = ("f16",) if read_model(path).dtype == "float32" else ()
+    for name in (*casts, *QUANTIZED_NAMES):
         try:
             found[name] = weight_bytes(read_model(path, name))
         except HotcoldError:  # rows that are no whole groups, or quantized already

@@ -3,9 +3,11 @@
 import click
 
 QUANTIZED = ("q8", "q4")
+DTYPES = ("f16", "bf16", *QUANTIZED)
 dtype_option = click.option(
     "--dtype",
     "weight_dtype",
-    type=click.Choice(QUANTIZED),
-    help="Quantize the weights while they load, to 8 or 4 bits; as stored without it.",
+    type=click.Choice(DTYPES),
+    help="Cast the weights to 16 bits while they load, or quantize them to 8 or 4; as stored "
+    "without it.",
 )

@@ -11,6 +11,7 @@ from model.errors import UsageError, shown
 from numba_kernels.formats import Q4, Q8, QUANT_GROUP, is_quantized, row_items
 
 QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4")
+CAST_NAMES: dict[str, WeightDtype] = {"f16": "float16", "bf16": "bfloat16"}  # by --dtype's names
 _DTYPES: dict[WeightDtype, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
@@ -31,15 +32,23 @@ def dtype_name(dtype: np.dtype) -> WeightDtype:
 
 
 def requested_dtype(name: str) -> np.dtype | None:
-    """Return the dtype that matrices are quantized to; None for "", which means as stored.
+    """Return the dtype that matrices become by --dtype `name`; None for "", which means as stored.
 
-    Errors:  UsageError for another name than q8 and q4
+    Errors:  UsageError for another name than f16, bf16, q8 and q4
     """
     if not name:
         return None
-    if name not in QUANTIZED_NAMES:
-        raise UsageError(f"--dtype is {shown(name)}; give {' or '.join(QUANTIZED_NAMES)}")
-    return _DTYPES[name]
+    known = {**CAST_NAMES, **{each: each for each in QUANTIZED_NAMES}}
+    if name not in known:
+        *others, last = known
+        raise UsageError(f"--dtype is {shown(name)}; give {', '.join(others)} or {last}")
+    return _DTYPES[known[name]]
+
+
+def option_name(dtype: np.dtype) -> str:
+    """Return the format's name as --dtype spells it. Errors: KeyError for no format."""
+    name = dtype_name(dtype)
+    return {full: short for short, full in CAST_NAMES.items()}.get(name, name)
 
 
 def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
@@ -69,7 +78,7 @@ def require_whole_groups(dtype: np.dtype, *widths: int) -> None:
     for width in widths:
         if is_quantized(dtype) and width % QUANT_GROUP:
             raise UsageError(
-                f"--dtype {dtype_name(dtype)} takes weights in groups of {QUANT_GROUP}, and this "
+                f"--dtype {option_name(dtype)} takes weights in groups of {QUANT_GROUP}, and this "
                 f"model has rows of {width}, which are no whole groups; use it in the dtype that "
                 "it is stored in"
             )

@@ -15,10 +15,11 @@ from numba_kernels.load.convert import from_float32, to_float32
 
 # Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
 Copy = Callable[[int, int], int]
-DAMAGED = -1
+DAMAGED, BEYOND = -1, -2
 FAULTS = {
     quantize.NOT_FINITE: "has NaN or infinite values; download it again or use another model",
     quantize.TOO_LARGE: "has weights too large to be quantized; leave --dtype out",
+    BEYOND: "has weights too large for this --dtype; leave it out, or give --dtype bf16",
     DAMAGED: "has scales or values that quantized rows never have; quantize the model again",
 }
 
@@ -33,9 +34,11 @@ def float_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray | None) -> 
 
     Shapes:  src (R, C), row_ids (N,) int32, dst (N, C)
     """
-    src = _as_dtype(src, dst.dtype)
 
     def copy(start: int, end: int) -> int:
+        if src.dtype != dst.dtype:
+            rows = src[start:end] if row_ids is None else src[row_ids[start:end]]
+            return _cast(rows, dst[start:end])
         if row_ids is None:
             return finite_status(loading.copy_rows(src[start:end], dst[start:end]))
         return finite_status(loading.gather_rows(src, row_ids[start:end], dst[start:end]))
@@ -48,9 +51,13 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
 
     Shapes:  src (R, C), column_ids (N,) int32, dst (N, R)
     """
-    src = _as_dtype(src, dst.dtype)
 
     def copy(start: int, end: int) -> int:
+        if src.dtype != dst.dtype:
+            turned = np.empty((end - start, src.shape[0]), src.dtype)
+            if not loading.gather_columns(src, column_ids[start:end], turned):
+                return quantize.NOT_FINITE
+            return _cast(turned, dst[start:end])
         return finite_status(loading.gather_columns(src, column_ids[start:end], dst[start:end]))
 
     return copy
@@ -93,7 +100,10 @@ def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) 
     return copy
 
 
-def _as_dtype(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if bits.dtype == dtype:
-        return bits
-    return from_float32(to_float32(bits), dtype)
+def _cast(rows: np.ndarray, dst: np.ndarray) -> int:
+    """Rows in another float format, or ggml's blocks, rounded to the nearest of dst's numbers."""
+    values = to_float32(rows)
+    if not np.isfinite(values).all():
+        return quantize.NOT_FINITE
+    dst[:] = from_float32(values, dst.dtype)
+    return quantize.DONE if loading.all_finite(dst) else BEYOND

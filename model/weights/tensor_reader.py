@@ -1,7 +1,7 @@
 """Copies tensors out of a checkpoint in parallel, checking shape and values on the way.
 
-Matrices are copied as they are stored, or quantized on the way, block by block: only blocks are
-ever held in both formats.
+Matrices are copied as they are stored, or cast or quantized on the way, block by block: only blocks
+are ever held in both formats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
-from model.config.weight_formats import dtype_name, require_whole_groups
+from model.config.weight_formats import dtype_name, option_name, require_whole_groups
 from model.errors import CheckpointError, UsageError, shown
 from model.files.checkpoint import Checkpoint
 from model.weights.memory import aligned_empty
@@ -42,7 +42,7 @@ class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
     `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
-    `dtype` is Q8 or Q4 where matrices are quantized. `touch` is given every new matrix.
+    `dtype` is another format that matrices become. `touch` is given every new matrix.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
              UsageError where `dtype` cannot be had
     """
@@ -83,11 +83,16 @@ class TensorReader:
         if wanted is None:
             return own
         if quantized not in (None, wanted):
-            raise UsageError(
-                f"--dtype {dtype_name(wanted)}: {self.checkpoint.path} is quantized to "
-                f"{dtype_name(quantized)} already; leave --dtype out, or name the original model"
-            )
+            raise self._already_quantized(wanted, dtype_name(quantized))
+        if not is_quantized(wanted) and is_blocks(self.checkpoint.dtype(name)):
+            raise self._already_quantized(wanted, self.checkpoint.format_name(name))
         return wanted
+
+    def _already_quantized(self, wanted: np.dtype, stored: str) -> UsageError:
+        return UsageError(
+            f"--dtype {option_name(wanted)}: {self.checkpoint.path} is quantized to {stored} "
+            "already; leave --dtype out, or name the original model"
+        )
 
     def matrix(
         self, shape: tuple[int, ...], name: str, offsets: np.ndarray | None = None
