@@ -45,8 +45,16 @@ def _layer(path: Path, config: ModelConfig) -> LowRankLayer:
             f"size {config.hidden_size} with {config.ffn_size} neurons a layer; it belongs to "
             "another model"
         )
+    return lowrank_layer(down, up)
+
+
+def lowrank_layer(down: np.ndarray, up: np.ndarray, threshold: float = 0.0) -> LowRankLayer:
+    """PowerInfer's two matrices as a layer's predictor, in float16.
+
+    Shapes:  down, its fc1, (r, d); up, its fc2, (N, r); float32
+    """
     scales = np.ones(down.shape[0], np.float32)
-    thresholds = np.zeros(config.ffn_size, np.float32)
+    thresholds = np.full(up.shape[0], threshold, np.float32)
     return LowRankLayer(_float16(down), scales, _float16(up.T), thresholds)
 
 

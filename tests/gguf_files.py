@@ -186,6 +186,7 @@ class LlamaFile:
     keys: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, np.ndarray] = field(default_factory=dict)  # tensors by the file's names
     arch: str = "llama"
+    names_arch: str = ""  # whose names of tensors it has, where that is not `arch`
     pairs_rows: bool = True
     adds_one: bool = False
 
@@ -195,7 +196,7 @@ class LlamaFile:
         self._add_keys(writer)
         held: dict[str, np.ndarray] = {}
         for name, values in self.tensors.items():
-            target = _target(self.arch, name)
+            target = _target(self.names_arch or self.arch, name)
             rows = self._paired(name, values)
             if self.adds_one and target.endswith("norm.weight"):
                 rows = rows + 1
@@ -212,7 +213,12 @@ class LlamaFile:
             writer.add_tensor(target, raw, raw_dtype=qtype)
             held[name] = self._unpaired(name, gguf.quants.dequantize(raw, qtype))
         for name, values in self.extra.items():
-            writer.add_tensor(name, values)
+            kind = next((k for part, k in self.kinds.items() if part in name), "F32")
+            if kind == "F32":
+                writer.add_tensor(name, values)
+            else:
+                raw, qtype = quantized(values, kind)
+                writer.add_tensor(name, raw, raw_dtype=qtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

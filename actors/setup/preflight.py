@@ -27,7 +27,8 @@ from placement.machine.survey import usable_cores
 from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
 from placement.memory import MemoryNeed, memory_need, require_memory
 from placement.threads.numa import nodes_with_memory
-from predictors.predictor_file import predictors_path
+from predictors.in_checkpoint import checkpoint_predictors, has_predictors
+from predictors.predictor_file import predictors_path, write_predictors
 
 # Below which proc and sys tell of NUMA nodes; tests have fake ones there.
 NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
@@ -135,7 +136,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         exchange=options.exchange,
-        predictors_path=_predictors(path, mode, options),
+        predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
         weight_dtype=options.weight_dtype or "",
         pin=options.pin,
@@ -225,8 +226,11 @@ def _mode(config: ModelConfig, mode: str | None) -> str:
     return mode
 
 
-def _predictors(path: Path, mode: str, options: SystemOptions) -> str:
-    """The predictors' file of a predicted mode, found to be this model's; no other mode has one."""
+def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptions) -> str:
+    """The predictors' file of a predicted mode, found to be this model's; no other mode has one.
+
+    Where there is none, low-rank predictors that lie in the checkpoint become one.
+    """
     if mode not in PREDICTED_MODES:
         if options.predictors is not None:
             raise UsageError(
@@ -235,7 +239,11 @@ def _predictors(path: Path, mode: str, options: SystemOptions) -> str:
         return ""
     own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
     found = options.predictors or (own if own.exists() else predictors_path(path, mode))
-    check_artifact(found, "predictors", ModelIdentity.of(path))
+    identity = ModelIdentity.of(path)
+    is_wanted = options.predictors is None and mode == "lowrank" and not found.exists()
+    if is_wanted and has_predictors(path, config):
+        write_predictors(found, identity, checkpoint_predictors(path, config))
+    check_artifact(found, "predictors", identity)
     return str(found.resolve())
 
 

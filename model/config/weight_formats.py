@@ -38,7 +38,7 @@ def requested_dtype(name: str) -> np.dtype | None:
     """
     if not name:
         return None
-    known = {**CAST_NAMES, **{each: each for each in QUANTIZED_NAMES}}
+    known = CAST_NAMES | {each: each for each in QUANTIZED_NAMES}
     if name not in known:
         *others, last = known
         raise UsageError(f"--dtype is {shown(name)}; give {', '.join(others)} or {last}")

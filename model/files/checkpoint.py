@@ -26,6 +26,7 @@ from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntr
 from model.files.torch_file import TorchFile
 from model.gguf.file import is_gguf
 from model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
+from numba_kernels.formats import is_quantized
 
 WeightFile = SafetensorsFile | TorchFile | GgufWeights
 # The same tensor is called with any of these by the checkpoints of one family.
@@ -85,6 +86,14 @@ class Checkpoint:
         file = self._files[full_name]
         stored = self.dtype(name)  # which refuses what cannot be read
         return file.loaded_dtype(full_name) if isinstance(file, GgufWeights) else stored
+
+    def is_by_neurons(self, name: str) -> bool:
+        """Whether a down projection's tensor has a row for each neuron, as weights in memory do."""
+        full_name = self.full_name(name)
+        file = self._files[full_name]
+        if isinstance(file, GgufWeights) and file.is_by_neurons(full_name):
+            return True
+        return is_quantized(self.dtype(name))  # what `hotcold quantize` writes
 
     def format_name(self, name: str) -> str:
         """Return the tensor's format as safetensors or GGUF spell it, supported or not."""

@@ -26,6 +26,7 @@ from numba_kernels.formats import Q8, is_blocks, is_quantized
 
 # Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
+_DOWN_T = "ffn_down_t"
 # Of which the configuration was made.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -84,6 +85,10 @@ class GgufWeights:
         kind = self._model.info(self._places[name].name).type
         return self._loaded.get(self._places[name].role, kind.loaded or np.dtype(np.float32))
 
+    def is_by_neurons(self, name: str) -> bool:
+        """Whether the matrix has a row for each column of the checkpoint's."""
+        return self._places[name].module == _DOWN_T
+
     def read_otherwise(self) -> str:
         """Say in a line which of the file's formats become others in memory; "" where none do."""
         changes: dict[tuple[str, str], int] = {}
@@ -129,7 +134,11 @@ class GgufWeights:
             info = self._model.info(place.name)
             if len(info.shape) == 2:
                 kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
-        common = {role: _common(types, role == "down") for role, types in kinds.items()}
+        by_outputs = {place.role for place in self._places.values() if place.module != _DOWN_T}
+        common = {
+            role: _common(types, role == "down" and role in by_outputs)
+            for role, types in kinds.items()
+        }
         if config.tied_embeddings and "tokens" in common:
             common.setdefault("head", common["tokens"])
         return common | {role: common[of] for role, of in _TOGETHER.items() if of in common}
@@ -158,7 +167,7 @@ def _pairs(
 
 
 def _named(ours: Any, theirs: Any, role: str) -> Iterator[tuple[str, str, str]]:
-    if isinstance(ours, tuple):
+    if isinstance(ours, tuple) and theirs:
         for own, other in zip(ours, theirs, strict=True):
             yield from _named(own, other, role)
     elif ours and theirs:

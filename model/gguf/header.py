@@ -1,10 +1,10 @@
 """A GGUF file's header: metadata and what it says of tensors, read within bounds.
 
-Layout, little-endian: "GGUF", version uint32, number of tensors and of keys uint64; for each key
-its name, a type and a value; for each tensor its name, sizes (the row's first), type and offset;
-padding; the tensors' data. A string is its length uint64 and UTF-8 bytes; an array is the type and
-the number of its items. What a header counts is never believed before the file is known to be long
-enough for it, and memory is taken only for what is asked for.
+Layout, little-endian: "GGUF" (in PowerInfer's files "PWRI"), version uint32, number of tensors and
+of keys uint64; for each key its name, a type and a value; for each tensor its name, sizes (the
+row's first), type and offset; padding; the tensors' data. A string is its length uint64 and UTF-8
+bytes; an array is the type and the number of its items. What a header counts is never believed
+before the file is known to be long enough for it, and memory is taken only for what is asked for.
 Source:  ggml/docs/gguf.md
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 from model.errors import CheckpointError, shown
 from model.gguf.tensor_types import TENSOR_TYPES, TensorType
 
+GGUF, POWERINFER = b"GGUF", b"PWRI"  # what a file begins with
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = MAX_TENSORS = 1 << 16
@@ -147,7 +148,7 @@ class HeaderReader:
             raise self.fail(f"of {self._limit} bytes is no GGUF file")
         magic, version, num_tensors, num_keys = struct.unpack_from("<4sIQQ", self._data, 0)
         self._at = 24
-        if magic != b"GGUF":
+        if magic not in (GGUF, POWERINFER):
             raise self.fail(f"begins with {shown(magic)}, so it is no GGUF file")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

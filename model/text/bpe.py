@@ -127,14 +127,15 @@ def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     `pieces` have scores: those of the best are merged first. Pieces of equal scores are merged
     from the shorter left part on.
     """
-    merges: list[tuple[float, int, str, str]] = []
-    for piece, score in pieces.items():
+    found: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=pieces.__getitem__, reverse=True):  # equals stay in order
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in pieces and right in pieces:
-                merges.append((-score, len(merges), left, right))
-    merges.sort()
-    return [(left, right) for _, _, left, right in merges]
+            right = piece[cut:]
+            if right in pieces:
+                left = piece[:cut]
+                if left in pieces:
+                    found.append((left, right))
+    return found
 
 
 # Types of tokens, by SentencePiece's numbers, which GGUF has too.

@@ -137,8 +137,8 @@ class TensorReader:
         self.require(name, (num_rows, items))
 
     def require_columns(self, name: str, height: int, num_columns: int) -> None:
-        """Raise unless the tensor has so many columns of `height` weights, or quantized rows."""
-        if is_quantized(self.checkpoint.dtype(name)):
+        """Raise unless the tensor has so many columns of `height` weights, or rows by neurons."""
+        if self.checkpoint.is_by_neurons(name):
             self.require_rows(name, num_columns, height)
         else:
             self.require_rows(name, height, num_columns)
@@ -197,15 +197,16 @@ class TensorReader:
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
-        """Copy columns of a matrix into the rows of `dst`; quantized tensors have rows for columns.
+        """Copy columns of a matrix into the rows of `dst`; some tensors have rows for columns.
 
         Shapes:  the tensor (R, num_columns) weights, dst (N, R) weights in its own format
         """
         height = row_width(dst.dtype, dst.shape[1])
         self.require_columns(name, height, num_columns)
         src = self.checkpoint.array(name)
-        if is_quantized(src.dtype):
-            self._run(name, quantized_rows(src, dst, column_ids), *_rows_of(dst))
+        if self.checkpoint.is_by_neurons(name):
+            copy = quantized_rows if is_quantized(dst.dtype) else float_rows
+            self._run(name, copy(src, dst, column_ids), *_rows_of(dst))
         elif is_blocks(src.dtype):
             turn = quantized_columns(src, dst, column_ids)
             self._run(name, turn, *_rows_of(dst), COLUMNS_AT_ONCE)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.config.build import read_config
 from model.config.gguf.architectures import ARCHITECTURES
-from model.errors import HotcoldError
 from model.reference import reference_logits
-from tests.gguf_files import UINT32, LlamaFile, small_llama
+from tests.gguf_files import LlamaFile
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64, 17, 5]
 SIZES: dict[str, Any] = {
@@ -72,12 +72,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def made(arch: str, path: Path) -> np.ndarray:
+def made(case: str, path: Path, arch: str | None = None) -> np.ndarray:
     """Write a random model as a file; returns transformers' logits of it."""
     import torch
     import transformers
 
-    name, changes, how, keys = CASES[arch]
+    name, changes, how, keys = CASES[case]
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     torch.manual_seed(3)
     class_name = f"{name.removesuffix('Text')}ForCausalLM"
@@ -91,12 +91,57 @@ def made(arch: str, path: Path) -> np.ndarray:
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     values = SIZES | config.to_dict()
-    LlamaFile(values, tensors, keys=keys, arch=arch, **how).write(path)
+    LlamaFile(values, tensors, keys=keys, arch=arch or case, **how).write(path)
     return logits
 
 
+def falcon(path: Path, kv_heads: int, powerinfer: bool) -> np.ndarray:
+    """As `made`, of Falcon, whose q, k and v the converter takes apart."""
+    import torch
+    import transformers
+
+    config = transformers.FalconConfig(
+        vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_kv_heads=kv_heads, new_decoder_architecture=kv_heads > 1, multi_query=kv_heads == 1,
+        ffn_hidden_size=64, activation="relu" if powerinfer else "gelu", alibi=False, bias=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.FalconForCausalLM._from_config(config, attn_implementation="eager")
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        logits = model(torch.tensor([IDS])).logits[0].numpy()
+    tensors, extra = {}, {}
+    for name, value in model.state_dict().items():
+        values = value.numpy()
+        if "query_key_value" in name:
+            heads = values.reshape(kv_heads, 4 // kv_heads + 2, 8, 32)
+            parts = (heads[:, :-2], heads[:, -2:-1], heads[:, -1:])
+            tensors[name] = np.concatenate([part.reshape(-1, 32) for part in parts])
+        elif powerinfer and "dense_4h_to_h" in name:
+            extra[f"blk.{name.split('.')[2]}.ffn_down_t.weight"] = np.ascontiguousarray(values.T)
+        elif name != "lm_head.weight":
+            tensors[name] = values
+    sizes = {"num_key_value_heads": kv_heads, "intermediate_size": 64, "head_dim": 8}
+    keys = {"falcon.attention.layer_norm_epsilon": 1e-5}
+    values = SIZES | {"num_hidden_layers": 2} | sizes
+    LlamaFile(values, tensors, keys=keys, extra=extra, arch="falcon", pairs_rows=False).write(path)
+    return logits
+
+
+@pytest.mark.parametrize("powerinfer", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_falcons_logits_are_transformers(kv_heads: int, powerinfer: bool, tmp_path: Path) -> None:
+    wanted = falcon(tmp_path / "tiny.gguf", kv_heads, powerinfer)
+    found = reference_logits(tmp_path / "tiny.gguf", IDS)
+    assert np.abs(found - wanted).max() < 1e-4 * max(1.0, float(np.abs(wanted).max()))
+    assert np.abs(wanted).max() > 0.1
+
+
 def test_every_architecture_is_compared() -> None:
-    assert set(CASES) == set(ARCHITECTURES)
+    """Bamboo is one of PowerInfer's alone (tests/unit/test_powerinfer_files.py)."""
+    assert {*CASES, "falcon", "bamboo"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("arch", CASES)
@@ -107,8 +152,15 @@ def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
     assert np.abs(wanted).max() > 0.1
 
 
-def test_a_window_that_the_architecture_has_not_is_refused(tmp_path: Path) -> None:
-    draft = small_llama().with_key("llama.attention.sliding_window", UINT32, 16)
-    (tmp_path / "a.gguf").write_bytes(draft.content())
-    with pytest.raises(HotcoldError, match="sliding"):
-        reference_logits(tmp_path / "a.gguf", [1])
+def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    """llama.cpp has no architecture of Mistral's, and leaves the window out."""
+    CASES["mistral"] = (
+        "Mistral", {"sliding_window": 4}, {}, {"llama.attention.sliding_window": 4}
+    )  # fmt: skip
+    try:
+        wanted = made("mistral", tmp_path / "tiny.gguf", "llama")
+    finally:
+        del CASES["mistral"]
+    assert read_config(tmp_path / "tiny.gguf").windows == (4,) * SIZES["num_hidden_layers"]
+    found = reference_logits(tmp_path / "tiny.gguf", IDS)
+    assert np.abs(found - wanted).max() < 1e-4 * max(1.0, float(np.abs(wanted).max()))

@@ -73,6 +73,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "model": {
         "errors": set(),
         "hot_share": set(),
+        "published_sparsity": {"config"},
         "mapped_file": {"errors"},
         "gguf": {"errors", "mapped_file"},
         "config": {"errors", "gguf"},
@@ -94,7 +95,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "crossover": {"machine"},
         "solver": {"machine", "threads"},
         "report": {"solver"},
-        "planner": {"machine", "plan", "profile", "report", "solver"},
+        "assumptions": {"machine", "plan", "profile", "solver"},
+        "stated": {"profile", "solver"},
+        "planner": {"assumptions", "machine", "plan", "profile", "report", "solver"},
     },
     "jobs": {
         "support": set(),

@@ -40,7 +40,7 @@ def _bamboo_fields(reader: ConfigReader) -> dict[str, Any]:
     return {**fields, "activation_fn": "drelu"}
 
 
-# Bamboo and TurboSparse-Mistral; predictors in the checkpoint are not read.
+# Bamboo and TurboSparse-Mistral, whose predictors in the checkpoint --mode lowrank reads.
 BAMBOO = replace(
     MISTRAL,
     name="bamboo",

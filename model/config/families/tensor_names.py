@@ -21,6 +21,8 @@ class LayerNames:
     ffn_output_norm: str = ""
     q_norm: str = ""
     k_norm: str = ""
+    # Of checkpoints that bring PowerInfer's predictors, which are not part of the model itself.
+    predictor: tuple[str, ...] = ("mlp.predictor.fc1", "mlp.predictor.fc2")
 
     def below(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""

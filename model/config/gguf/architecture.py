@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,19 +78,25 @@ class Metadata:
         return int(numbers[0])
 
 
+# config.json made of metadata, beside the keys that all have.
+Values = Callable[[Metadata], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One value of general.architecture: the model of Hugging Face that it is.
 
-    `names` are the file's, in the places that `model.config.families` gives their own names.
+    `names` are the file's, in the places that `model.config.families` gives their own names. A file
+    that has one of `variants`' tensors is of that architecture instead.
     """
 
     model_type: str
     class_name: str
     names: TensorNames
-    values: Callable[[Metadata], dict[str, Any]]  # of config.json, beside those that all have
+    values: Values
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by a name of `names.layer`
     adds_one_to_norms: bool = False  # to weights that a checkpoint has around zero
+    variants: tuple[tuple[str, Architecture], ...] = ()
 
 
 LLAMA_LAYER = LayerNames(
@@ -101,8 +107,14 @@ LLAMA_LAYER = LayerNames(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    predictor=(),
 )
 LLAMA_NAMES = TensorNames("token_embd", "blk.{}.", LLAMA_LAYER, "output_norm", head="output")
+
+
+def named(**layer: Any) -> TensorNames:
+    """Return Llama's names with some of a layer's replaced."""
+    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
 
 
 def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:
@@ -216,3 +228,13 @@ def paired_rows(heads_key: str) -> RowOrder:
         return rows.swapaxes(1, 2).reshape(-1)
 
     return order
+
+
+def grouped_qkv_rows(values: Mapping[str, Any]) -> np.ndarray:
+    """Rows of Falcon's q, k and v, which a file has one after another, a checkpoint by KV head."""
+    heads, kv_heads = values["num_attention_heads"], values["num_kv_heads"]
+    size = values["hidden_size"] // heads
+    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
+    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
+    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
+    return np.concatenate(groups, axis=1).reshape(-1)

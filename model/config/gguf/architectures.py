@@ -10,14 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from model.config.gguf.architecture import (
-    LLAMA_LAYER,
     LLAMA_NAMES,
     Architecture,
     Metadata,
+    Values,
     gated_values,
+    grouped_qkv_rows,
     head_dim,
     longrope_values,
+    named,
     paired_rows,
+    rope_values,
 )
 
 _PAIRED = {
@@ -29,19 +32,21 @@ _OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_output_norm": "po
 _TWO_MATRICES = {"gate": "ffn_up", "up": ""}
 
 
-def _names(**layer: Any) -> Any:
-    return replace(LLAMA_NAMES, layer=replace(LLAMA_LAYER, **layer))
-
-
 def _llama(metadata: Metadata) -> dict[str, Any]:
+    """A window makes it a Mistral; llama.cpp leaves it out, and sees more than the model did."""
     window = metadata.integer("attention.sliding_window", 0)
+    windowed = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": window,
+    }
     return {
         **gated_values(metadata),
         "hidden_act": "silu",
         "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": metadata.has_tensor("blk.0.ffn_down.bias"),
         "num_local_experts": metadata.integer("expert_count", 0),
-        **({"sliding_window": window} if window else {}),
+        **(windowed if window else {}),
     }
 
 
@@ -107,35 +112,107 @@ def _nemotron(metadata: Metadata) -> dict[str, Any]:
     return {**values, "hidden_act": "relu2", "norm_eps": epsilon}
 
 
+def _falcon(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp computes gelu in all of them."""
+    kv_heads = metadata.integer("attention.head_count_kv", 1)
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "ffn_hidden_size": metadata.integer("feed_forward_length"),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 1 + metadata.has_tensor("blk.0.attn_norm_2.weight"),
+        "multi_query": kv_heads == 1,
+        "activation": "gelu",
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        **rope_values(metadata),
+    }
+
+
+def _llama_relu(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama(metadata), "hidden_act": "relu"}
+
+
+def _bamboo(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    return {**_llama_relu(metadata), "model_type": "bamboo", "sliding_window": window or None,
+            "architectures": ["BambooForCausalLM"]}  # fmt: skip
+
+
+def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
+    return {**_falcon(metadata), "activation": "relu"}
+
+
+_FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
+_TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
+# PowerInfer's files have down by neurons, and predictors. What neurons compute is not in them: in
+# all of them ReLU, of gate and up in Bamboo.
+_DOWN_T = "blk.0.ffn_down_t.weight"
+_POWERINFER = {"down": "ffn_down_t", "predictor": ("fc1", "fc2")}
+
+
+def _falcon_of(values: Values, **layer: Any) -> Architecture:
+    """Either Falcon: the larger one norms for attention and for the FFN."""
+    large, small = {**_FALCON_LAYER, **_TWO_NORMS, **layer}, {**_FALCON_LAYER, **layer}
+    rows = {"attn_qkv": grouped_qkv_rows}
+    name = ("falcon", "FalconForCausalLM")
+    both = Architecture(*name, named(**large), values, rows)
+    return Architecture(
+        *name, named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
+    )
+
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", LLAMA_NAMES, _llama, _PAIRED),
+    "llama": Architecture(
+        "llama",
+        "LlamaForCausalLM",
+        LLAMA_NAMES,
+        _llama,
+        _PAIRED,
+        variants=(
+            (
+                _DOWN_T,
+                Architecture(
+                    "llama", "LlamaForCausalLM", named(**_POWERINFER), _llama_relu, _PAIRED
+                ),
+            ),
+        ),
+    ),
+    "bamboo": Architecture("bamboo", "BambooForCausalLM", named(**_POWERINFER), _bamboo, _PAIRED),
+    "falcon": replace(
+        _falcon_of(_falcon),
+        variants=(
+            (_DOWN_T, _falcon_of(_falcon_relu, **_POWERINFER)),
+            *_falcon_of(_falcon).variants,
+        ),
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES, _qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _names(**_QK_NORMS), _qwen),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", named(**_QK_NORMS), _qwen),
     "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", _names(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
+        "gemma2", "Gemma2ForCausalLM", named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
     ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        _names(**_OUTPUT_NORMS, **_QK_NORMS),
+        named(**_OUTPUT_NORMS, **_QK_NORMS),
         _gemma3,
         adds_one_to_norms=True,
     ),
     "phi3": Architecture(
-        "phi3", "Phi3ForCausalLM", _names(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
+        "phi3", "Phi3ForCausalLM", named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
     ),
     "olmo2": Architecture(
         "olmo2",
         "Olmo2ForCausalLM",
-        _names(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
+        named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
         _olmo2,
     ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, _smollm3, _PAIRED),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", _names(**_TWO_MATRICES), _arcee, _PAIRED),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", named(**_TWO_MATRICES), _arcee, _PAIRED),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
-        _names(**_TWO_MATRICES),
+        named(**_TWO_MATRICES),
         _nemotron,
         adds_one_to_norms=True,
     ),

@@ -14,17 +14,29 @@ from model.gguf.file import GgufModel, open_gguf
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 _CONTROL = 3
+_POWERINFER_SPLIT = "generic.gpu_index"
 
 
 def architecture_of(model: GgufModel) -> Architecture:
     """Return the model's entry in the table. Errors: ConfigError where it has none."""
     name = model.metadata.get("general.architecture")
+    if name == _POWERINFER_SPLIT:
+        raise ConfigError(
+            f"{model.path}: says which neurons PowerInfer puts on a GPU, and holds no model; give "
+            "the model's own file (`hotcold plan` places its neurons)"
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"{model.path}: general.architecture is {shown(name)}, which is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[name]
+    found = ARCHITECTURES[name]
+    while True:
+        names = set(model.names)
+        variant = next((own for tensor, own in found.variants if tensor in names), None)
+        if variant is None:
+            return found
+        found = variant
 
 
 def gguf_values(path: str | Path) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""PowerInfer's own files: GGUF by another name, down by neurons, predictors beside the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from actors.setup.preflight import SystemOptions, choose_system, prepare_system, read_model
+from model.config.build import read_config
+from model.errors import CheckpointError, ConfigError, HotcoldError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.reference import reference_logits
+from model.weights.ffn import load_ffn
+from numba_kernels.formats import Q4
+from numba_kernels.load.convert import to_float32
+from predictors.predictor_file import read_predictors
+from tests.gguf_files import LlamaFile, quantized
+from tests.tiny_models import make_tiny
+
+IDS = [3, 7, 1, 40, 33, 20, 3, 3, 44, 17, 5]
+RANK = 8
+
+
+def hugging_face(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The model's config.json and tensors."""
+    import json
+
+    from safetensors.numpy import load_file
+
+    values = json.loads((path / "config.json").read_text())
+    return values, load_file(path / "model.safetensors")
+
+
+def powerinfer(
+    path: Path, out: Path, kind: str = "F32", arch: str = "llama", **keys: float
+) -> None:
+    """Write the Llama or Bamboo in `path` as PowerInfer's converter does.
+
+    llama.cpp's file of the same model is written first; then the magic is PowerInfer's, down
+    projections are turned, and each layer has a predictor.
+    """
+    values, tensors = hugging_face(path)
+    heads = values["num_attention_heads"]
+    values.setdefault("head_dim", values["hidden_size"] // heads)
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    rng = np.random.default_rng(5)
+    extra: dict[str, Any] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if "down_proj" in name:
+            layer = int(name.split(".layers.")[1].split(".")[0])
+            down_t = np.ascontiguousarray(tensor.astype(np.float32).T)
+            extra[f"blk.{layer}.ffn_down_t.weight"] = down_t
+            wide, high = down_t.shape[1], down_t.shape[0]
+            extra[f"blk.{layer}.fc1.weight"] = rng.standard_normal((RANK, wide), np.float32)
+            extra[f"blk.{layer}.fc2.weight"] = rng.standard_normal((high, RANK), np.float32)
+        else:
+            rest[name] = tensor.astype(np.float32)
+    kinds = dict.fromkeys(("ffn_", "attn_q", "attn_k", "attn_v", "attn_output"), kind)
+    named = {name.replace("__", "."): value for name, value in keys.items()}
+    file = LlamaFile(
+        values, rest, kinds=kinds, keys=named, extra=extra, arch=arch, names_arch="llama"
+    )
+    file.write(out)
+    content = out.read_bytes()
+    assert content[:4] == b"GGUF"
+    out.write_bytes(b"PWRI" + content[4:])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama-relu", tmp_path_factory.mktemp("hf") / "m")
+
+
+@pytest.fixture
+def file(llama: Path, tmp_path: Path) -> Path:
+    powerinfer(llama, tmp_path / "m.gguf", powerinfer__sparse_threshold=0.25)
+    return tmp_path / "m.gguf"
+
+
+def test_logits_are_those_of_the_model(llama: Path, file: Path) -> None:
+    config = read_model(file)
+    assert (config.family, config.activation_fn) == ("llama", "relu")
+    np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(llama, IDS), atol=1e-5)
+
+
+def test_weights_by_neurons_are_the_same_in_memory(llama: Path, file: Path) -> None:
+    config = read_config(llama)
+    ids = [np.arange(1, config.ffn_size, 3, dtype=np.int32)] * config.num_layers
+    found, wanted = (
+        load_ffn(Checkpoint(path), read_model(path), ids, include_down_bias=True)
+        for path in (file, llama)
+    )
+    for name in ("gate", "up", "down"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+
+
+def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
+    """Of Q4_0 along a neuron's row, as in memory: bit for bit, where llama.cpp's takes 8 bits."""
+    from tests.quantized_models import make_model
+
+    path = make_model("q-llama", tmp_path / "hf", dtype="float32")
+    powerinfer(path, tmp_path / "m.gguf", "Q4_0")
+    config = read_model(tmp_path / "m.gguf")
+    assert config.dtype_of("down") == "q4"
+    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
+    assert weights.down.dtype == Q4
+    _, tensors = hugging_face(path)
+    down = next(tensors[name] for name in sorted(tensors) if "0.mlp.down_proj" in name)
+    raw, qtype = quantized(np.ascontiguousarray(down.astype(np.float32).T), "Q4_0")
+    found = to_float32(weights.down[: config.ffn_size])
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, qtype))
+
+
+def test_its_predictors_are_used(file: Path) -> None:
+    system, config = prepare_system(file, SystemOptions(mode="lowrank"))
+    found = read_predictors(Path(system.predictors_path), ModelIdentity.of(file), config)
+    assert found.input_name == "residual"
+    rng = np.random.default_rng(5)
+    down = rng.standard_normal((RANK, config.hidden_size), np.float32)
+    up = rng.standard_normal((config.ffn_size, RANK), np.float32)
+    x = rng.standard_normal((1, config.hidden_size)).astype(np.float32)
+    scores = np.empty((1, config.ffn_size), np.float32)
+    layer = found.layers[0]
+    assert layer is not None
+    layer.score(x, scores)
+    wanted = np.maximum(x @ down.T, 0) @ up.T - 0.25
+    is_clear = np.abs(wanted[0]) > 0.05 * np.abs(wanted).max()
+    np.testing.assert_array_equal((scores > 0)[0, is_clear], (wanted > 0)[0, is_clear])
+    assert 0.1 < (scores > 0).mean() < 0.9
+
+
+def test_a_model_without_predictors_says_how_to_make_some(llama: Path) -> None:
+    with pytest.raises(HotcoldError, match="hotcold train-predictors"):
+        choose_system(llama, read_config(llama), SystemOptions(mode="lowrank"))
+
+
+def test_bamboos_function_is_of_gate_and_up(tmp_path: Path) -> None:
+    path = make_tiny("bamboo", tmp_path / "hf")
+    powerinfer(path, tmp_path / "m.gguf", arch="bamboo", bamboo__attention__sliding_window=9)
+    config = read_model(tmp_path / "m.gguf")
+    assert (config.family, config.activation_fn) == ("bamboo", "drelu")
+    found = reference_logits(tmp_path / "m.gguf", IDS)
+    np.testing.assert_allclose(found, reference_logits(path, IDS), atol=1e-5)
+
+
+def test_a_split_is_no_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf.generated.gpuidx"), "generic.gpu_index")
+    writer.add_tensor("blk.0.gpu_idx", np.zeros(8, np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="holds no model; give the model's own file"):
+        read_config(tmp_path / "m.gguf.generated.gpuidx")
+
+
+def test_damaged_predictors_are_refused(llama: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    powerinfer(llama, file, powerinfer__sparse_threshold=float("nan"))
+    powerinfer(llama, other)
+    other.write_bytes(other.read_bytes().replace(b"blk.1.fc2.weight", b"blk.9.fc2.weight"))
+    for path, says in ((file, "sparse_threshold is nan"), (other, "blk.9.fc2")):
+        with pytest.raises(CheckpointError, match=says) as caught:
+            prepare_system(path, SystemOptions(mode="lowrank"))
+        assert "\n" not in str(caught.value)
