@@ -18,7 +18,6 @@ from model.files.checkpoint import Checkpoint
 from model.gguf.file import is_gguf, open_gguf
 from numba_kernels.load.convert import to_float32
 from predictors.lowrank import LowRankLayer
-from predictors.powerinfer import lowrank_layer
 from predictors.predictor_file import Predictors
 
 _THRESHOLD_KEY = "powerinfer.sparse_threshold"
@@ -72,3 +71,19 @@ def _threshold(path: Path) -> float:
     if not isinstance(value, float) or not np.isfinite(value):
         raise CheckpointError(f"{path}: {_THRESHOLD_KEY} is {value!r}; download it again")
     return value
+
+
+def lowrank_layer(down: np.ndarray, up: np.ndarray, threshold: float = 0.0) -> LowRankLayer:
+    """PowerInfer's two matrices as a layer's predictor, in float16.
+
+    Shapes:  down, its fc1, (r, d); up, its fc2, (N, r); float32
+    """
+    scales = np.ones(down.shape[0], np.float32)
+    thresholds = np.full(up.shape[0], threshold, np.float32)
+    return LowRankLayer(_float16(down), scales, _float16(up.T), thresholds)
+
+
+def _float16(values: np.ndarray) -> np.ndarray:
+    largest = np.finfo(np.float16).max
+    rounded = np.clip(values, -largest, largest).astype(np.float16)
+    return np.ascontiguousarray(rounded).view(np.uint16)

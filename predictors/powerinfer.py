@@ -12,6 +12,7 @@ import torch
 from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
 from model.files.torch_file import TorchFile
+from predictors.in_checkpoint import lowrank_layer
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import Predictors
 
@@ -48,16 +49,6 @@ def _layer(path: Path, config: ModelConfig) -> LowRankLayer:
     return lowrank_layer(down, up)
 
 
-def lowrank_layer(down: np.ndarray, up: np.ndarray, threshold: float = 0.0) -> LowRankLayer:
-    """PowerInfer's two matrices as a layer's predictor, in float16.
-
-    Shapes:  down, its fc1, (r, d); up, its fc2, (N, r); float32
-    """
-    scales = np.ones(down.shape[0], np.float32)
-    thresholds = np.full(up.shape[0], threshold, np.float32)
-    return LowRankLayer(_float16(down), scales, _float16(up.T), thresholds)
-
-
 def _matrix(file: TorchFile, name: str) -> np.ndarray:
     entry = file.entries.get(name)
     if entry is None or len(entry.shape) != 2 or entry.format_name not in ("F32", "F16", "BF16"):
@@ -74,9 +65,3 @@ def _matrix(file: TorchFile, name: str) -> np.ndarray:
     if not np.isfinite(found).all():
         raise ArtifactError(f"{file.path}: {name} holds NaN or infinity; download it again")
     return found
-
-
-def _float16(values: np.ndarray) -> np.ndarray:
-    largest = np.finfo(np.float16).max
-    rounded = np.clip(values, -largest, largest).astype(np.float16)
-    return np.ascontiguousarray(rounded).view(np.uint16)

@@ -15,7 +15,6 @@ import numpy as np
 
 from actors.driver.active_request import ActiveRequest, Generator, Stream
 from actors.driver.engine import GPU, Engine
-from actors.driver.mode_trial import ModeTrial, compare_modes
 from actors.driver.profiling import ProfilingEngine
 from actors.driver.readers import LOOK_S, Reader, Readers
 from actors.driver.request_events import OpenStreams, RequestEvent
@@ -42,6 +41,7 @@ from actors.protocol.messages import (
 from actors.setup.hot_neurons import hot_counts
 from actors.setup.preflight import default_mode
 from actors.setup.shards import num_kv_pages
+from actors.telemetry.mode_trial import ModeTrial, compare_modes
 from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.config.build import read_config
 from model.config.model_config import ModelConfig

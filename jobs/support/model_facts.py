@@ -15,11 +15,13 @@ from model.config.weight_formats import QUANTIZED_NAMES
 from model.errors import ArtifactError, HotcoldError
 from model.files.artifact import ModelIdentity, artifact_path
 from model.files.checkpoint import Checkpoint
+from model.published_sparsity import published_firing_share
 from model.text.tokenizer import Tokenizer
 from model.weights.sizes import kv_cache_bytes
 from numba_kernels.formats import row_width
 from placement.memory import weight_bytes
 from placement.profile import PROFILE_FILE, read_profile
+from predictors.in_checkpoint import has_predictors
 from predictors.predictor_file import predictors_path
 
 _HEAD = "lm_head"
@@ -53,8 +55,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         "has_gate": config.has_gate,
         "is_sparse": config.is_sparse,
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
+        "published_share": published_firing_share(config),
         "mode": mode,
-        "predictors": [kind for kind in PREDICTED_MODES if predictors_path(path, kind).exists()],
+        "predictors": _predictors(path, config),
         "has_tokenizer": tokenizer is not None,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
     }
@@ -95,10 +98,13 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _sparsity(facts: dict[str, Any]) -> str:
     if not facts["is_sparse"]:
         return _NO_ZEROS
-    share = facts["firing_share"]
-    if share is None:
-        return "neurons whose activation is zero are skipped; `hotcold profile` counts them"
-    return f"{share:.1%} of neurons fire, as profiled"
+    share, published = facts["firing_share"], facts["published_share"]
+    if share is not None:
+        return f"{share:.1%} of neurons fire, as profiled"
+    skipped = "neurons whose activation is zero are skipped; `hotcold profile` counts them"
+    if published is None:
+        return skipped
+    return f"about {published:.0%} of neurons fire, as was published of such models; {skipped}"
 
 
 def _mode(facts: dict[str, Any]) -> str:
@@ -107,7 +113,7 @@ def _mode(facts: dict[str, Any]) -> str:
     text = "exact: gates of all neurons, then only those that fire; the same result as dense"
     if facts["predictors"]:
         kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])
-        text += f". Predictors lie beside it: {kinds} skips gates too"
+        text += f". It has predictors: {kinds} skips gates too"
     return text
 
 
@@ -141,6 +147,14 @@ def _quantized_bytes(path: Path) -> dict[str, int]:
             found[name] = weight_bytes(read_model(path, name))
         except HotcoldError:  # rows that are no whole groups, or quantized already
             continue
+    return found
+
+
+def _predictors(path: Path, config: ModelConfig) -> list[str]:
+    """The modes that have predictors: beside the model, or in its checkpoint."""
+    found = [kind for kind in PREDICTED_MODES if predictors_path(path, kind).exists()]
+    if "lowrank" not in found and has_predictors(path, config):
+        found.append("lowrank")
     return found
 
 

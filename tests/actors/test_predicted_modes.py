@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.driver.driver import Driver
-from actors.driver.mode_trial import ModeTrial, compare_modes
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.telemetry.mode_trial import ModeTrial, compare_modes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import ArtifactError
@@ -342,7 +342,7 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("actors.driver.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("actors.telemetry.mode_trial._SECONDS", 0.0)
     request = GenerateRequest(
         SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
         prompt_ids=checkpoint.ids[:10].tolist(),

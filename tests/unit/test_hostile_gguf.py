@@ -58,7 +58,7 @@ def truncated() -> Iterator[tuple[str, bytes]]:
 
 def header() -> Iterator[tuple[str, Draft]]:
     yield "magic", replace(GOOD, magic=b"GGUM")
-    yield "magic-powerinfer", replace(GOOD, magic=b"PWRI")
+    yield "magic-powerinfer", replace(GOOD, magic=b"PWRJ")
     for version in (0, 1, 4, 0x03000000, 0x02000000, 0xFFFFFFFF):
         yield f"version-{version:x}", replace(GOOD, version=version)
     for count in (1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 60, HUGE, len(GOOD.keys) + 1):

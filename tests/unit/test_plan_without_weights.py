@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.paper_plans import MACHINES, layer_split_s, with_tables
 from jobs.cli import main
 from model.config.build import build_config
 from model.synthetic.shape import DTYPES, SHAPES, config_json
 from placement.machine.description import read_machine
 from placement.stated import stated_profile
 
-HERE = str(MACHINES / "pc-high.json")
+ROOT = Path(__file__).resolve().parents[2]
+HERE = str(ROOT / "benchmarks/machines/pc-high.json")
+
+
+@pytest.fixture(scope="module")
+def paper() -> dict[str, Any]:
+    """What the program of docs/paper.md defines."""
+    return runpy.run_module("benchmarks.paper_plans", run_name="paper_plans", alter_sys=True)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -95,8 +102,8 @@ def test_what_cannot_be_planned(
     assert says in refusal(capsys, *arguments, "--machine", HERE)
 
 
-def test_llama_cpps_layer_split_is_counted_by_hand() -> None:
-    machine = read_machine(MACHINES / "pc-high.json")
+def test_llama_cpps_layer_split_is_counted_by_hand(paper: dict[str, Any]) -> None:
+    machine, layer_split_s = read_machine(Path(HERE)), paper["layer_split_s"]
     shape = SHAPES["llama-7b"]
     attention = 4 * shape.hidden**2
     layer = 2 * (attention + 3 * shape.hidden * shape.ffn)
@@ -113,9 +120,9 @@ def test_llama_cpps_layer_split_is_counted_by_hand() -> None:
     assert split == pytest.approx(part / 907e9 + (everything - part) / 65.2e9, rel=2e-3)
 
 
-def test_tables_go_between_their_marks() -> None:
+def test_tables_go_between_their_marks(paper: dict[str, Any]) -> None:
     text = "a\n<!-- plans: begin -->\nold\n<!-- plans: end -->\nz\n"
-    found = with_tables(text, ["| new |"])
+    found = paper["with_tables"](text, ["| new |"])
     assert found == "a\n<!-- plans: begin -->\n\n| new |\n\n<!-- plans: end -->\nz\n"
 
 

@@ -170,3 +170,26 @@ def test_damaged_predictors_are_refused(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=says) as caught:
             prepare_system(path, SystemOptions(mode="lowrank"))
         assert "\n" not in str(caught.value)
+
+
+def test_predictors_among_the_weights_are_used(tmp_path: Path) -> None:
+    """As in TurboSparse-Mistral's checkpoint, beside gate, up and down."""
+    from safetensors.numpy import save_file
+
+    path = make_tiny("bamboo", tmp_path / "m")
+    config = read_config(path)
+    _, tensors = hugging_face(path)
+    rng = np.random.default_rng(1)
+    shapes = {1: (RANK, config.hidden_size), 2: (config.ffn_size, RANK)}
+    for layer in range(config.num_layers):
+        for number, shape in shapes.items():
+            name = f"model.layers.{layer}.mlp.predictor.fc{number}.weight"
+            tensors[name] = rng.standard_normal(shape, np.float32)
+    save_file(tensors, path / "model.safetensors")
+    assert read_model(path).activation_fn == "drelu"
+    system, _ = prepare_system(path, SystemOptions(mode="lowrank"))
+    found = read_predictors(Path(system.predictors_path), ModelIdentity.of(path), config)
+    layer_1 = found.layers[1]
+    assert layer_1 is not None and found.input_name == "residual"
+    up = tensors["model.layers.1.mlp.predictor.fc2.weight"]
+    np.testing.assert_allclose(layer_1.up.view(np.float16), up.T, rtol=1e-3)

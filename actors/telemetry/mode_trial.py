@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
-from actors.driver.engine import Engine
+import numpy as np
 
 _TRIED_TOKENS = 16  # each timed again and again, at its own position
 _FEWEST_ROUNDS, _SECONDS = 3, 2.0
 
 
+class Stepping(Protocol):
+    """An engine in one mode."""
+
+    mode: str
+
+    def step(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> np.ndarray:
+        """See `actors.driver.engine.Engine.step`."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModeTrial:
-    """Tokens a second of each mode, the first of which was chosen by the user's predictors."""
+    """Tokens a second of each mode."""
 
     tokens_per_s: dict[str, float]
 
@@ -31,7 +45,7 @@ class ModeTrial:
 
 
 def compare_modes(
-    predicting: Engine, other: Engine, first_id: int, context_length: int
+    predicting: Stepping, other: Stepping, first_id: int, context_length: int
 ) -> ModeTrial:
     """Time both engines on what `other` generates after `first_id`, as sequence 0.
 
