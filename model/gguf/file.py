@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,11 @@ class GgufFile:
         self._mapped = MappedFile(path)
         self.metadata: Mapping[str, Any] = self._reader.metadata
         self.tensors: dict[str, TensorInfo] = self._reader.tensors()
+
+    @property
+    def header_digest(self) -> str:
+        """32 hexadecimal digits over the header: metadata, and what it says of tensors."""
+        return hashlib.sha256(self._mapped.view(0, self._reader.num_bytes)).hexdigest()[:32]
 
     def strings(self, key: str) -> list[str] | None:
         """Return a list of strings of the metadata; None where the key is absent."""

@@ -28,8 +28,10 @@ from model.text.bpe import (
     tokenizer_of_pieces,
 )
 from model.text.chat_template import ChatTemplate
+from model.text.kept_tokenizer import kept_tokenizer
 
 _NO_VOCABULARY = ("none", "no_vocab")
+_LARGE = 100_000  # tokens: their merges take over a second to find
 _END_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 _END_KEYS |= {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 
@@ -98,6 +100,8 @@ def gguf_tokenizer(path: str | Path) -> tokenizers.Tokenizer | None:
     try:
         if kind == "gpt2":
             return _byte_level(vocabulary)
+        if kind == "llama" and len(vocabulary.texts) > _LARGE:
+            return kept_tokenizer(file.header_digest, lambda: _sentencepiece(vocabulary))
         if kind == "llama":
             return _sentencepiece(vocabulary)
     except (ValueError, OverflowError, TypeError) as problem:
