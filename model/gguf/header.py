@@ -89,6 +89,7 @@ class HeaderReader:
         self._at = 0
         self._limit = min(len(data), MAX_HEADER_BYTES)
         self._num_strings = 0
+        self.num_bytes = 0  # of the whole header, once `tensors` has read it
         self.num_tensors, num_keys = self._counts()
         self.metadata = self._metadata(num_keys)
 
@@ -105,6 +106,7 @@ class HeaderReader:
                 raise self.fail(f"tensor {shown(name)} is declared twice")
             declared[name] = self._tensor(name)
         alignment = self.alignment()
+        self.num_bytes = self._at
         data_start = -(-self._at // alignment) * alignment
         tensors = {}
         for name, (kind, shape, offset) in declared.items():

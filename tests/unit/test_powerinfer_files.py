@@ -18,6 +18,7 @@ from model.reference import reference_logits
 from model.weights.ffn import load_ffn
 from numba_kernels.formats import Q4
 from numba_kernels.load.convert import to_float32
+from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import read_predictors
 from tests.gguf_files import LlamaFile, quantized
 from tests.tiny_models import make_tiny
@@ -190,6 +191,6 @@ def test_predictors_among_the_weights_are_used(tmp_path: Path) -> None:
     system, _ = prepare_system(path, SystemOptions(mode="lowrank"))
     found = read_predictors(Path(system.predictors_path), ModelIdentity.of(path), config)
     layer_1 = found.layers[1]
-    assert layer_1 is not None and found.input_name == "residual"
+    assert isinstance(layer_1, LowRankLayer) and found.input_name == "residual"
     up = tensors["model.layers.1.mlp.predictor.fc2.weight"]
     np.testing.assert_allclose(layer_1.up.view(np.float16), up.T, rtol=1e-3)
