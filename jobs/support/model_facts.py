@@ -24,7 +24,7 @@ from placement.profile import PROFILE_FILE, read_profile
 from predictors.in_checkpoint import has_predictors
 from predictors.predictor_file import predictors_path
 
-_HEAD = "lm_head"
+_HEAD, _PREDICTOR = "lm_head", ".predictor."
 _KV_BYTES = 2  # float16
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
 
@@ -120,7 +120,9 @@ def _mode(facts: dict[str, Any]) -> str:
 def _num_parameters(path: Path, config: ModelConfig) -> int:
     """Weights of all tensors; a head that is the token embedding counts once."""
     checkpoint = Checkpoint(path)
-    names = [name for name in checkpoint.names() if not (config.tied_embeddings and _HEAD in name)]
+    names = [name for name in checkpoint.names() if _PREDICTOR not in name]
+    if config.tied_embeddings:
+        names = [name for name in names if _HEAD not in name]
     return sum(_num_weights(checkpoint, name) for name in names)
 
 

@@ -79,7 +79,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "config": {"errors", "gguf"},
         "files": {"config", "errors", "gguf", "mapped_file"},
         "weights": {"config", "errors", "files", "gguf"},
-        "text": {"config", "errors", "gguf"},
+        "text": {"config", "errors", "files", "gguf"},
         "sampling": {"config", "errors"},
         "torch_activations": set(),
         "synthetic": {"config", "errors", "files", "hot_share", "torch_activations"},

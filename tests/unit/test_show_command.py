@@ -41,6 +41,7 @@ def test_sizes_are_transformers(
     assert facts["num_parameters"] == model.num_parameters()
     assert sum(facts["stored_bytes"].values()) >= 4 * facts["num_parameters"]
     assert facts["is_sparse"] == (variant != "gemma2")
+    assert ("as was published" in text) == (variant in ("llama-tied", "opt-prenorm", "falcon-relu"))
     assert ("dense: no activation is exactly zero" in text) == (facts["mode"] == "dense")
 
 
