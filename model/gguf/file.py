@@ -36,7 +36,7 @@ class GgufFile:
     @property
     def header_digest(self) -> str:
         """32 hexadecimal digits over the header: metadata, and what it says of tensors."""
-        return hashlib.sha256(self._mapped.view(0, self._reader.num_bytes)).hexdigest()[:32]
+        return hashlib.sha256(self._mapped.view(0, self._reader.num_bytes).data).hexdigest()[:32]
 
     def strings(self, key: str) -> list[str] | None:
         """Return a list of strings of the metadata; None where the key is absent."""
