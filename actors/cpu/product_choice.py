@@ -1,16 +1,25 @@
-"""How long prompts are multiplied on this CPU: found out by trying, once a process.
+"""How long prompts are multiplied on this CPU: found out by trying, once a machine.
 
 float32 products are fast everywhere, bfloat16 ones several times as fast or several times slower,
 by torch or by own kernels; where they are slower, products of int16 with scales may be faster than
 float32; integer products of quantized weights compete with those that widen the weights first.
+
+What is chosen changes the last bits of a prompt's results, and a trial may be disturbed: so the
+first one's answer is kept on disk, for all starts on this machine.
 """
 
 import functools
+import hashlib
+import json
 import math
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 
+import llvmlite.binding
 import numpy as np
 import torch
 
@@ -20,13 +29,15 @@ from numba_kernels.decode.rows import rows_times_vectors
 from numba_kernels.formats import Q8, row_items
 from numba_kernels.ir.bfloat16_ir import has_pair_products
 from numba_kernels.ir.int16_ir import has_word_products
+from numba_kernels.kernel_cache import cache_folder
 from numba_kernels.load.convert import widen_kernel
+from numba_kernels.own_cache import own_folder
 
 _ROWS, _WIDTH, _TOKENS, _TRIES = 256, 2048, 64, 7
 _MORE = 4
-# What is chosen must not change from start to start: it changes the last bits of a prompt's
-# results, and services that try at the same time disturb each other.
+# Services that try at the same time, and other machines of this kind, should find the same.
 _CLEARLY = 2.0
+_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 
 
 _trying = threading.Lock()
@@ -35,7 +46,7 @@ _trying = threading.Lock()
 def choose_products() -> ProductChoice:
     """Time one thread's products of each kind; takes a tenth of a second, once all is compiled.
 
-    The process's answer stays the same; threads that ask at the same time get the same.
+    Only the first time on this machine. Threads that ask at the same time get the same.
     """
     with _trying:
         return _choose()
@@ -43,6 +54,53 @@ def choose_products() -> ProductChoice:
 
 @functools.cache
 def _choose() -> ProductChoice:
+    """What this machine has kept, else what is fastest, kept from now on."""
+    try:
+        path = _kept_path()
+    except OSError:
+        return _try()
+    found = _read(path)
+    if found is None:
+        tried = _try()
+        _keep(path, tried)
+        found = _read(path) or tried  # of whoever kept one meanwhile
+    return found
+
+
+def _keep(path: Path, choice: ProductChoice) -> None:
+    """Write the choice, whole, unless somebody has kept one that can be read."""
+    own = path.with_name(f"{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        if _read(path) is None:
+            path.unlink(missing_ok=True)
+        own.write_text(json.dumps(choice._asdict()))
+        with suppress(FileExistsError):
+            os.link(own, path)
+        own.unlink()
+
+
+def _kept_path() -> Path:
+    """The file, below XDG_CACHE_HOME or ~/.cache: of these kernels, this torch and processor.
+
+    Errors:  OSError where there is no folder of this user's alone
+    """
+    key = [cache_folder().name, torch.__version__, llvmlite.binding.get_host_cpu_name()]
+    key += [os.environ.get(name, "") for name in _INSTRUCTIONS]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return own_folder("products") / f"{digest}.json"
+
+
+def _read(path: Path) -> ProductChoice | None:
+    """What was kept; None where nothing was, or it is damaged."""
+    try:
+        values = json.loads(path.read_bytes())
+        found = ProductChoice(**values)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if all(isinstance(value, bool) for value in values.values()) else None
+
+
+def _try() -> ProductChoice:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

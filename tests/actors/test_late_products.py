@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,23 +127,49 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
         made[0].each_thread(lambda thread: None)
 
 
-def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where this machine keeps its choice of products: nowhere yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    product_choice._choose.cache_clear()
+    yield tmp_path / "hotcold" / "products"
+    product_choice._choose.cache_clear()
+
+
+def test_starts_choose_alike_however_the_first_trial_went(
+    monkeypatch: pytest.MonkeyPatch, kept: Path
+) -> None:
+    def choose_anew(float32_s: float) -> ProductChoice:
+        times = itertools.chain([float32_s, 1.0], itertools.repeat(1.0))
+        monkeypatch.setattr(product_choice, "_fastest", lambda product: next(times))
+        product_choice._choose.cache_clear()
+        return product_choice.choose_products()
+
+    slow = choose_anew(100.0)
+    assert slow.bfloat16
+    assert choose_anew(0.001) == slow
+    (file,) = kept.iterdir()
+    for damage in ("", "{}", '{"bfloat16": 1, "integers": 0}', "[]"):
+        file.write_text(damage)
+        assert not choose_anew(0.001).bfloat16
+    assert [file] == list(kept.iterdir())
+
+
+def test_threads_that_ask_at_once_are_told_the_same(
+    monkeypatch: pytest.MonkeyPatch, kept: Path
+) -> None:
     answers = iter([1.0, 2.0] * 100)
     monkeypatch.setattr(product_choice, "_fastest", lambda product: next(answers))
-    product_choice._choose.cache_clear()
-    try:
-        found: list[ProductChoice] = []
-        threads = [
-            threading.Thread(target=lambda: found.append(product_choice.choose_products()))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(found) == 4 and len(set(found)) == 1
-    finally:
-        product_choice._choose.cache_clear()
+    found: list[ProductChoice] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(product_choice.choose_products()))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 and len(set(found)) == 1
 
 
 def test_a_long_prompt_tells_what_cannot_be_had(tiny: Tiny) -> None:
