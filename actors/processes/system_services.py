@@ -153,7 +153,8 @@ class SystemServices:
         if self.system.mode not in PREDICTED_MODES:
             self.notes += (
                 f"mode {self.system.mode}: no predictors made for a recall of "
-                f"{AUTO_RECALL} or more lie beside the model (`hotcold train-predictors`)",
+                f"{AUTO_RECALL} or more lie beside the model (`hotcold train-predictors --recall "
+                f"{AUTO_RECALL}` makes some)",
             )
             return
         self.stage = "comparing modes"

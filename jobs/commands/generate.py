@@ -51,6 +51,7 @@ def generate(
             sys.stdout.flush()
             if event.result is not None:
                 result = event.result
+        system = running.call("describe")  # with --mode auto, the mode that was chosen
     _show_end(result, config.ffn_size * config.num_layers, prompts.tokenizer is not None)
     if as_json:
         print_json(result.as_json() | {"system": asdict(system)})

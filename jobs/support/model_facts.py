@@ -113,7 +113,9 @@ def _mode(facts: dict[str, Any]) -> str:
     text = "exact: gates of all neurons, then only those that fire; the same result as dense"
     if facts["predictors"]:
         kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])
-        text += f". It has predictors: {kinds} skips gates too"
+        text += (
+            f". It has predictors: {kinds} skips gates too (--mode auto tries whether it is faster)"
+        )
     return text
 
 

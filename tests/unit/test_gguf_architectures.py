@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from model.config.build import read_config
 from model.config.gguf.architectures import ARCHITECTURES
+from model.errors import ConfigError
 from model.reference import reference_logits
 from tests.gguf_files import LlamaFile
+from tests.tiny_models import make_tiny
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64, 17, 5]
+IDS_OF_TINY = [3, 7, 1, 40, 33, 20, 3]
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -139,9 +144,42 @@ def test_falcons_logits_are_transformers(kv_heads: int, powerinfer: bool, tmp_pa
     assert np.abs(wanted).max() > 0.1
 
 
+def minicpm(folder: Path, **keys: Any) -> Path:
+    """A MiniCPM of Hugging Face's kind, and beside it the file m.gguf that is made of it."""
+    path = make_tiny("minicpm", folder / "hf")
+    values = json.loads((path / "config.json").read_text())
+    values["hidden_act"] = "silu"
+    del values["hidden_act_param"]
+    (path / "config.json").write_text(json.dumps(values))
+    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+    scales = {
+        "minicpm.embedding_scale": float(values["scale_emb"]),
+        "minicpm.residual_scale": values["scale_depth"] / layers**0.5,
+        "minicpm.logit_scale": hidden / values["dim_model_base"],
+    }
+    tensors = load_file(path / "model.safetensors")
+    sizes = {"head_dim": hidden // values["num_attention_heads"]}
+    made = LlamaFile(values | sizes, tensors, keys=scales | keys, arch="minicpm")
+    made.write(folder / "m.gguf")
+    return path
+
+
+def test_minicpms_scales_are_read(tmp_path: Path) -> None:
+    """Against the family's own reading, which is compared with transformers elsewhere."""
+    wanted = reference_logits(minicpm(tmp_path), IDS_OF_TINY)
+    found = reference_logits(tmp_path / "m.gguf", IDS_OF_TINY)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_minicpm_s_is_not_taken_for_another(tmp_path: Path) -> None:
+    minicpm(tmp_path / "s", **{"general.name": "MiniCPM-S-1B-sft"})
+    with pytest.raises(ConfigError, match="use its safetensors files"):
+        read_config(tmp_path / "s" / "m.gguf")
+
+
 def test_every_architecture_is_compared() -> None:
     """Bamboo is one of PowerInfer's alone (tests/unit/test_powerinfer_files.py)."""
-    assert {*CASES, "falcon", "bamboo"} == set(ARCHITECTURES)
+    assert {*CASES, "falcon", "bamboo", "minicpm"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("arch", CASES)

@@ -38,12 +38,17 @@ def hugging_face(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def powerinfer(
-    path: Path, out: Path, kind: str = "F32", arch: str = "llama", **keys: float
+    path: Path,
+    out: Path,
+    kind: str = "F32",
+    arch: str = "llama",
+    other: dict[str, np.ndarray] | None = None,
+    **keys: float,
 ) -> None:
     """Write the Llama or Bamboo in `path` as PowerInfer's converter does.
 
     llama.cpp's file of the same model is written first; then the magic is PowerInfer's, down
-    projections are turned, and each layer has a predictor.
+    projections are turned, and each layer has a predictor. `other` takes the place of these.
     """
     values, tensors = hugging_face(path)
     heads = values["num_attention_heads"]
@@ -65,7 +70,13 @@ def powerinfer(
     kinds = dict.fromkeys(("ffn_", "attn_q", "attn_k", "attn_v", "attn_output"), kind)
     named = {name.replace("__", "."): value for name, value in keys.items()}
     file = LlamaFile(
-        values, rest, kinds=kinds, keys=named, extra=extra, arch=arch, names_arch="llama"
+        values,
+        rest,
+        kinds=kinds,
+        keys=named,
+        extra=extra | (other or {}),
+        arch=arch,
+        names_arch="llama",
     )
     file.write(out)
     content = out.read_bytes()
@@ -160,6 +171,23 @@ def test_a_split_is_no_model(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ConfigError, match="holds no model; give the model's own file"):
         read_config(tmp_path / "m.gguf.generated.gpuidx")
+
+
+def test_predictors_of_other_sizes_are_refused(llama: Path, tmp_path: Path) -> None:
+    config, file = read_config(llama), tmp_path / "m.gguf"
+    wrong = {"fc1": (RANK, config.hidden_size + 32), "fc2": (config.ffn_size - 1, RANK)}
+    for name, shape in wrong.items():
+        powerinfer(llama, file, other={f"blk.1.{name}.weight": np.ones(shape, np.float32)})
+        with pytest.raises(CheckpointError, match="which do not fit a model of hidden size"):
+            prepare_system(file, SystemOptions(mode="lowrank"))
+    nan = np.full((RANK, config.hidden_size), np.nan, np.float32)
+    powerinfer(llama, file, other={"blk.0.fc1.weight": nan})
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        prepare_system(file, SystemOptions(mode="lowrank"))
+    down = np.ones((config.hidden_size, config.ffn_size), np.float32)  # by outputs, as llama.cpp's
+    powerinfer(llama, file, other={"blk.1.ffn_down_t.weight": down})
+    with pytest.raises(CheckpointError, match=r"down_proj.* has shape|has shape"):
+        read_model(file)
 
 
 def test_damaged_predictors_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from model.config.gguf.architecture import (
     paired_rows,
     rope_values,
 )
+from model.errors import ConfigError
 
 _PAIRED = {
     "attn_q": paired_rows("num_attention_heads"),
@@ -112,6 +113,27 @@ def _nemotron(metadata: Metadata) -> dict[str, Any]:
     return {**values, "hidden_act": "relu2", "norm_eps": epsilon}
 
 
+def _minicpm(metadata: Metadata) -> dict[str, Any]:
+    """Older files leave out the scales, which all its models have alike.
+
+    MiniCPM-S computes fatrelu, of which a file says nothing: llama.cpp's own result is wrong.
+    """
+    name = metadata.model.metadata.get("general.name")
+    if isinstance(name, str) and "minicpm-s" in name.lower().replace("_", "-"):
+        raise ConfigError(
+            f"{metadata.model.path}: is MiniCPM-S, whose function of neurons a GGUF file does not "
+            "hold; use its safetensors files"
+        )
+    hidden, layers = metadata.integer("embedding_length"), metadata.integer("block_count")
+    depth = metadata.number("residual_scale", 1.4 / max(1, layers) ** 0.5)
+    return {
+        **_llama(metadata),
+        "scale_emb": metadata.number("embedding_scale", 12.0),
+        "scale_depth": depth * layers**0.5,
+        "dim_model_base": round(hidden / (metadata.number("logit_scale", hidden / 256) or 1.0)),
+    }
+
+
 def _falcon(metadata: Metadata) -> dict[str, Any]:
     """llama.cpp computes gelu in all of them."""
     kv_heads = metadata.integer("attention.head_count_kv", 1)
@@ -178,6 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
         ),
     ),
+    "minicpm": Architecture("minicpm", "MiniCPMForCausalLM", LLAMA_NAMES, _minicpm, _PAIRED),
     "bamboo": Architecture("bamboo", "BambooForCausalLM", named(**_POWERINFER), _bamboo, _PAIRED),
     "falcon": replace(
         _falcon_of(_falcon),
