@@ -249,7 +249,7 @@ def test_on_a_quantized_model(run: Run, tmp_path: Path) -> None:
     "command", ["generate", "chat", "perplexity", "plan", "doctor", "bench decode"]
 )
 def test_commands_take_the_dtype(command: str, run: Run, tmp_path: Path) -> None:
-    assert "--dtype [q8|q4]" in run(*command.split(), "--help")[1]
+    assert "--dtype [f16|bf16|q8|q4]" in run(*command.split(), "--help")[1]
     path = make_tiny("llama-relu", tmp_path)
     own = {"generate": ["--prompt-ids", "1"], "doctor": ["--no-measure"]}.get(command, [])
     if command not in ("chat", "perplexity"):  # which ask for a tokenizer first
