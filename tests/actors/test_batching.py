@@ -193,7 +193,7 @@ def test_an_answer_ends_with_the_context(tiny: Tiny) -> None:
     """What it gave up to there is what a larger context gives, alone and in company."""
     with batching(tiny("llama-gqa"), context=96) as (_, driver):
         requests = [greedy(list(range(3, 3 + length)), 200) for length in (1, 40, 95)]
-        asked = [Asking(lambda request=request: complete(driver, request)) for request in requests]
+        asked = [ask(driver, request) for request in requests]
         found = [one.end() for one in asked]
         assert all_pages_are_free(driver)
     assert [len(one.ids) for one in found] == [95, 56, 1]
