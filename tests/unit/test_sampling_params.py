@@ -12,7 +12,7 @@ from model.config.build import build_config
 from model.errors import ConfigError, UsageError
 from model.files.locate import DEMO_DIRECTORY, locate_model
 from model.sampling import SamplingParams, eos_ids
-from tests.unit.test_config import LLAMA
+from tests.unit.family_configs import LLAMA
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:
