@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.launch import NULL, CupyLauncher, Launcher
-from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
 from cuda_kernels.protocol import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
 from cuda_kernels.sizes import (
     RUN_PARTS,
@@ -44,7 +44,7 @@ class CudaKernels:
     """`DeviceKernels` on the current device.
 
     Vectors that meet quantized rows are quantized first, as on the CPU, into room that the first
-    call of their width takes and that stays: 36 bytes a number. One stream may use an instance at
+    call of their width takes and that stays: 40 bytes a number. One stream may use an instance at
     a time.
     Errors:  ValueError for steps of too many tokens and shapes that kernels do not take
     """
@@ -287,21 +287,25 @@ class CudaKernels:
         base = self._at(scratch)
         return [base + np.uint64(4 * offset) for offset in layout.offsets]
 
-    def _vectors(self, weights: DeviceMatrix, x: Any) -> tuple[np.uint64, np.uint64, np.uint64]:
-        """What products with `weights` take of x: itself, or its values and scales, made now."""
-        if weights.format not in ("q8", "q4"):
-            return self._at(x), NULL, NULL
+    def _vectors(
+        self, weights: DeviceMatrix, x: Any
+    ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+        """What products with `weights` take of x: itself, or values, scales and sums, made now."""
+        if weights.format in ITEM_BYTES:
+            return self._at(x), NULL, NULL, NULL
         num_tokens, width = x.shape
         room = self._quantized.get(width)
         if room is None:
-            room = self._launcher.empty_bytes(MOST_TOKENS * (width + width // _GROUP * 4))
+            room = self._launcher.empty_bytes(MOST_TOKENS * (width + width // _GROUP * 8))
             self._quantized[width] = room
-        at, scales = self._at(room), np.uint64(MOST_TOKENS * width)
+        scales = np.uint64(MOST_TOKENS * width)
+        sums = scales + np.uint64(MOST_TOKENS * (width // _GROUP) * 4)
+        at = self._at(room)
         grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
-        arguments = self._at(x), np.int32(width), at, at + scales
+        arguments = self._at(x), np.int32(width), at, at + scales, at + sums
         self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
         at = self._at(room)
-        return self._at(x), at, at + scales
+        return self._at(x), at, at + scales, at + sums
 
 
 def _entry(file: str, macro: str, weight_format: str, is_vector: bool, *numbers: int) -> Entry:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 # Their places are the numbers by which kernels know them.
-FORMATS = ("f32", "f16", "bf16", "q8", "q4")
+FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-# Row bytes of a group of 32 weights: its values and a float16 scale.
-QUANT_GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18}
+# Row bytes of a group of 32 weights: its values, a float16 scale and maybe a minimum.
+QUANT_GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18, "q4_1": 20}
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class DeviceMatrix:
     """Rows of weights, C-contiguous on a device, with the bytes that they have on the host.
 
     data (N, items) is float32 for f32, uint16 (float16 bits) for f16, int16 (bfloat16 bits) for
-    bf16; for q8 and q4 uint8, the raw bytes of quantized rows. width counts weights.
+    bf16; for quantized formats uint8, the raw bytes of quantized rows. width counts weights.
     """
 
     data: Any

@@ -19,7 +19,7 @@ RUN_PARTS = 4
 _ALIGNED_WIDTH = (
     8 * QUANT_GROUP
 )  # so that quantized rows and their scales start at multiples of 16 bytes
-_ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16}
+_ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16, "q4_1": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
 _WANTED_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy

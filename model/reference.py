@@ -30,7 +30,7 @@ def reference_logits(
     """Return the logits after each token of `ids`.
 
     Shapes:  ids (T,), result (T, V)
-    Dtypes:  computed and returned in float64 from the checkpoint's weights; `dtype` "q8" or "q4"
+    Dtypes:  computed and returned in float64 from the checkpoint's weights; `dtype` such as "q8"
              quantizes them first
     Errors:  ConfigError, CheckpointError, UsageError for a dtype that cannot be had
     """

@@ -34,8 +34,8 @@ def weight_rows(name: str, array: np.ndarray, columns: int | None = None) -> np.
     require(array.ndim == 2, f"{name} must have 2 dimensions, not {array.ndim}")
     require(
         array.dtype in (*FLOATS, *QUANTIZED),
-        f"{name} must be float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, "
-        f"not {array.dtype}",
+        f"{name} must be float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8, Q4 or "
+        f"Q4_1, not {array.dtype}",
     )
     width = row_width(array.dtype, array.shape[1])
     if columns is not None:

@@ -1,16 +1,20 @@
 """Formats of weights, told apart by the dtype of the arrays that hold them.
 
-float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8` and
-`Q4` hold bytes of quantized rows: a row's weights stand in groups of 32 that share one scale.
+float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`
+and `Q4_1` hold bytes of quantized rows: a row's weights stand in groups of 32 that share one scale.
 
-    weight = scale * value     Q8: value int8 in -127..127, Q4: value = nibble - 8, nibble 0..15
+    Q8:   weight = scale * value           value int8 in -127..127
+    Q4:   weight = scale * (nibble - 8)    nibble 0..15
+    Q4_1: weight = scale * nibble + minimum
 
-A row is its values, then its scales (float16, one a group, little-endian). Values stand in chunks
+These are the numbers that ggml's Q8_0, Q4_0 and Q4_1 hold. A row is its values, then its scales
+(float16, one a group, little-endian), then in Q4_1 its minima (the same). Values stand in chunks
 of 16 groups (the last may have fewer, g), step by step: step j of a chunk holds four bytes of group
 0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one group in each lane.
 
-    Q8: 8 steps; byte b of step j is value 4 j + b of its group
-    Q4: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high nibble
+    8 bits: 8 steps; byte b of step j is value 4 j + b of its group
+    4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
+            nibble
 
 So a chunk's integer products add up lane by lane, and its scales are one vector too.
 
@@ -29,8 +33,33 @@ SCALE_BYTES = 2
 
 Q8 = np.dtype([("q8", np.uint8)])
 Q4 = np.dtype([("q4", np.uint8)])
-QUANTIZED = (Q8, Q4)
+Q4_1 = np.dtype([("q4_1", np.uint8)])
 FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
+
+
+class RowFormat(NamedTuple):
+    """How a quantized row stores a group: values of so many bits, a scale, maybe a minimum."""
+
+    bits: int
+    has_min: bool = False
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of a group's scale and minimum."""
+        return SCALE_BYTES * (1 + self.has_min)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group."""
+        return QUANT_GROUP * self.bits // 8 + self.factor_bytes
+
+
+ROW_FORMATS: dict[np.dtype, RowFormat] = {
+    Q8: RowFormat(8),
+    Q4: RowFormat(4),
+    Q4_1: RowFormat(4, has_min=True),
+}
+QUANTIZED = tuple(ROW_FORMATS)
 
 
 class BlockFormat(NamedTuple):
@@ -88,12 +117,16 @@ def row_items(dtype: np.dtype, width: int) -> int:
         if width % block.weights:
             raise ValueError(f"rows of {width} weights have no whole blocks of {block.weights}")
         return width // block.weights * block.num_bytes
-    if dtype not in QUANTIZED:
+    if dtype not in ROW_FORMATS:
         raise ValueError(f"no weights have dtype {dtype}")
     if width % QUANT_GROUP:
         raise ValueError(f"rows of {width} weights have no whole groups of {QUANT_GROUP}")
-    value_bytes = width if dtype == Q8 else width // 2
-    return value_bytes + width // QUANT_GROUP * SCALE_BYTES
+    return width // QUANT_GROUP * ROW_FORMATS[dtype].group_bytes
+
+
+def whole_chunks(width: int) -> int:
+    """The width of rows filled up to whole chunks: what sums in lane order take."""
+    return -(-width // CHUNK) * CHUNK
 
 
 def row_width(dtype: np.dtype, num_items: int) -> int:

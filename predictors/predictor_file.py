@@ -57,7 +57,7 @@ class Predictors:
 def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
     """Where a model's predictors of a kind lie unless told otherwise.
 
-    Those made for quantized weights, `weight_dtype` "q8" or "q4", lie beside the others.
+    Those made for quantized weights, `weight_dtype` such as "q8", lie beside the others.
     """
     name = "-".join(filter(None, ("predictors", kind, weight_dtype)))
     return artifact_path(model_path, f"{name}.safetensors")

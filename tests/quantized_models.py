@@ -29,7 +29,12 @@ MODELS: dict[str, Variant] = {
         tiny_models._falcon, **_FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
 }
-FORMATS = {"q8": gguf.GGMLQuantizationType.Q8_0, "q4": gguf.GGMLQuantizationType.Q4_0}
+FORMATS = {
+    "q8": gguf.GGMLQuantizationType.Q8_0,
+    "q4": gguf.GGMLQuantizationType.Q4_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+}
+GROUP_BYTES = {"q8": 34, "q4": 18, "q4_1": 20}
 
 
 def make_model(name: str, path: Path, dtype: str = "float16", shards: int = 1) -> Path:
@@ -47,7 +52,7 @@ def laid_out(weights: np.ndarray, name: str) -> np.ndarray:
 
 
 def _row(blocks: np.ndarray, name: str) -> np.ndarray:
-    """One row (groups, 2 + bytes); ggml's Q4_0 holds value k beside value k + 16."""
+    """One row (groups, bytes); ggml's Q4_0 and Q4_1 hold value k beside value k + 16."""
     out: list[int] = []
     for first in range(0, len(blocks), 16):
         chunk = [_codes(block, name) for block in blocks[first : first + 16]]
@@ -59,13 +64,18 @@ def _row(blocks: np.ndarray, name: str) -> np.ndarray:
                         out.append(codes[4 * j + b])
                     else:
                         out.append(codes[8 * j + b] | codes[8 * j + 4 + b] << 4)
-    for block in blocks:
-        out.extend(int(byte) for byte in block[:2])
+    for first in range(0, _factor_bytes(name), 2):
+        for block in blocks:
+            out.extend(int(byte) for byte in block[first : first + 2])
     return np.array(out, np.uint8)
 
 
+def _factor_bytes(name: str) -> int:
+    return 4 if name == "q4_1" else 2
+
+
 def _codes(block: np.ndarray, name: str) -> list[int]:
-    values = [int(byte) for byte in block[2:]]
+    values = [int(byte) for byte in block[_factor_bytes(name) :]]
     if name == "q8":
         return values
     return [byte & 15 for byte in values] + [byte >> 4 for byte in values]

@@ -54,26 +54,35 @@ struct Piece {
         }
     }
 
-    DEVICE void read_scales(const u8* row, float (&out)[WORDS]) const {
+    DEVICE void read_factors(const u8* row, float (&scales)[WORDS], float (&minima)[WORDS]) const {
         if constexpr (is_quantized(FORMAT)) {
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) out[i] = group_scale<FORMAT>(row, width, group + i);
+            for (int i = 0; i < WORDS; ++i) {
+                scales[i] = group_scale<FORMAT>(row, width, group + i);
+                minima[i] = group_min<FORMAT>(row, width, group + i);
+            }
         }
     }
 
     // sums[t] += h[t] * weights
     template <int TOKENS>
     DEVICE static void add(
-        const uint4& piece, const float (&scales)[WORDS], const float* h,
-        float (&sums)[TOKENS][ITEMS]) {
+        const uint4& piece, const float (&scales)[WORDS], const float (&minima)[WORDS],
+        const float* h, float (&sums)[TOKENS][ITEMS]) {
         if constexpr (is_quantized(FORMAT)) {
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 float values[WORD_ITEMS];
                 word_values<FORMAT>(word_of(piece, word), values);
+                if constexpr (has_min(FORMAT)) {
+#pragma unroll
+                    for (int i = 0; i < WORD_ITEMS; ++i) {
+                        values[i] = fmaf(scales[word], values[i], minima[word]);
+                    }
+                }
 #pragma unroll
                 for (int t = 0; t < TOKENS; ++t) {
-                    float factor = h[t] * scales[word];
+                    float factor = has_min(FORMAT) ? h[t] : h[t] * scales[word];
 #pragma unroll
                     for (int i = 0; i < WORD_ITEMS; ++i) {
                         float& sum = sums[t][word * WORD_ITEMS + i];
@@ -148,13 +157,13 @@ DEVICE void add_part(
     constexpr int AHEAD = TOKENS <= 2 ? 8 : 4;
     for (int begin = 0; begin < count; begin += AHEAD) {
         uint4 pieces[AHEAD];
-        float scales[AHEAD][Own::WORDS];
+        float scales[AHEAD][Own::WORDS], minima[AHEAD][Own::WORDS];
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u) {
             if (begin + u >= count) continue;
             const u8* row = from.down + fired.ids[begin + u] * from.row_bytes;
             pieces[u] = piece.read(row);
-            piece.read_scales(row, scales[u]);
+            piece.read_factors(row, scales[u], minima[u]);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u) {
@@ -164,7 +173,7 @@ DEVICE void add_part(
             for (int t = 0; t < TOKENS; ++t) {
                 h[t] = fired.h[(begin + u) * step_tokens + first_token + t];
             }
-            Own::template add<TOKENS>(pieces[u], scales[u], h, sums);
+            Own::template add<TOKENS>(pieces[u], scales[u], minima[u], h, sums);
         }
     }
 }

@@ -13,6 +13,7 @@ SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
 SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
+DEVICE constexpr bool has_min(int format) { return format == Q4_1; }
 DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
 DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
 
@@ -123,19 +124,33 @@ DEVICE uint4 quarter_piece(const u8* from, int valid) {
     }
 }
 
-// The scale of a group of a row.
+// Where a row's scales are, and its minima behind them.
 template <int FORMAT>
-DEVICE float group_scale(const u8* row, int width, int group) {
-    const u8* scales = row + value_bytes<FORMAT>(width);
-    return half_to_float(load(reinterpret_cast<const u16*>(scales) + group));
+DEVICE const u16* scales_of(const u8* row, int width) {
+    return reinterpret_cast<const u16*>(row + value_bytes<FORMAT>(width));
+}
+template <int FORMAT>
+DEVICE const u16* minima_of(const u8* row, int width) {
+    return scales_of<FORMAT>(row, width) + width / GROUP;
 }
 
-// The scales of `valid` groups from `group` on, a multiple of four; zeros for the others.
-template <int FORMAT, bool VECTOR>
-DEVICE void quarter_scales(const u8* row, int width, int group, int valid, float (&out)[QUARTER]) {
+// The scale of a group of a row, and its minimum: 0 where the format has none.
+template <int FORMAT>
+DEVICE float group_scale(const u8* row, int width, int group) {
+    return half_to_float(load(scales_of<FORMAT>(row, width) + group));
+}
+template <int FORMAT>
+DEVICE float group_min(const u8* row, int width, int group) {
+    if constexpr (!has_min(FORMAT)) return 0.0f;
+    return half_to_float(load(minima_of<FORMAT>(row, width) + group));
+}
+
+// The scales, or minima, of `valid` groups from `group` on, a multiple of four; zeros for the
+// others.
+template <bool VECTOR>
+DEVICE void quarter_factors(const u16* factors, int group, int valid, float (&out)[QUARTER]) {
     if constexpr (VECTOR) {
-        const u8* from = row + value_bytes<FORMAT>(width) + 2 * group;
-        uint2 four = load(reinterpret_cast<const uint2*>(from));
+        uint2 four = load(reinterpret_cast<const uint2*>(factors + group));
         out[0] = half_to_float(static_cast<u16>(four.x & 0xffff));
         out[1] = half_to_float(static_cast<u16>(four.x >> 16));
         out[2] = half_to_float(static_cast<u16>(four.y & 0xffff));
@@ -143,12 +158,13 @@ DEVICE void quarter_scales(const u8* row, int width, int group, int valid, float
     } else {
 #pragma unroll
         for (int q = 0; q < QUARTER; ++q) {
-            out[q] = q < valid ? group_scale<FORMAT>(row, width, group + q) : 0.0f;
+            out[q] = q < valid ? half_to_float(load(factors + group + q)) : 0.0f;
         }
     }
 }
 
-// A word's weights without their scale: four of Q8; of Q4 the four low nibbles, then the high ones.
+// A word's weights without scale and minimum: four of Q8; else the four low nibbles, then the high
+// ones.
 template <int FORMAT>
 DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
 #pragma unroll
@@ -156,8 +172,9 @@ DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
         if constexpr (FORMAT == Q8) {
             out[b] = unsigned_byte(word ^ 0x80808080u, b) - 128.0f;
         } else {
-            out[b] = unsigned_byte(word & 0x0f0f0f0fu, b) - 8.0f;
-            out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - 8.0f;
+            constexpr float OFFSET = has_min(FORMAT) ? 0.0f : 8.0f;
+            out[b] = unsigned_byte(word & 0x0f0f0f0fu, b) - OFFSET;
+            out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - OFFSET;
         }
     }
 }

@@ -91,9 +91,9 @@ DEVICE void gates(
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
         const u8* gate, const u8* up, const float* gate_bias, const float* up_bias,                \
         const u32* token_masks, i64 row_bytes, int num_neurons, int width, const float* x,              \
-        const u8* values, const float* scales, int num_tokens, int code, float threshold,          \
-        int keep_all, int tiles, float* h, int* is_fired) {                                        \
+        const u8* values, const float* scales, const float* sums, int num_tokens, int code,        \
+        float threshold, int keep_all, int tiles, float* h, int* is_fired) {                       \
         GateRows from{gate, up, gate_bias, up_bias, token_masks, row_bytes, num_neurons};               \
-        Input in{x, values, scales, num_tokens, width};                                            \
+        Input in{x, values, scales, sums, num_tokens, width};                                      \
         gates<FORMAT, VECTOR, TOKENS>(from, in, code, threshold, keep_all, tiles, h, is_fired);    \
     }

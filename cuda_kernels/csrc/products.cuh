@@ -6,11 +6,12 @@
 #include "formats.cuh"
 
 // The vectors of a step: x (T, width); for quantized rows instead values (T, width) int8 in the
-// order of rows and scales (T, width / 32), as quantize.cu makes them.
+// order of rows, scales (T, width / 32) and the sums of groups, as quantize.cu makes them.
 struct Input {
     const float* x;
     const u8* values;
     const float* scales;
+    const float* sums;
     int num_tokens;
     int width;
 
@@ -75,11 +76,19 @@ DEVICE void add_float_products(
     }
 }
 
-// Signed bytes of 16 times the low nibbles less 8, and of the high ones.
+// Signed bytes of the low nibbles, and of the high ones: of Q4 16 times the nibbles less 8, of Q4_1
+// the nibbles. `unit_scale` is what makes values of them.
+template <int FORMAT>
 DEVICE int low_nibbles(u32 word) {
+    if constexpr (has_min(FORMAT)) return static_cast<int>(word & 0x0f0f0f0fu);
     return static_cast<int>((word ^ 0x88888888u) << 4 & 0xf0f0f0f0u);
 }
-DEVICE int high_nibbles(u32 word) { return static_cast<int>((word ^ 0x88888888u) & 0xf0f0f0f0u); }
+template <int FORMAT>
+DEVICE int high_nibbles(u32 word) {
+    if constexpr (has_min(FORMAT)) return static_cast<int>(word >> 4 & 0x0f0f0f0fu);
+    return static_cast<int>((word ^ 0x88888888u) & 0xf0f0f0f0u);
+}
+DEVICE constexpr float unit_scale(int format) { return format == Q4 ? 0.0625f : 1.0f; }
 
 // The vectors' words that belong to four steps of a quarter's weights.
 template <int FORMAT, bool VECTOR>
@@ -106,19 +115,19 @@ DEVICE void add_words(
             } else {
                 int x0 = static_cast<int>(word_of(values[2 * s], q));
                 int x1 = static_cast<int>(word_of(values[2 * s + 1], q));
-                sums[q] = __dp4a(low_nibbles(word), x0, sums[q]);
-                sums[q] = __dp4a(high_nibbles(word), x1, sums[q]);
+                sums[q] = __dp4a(low_nibbles<FORMAT>(word), x0, sums[q]);
+                sums[q] = __dp4a(high_nibbles<FORMAT>(word), x1, sums[q]);
             }
         }
     }
 }
 
-// A lane's unit is four groups of a chunk: of Q4 all four steps, of Q8 the first or last four.
+// A lane's unit is four groups of a chunk: of 4 bits all four steps, of Q8 the first or last four.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE void add_quantized_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
     constexpr int UNITS = FORMAT == Q8 ? 8 : 4;  // of a chunk
-    constexpr float UNIT_SCALE = FORMAT == Q8 ? 1.0f : 0.0625f;
+    constexpr float UNIT_SCALE = unit_scale(FORMAT);
     int groups = in.width / GROUP;
     int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * UNITS;
     for (int unit = lane; unit < num_units; unit += WARP) {
@@ -130,7 +139,7 @@ DEVICE void add_quantized_products(
         int group = chunk * CHUNK_GROUPS + quarter * QUARTER;
         i64 offset = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + place;
         uint4 weights[ROWS][4];
-        float scales[ROWS][QUARTER];
+        float scales[ROWS][QUARTER], minima[ROWS][QUARTER];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -142,9 +151,13 @@ DEVICE void add_quantized_products(
                 }
             }
 #pragma unroll
-            for (int q = 0; q < QUARTER; ++q) scales[r][q] = 0.0f;
+            for (int q = 0; q < QUARTER; ++q) scales[r][q] = minima[r][q] = 0.0f;
             if (rows.is_active(r)) {
-                quarter_scales<FORMAT, VECTOR>(rows.row(r), in.width, group, valid, scales[r]);
+                const u16* factors = scales_of<FORMAT>(rows.row(r), in.width);
+                quarter_factors<VECTOR>(factors, group, valid, scales[r]);
+                if constexpr (has_min(FORMAT)) {
+                    quarter_factors<VECTOR>(factors + groups, group, valid, minima[r]);
+                }
             }
         }
 #pragma unroll
@@ -156,6 +169,10 @@ DEVICE void add_quantized_products(
             load_values<FORMAT, VECTOR>(from, step_bytes, valid, values);
             const float* own_scales = in.scales + token * groups + group;
             load_floats<QUARTER, VECTOR>(own_scales, 0, valid, own);
+            float own_sums[QUARTER] = {};
+            if constexpr (has_min(FORMAT)) {
+                load_floats<QUARTER, VECTOR>(in.sums + token * groups + group, 0, valid, own_sums);
+            }
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 int products[QUARTER] = {};
@@ -164,6 +181,9 @@ DEVICE void add_quantized_products(
                 for (int q = 0; q < QUARTER; ++q) {
                     float scale = scales[r][q] * UNIT_SCALE * own[q];
                     sums[r][t] = fmaf(static_cast<float>(products[q]), scale, sums[r][t]);
+                    if constexpr (has_min(FORMAT)) {
+                        sums[r][t] = fmaf(minima[r][q], own_sums[q], sums[r][t]);
+                    }
                 }
             }
         }

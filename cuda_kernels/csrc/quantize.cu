@@ -3,12 +3,14 @@
 //
 //     scale = max |x| / 127, value = x / scale rounded to the nearest, ties to even
 //
-// A NaN makes its group's scale NaN.
+// A NaN makes its group's scale NaN. Beside them the sum of each group's scale * value, by which
+// rows with minima multiply.
 #include "formats.cuh"
 
 DEVICE float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 
-DEVICE void quantize_group(const float* x, int width, int group, u8* values, float* scales) {
+DEVICE void quantize_group(
+    const float* x, int width, int group, u8* values, float* scales, float* sums) {
     int lane = threadIdx.x % WARP, groups = width / GROUP;
     float value = load(x + group * GROUP + lane), largest = fabsf(value);
 #pragma unroll
@@ -20,15 +22,19 @@ DEVICE void quantize_group(const float* x, int width, int group, u8* values, flo
     int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
     int place = chunk * CHUNK + lane / 4 * 4 * size + 4 * (group % CHUNK_GROUPS) + lane % 4;
     store(values + place, static_cast<u8>(code & 0xff));
-    if (lane == 0) store(scales + group, largest / 127.0f);
+    float sum = warp_sum(static_cast<float>(code));
+    if (lane != 0) return;
+    store(scales + group, largest / 127.0f);
+    store(sums + group, sum * (largest / 127.0f));
 }
 
 #define QUANTIZE_VECTORS()                                                                         \
     ENTRY(THREADS)                                                                                 \
-    quantize_vectors(const float* x, int width, u8* values, float* scales) {                       \
+    quantize_vectors(const float* x, int width, u8* values, float* scales, float* sums) {          \
         i64 token = blockIdx.y;                                                                    \
         int groups = width / GROUP, group = blockIdx.x * WARPS + threadIdx.x / WARP;               \
         if (group >= groups) return;                                                               \
         quantize_group(                                                                            \
-            x + token * width, width, group, values + token * width, scales + token * groups);     \
+            x + token * width, width, group, values + token * width, scales + token * groups,      \
+            sums + token * groups);                                                                \
     }

@@ -21,9 +21,9 @@ DEVICE void rows_times_vectors(
     ENTRY(THREADS)                                                                                 \
     rows_times_vectors_##FORMAT##_##VECTOR##_##TOKENS(                                             \
         const u8* weights, i64 row_bytes, i64 num_rows, int width, const float* bias,              \
-        const float* x, const u8* values, const float* scales, int num_tokens, int tiles,          \
-        const float* residual, float* out) {                                                       \
-        Input in{x, values, scales, num_tokens, width};                                            \
+        const float* x, const u8* values, const float* scales, const float* sums, int num_tokens,  \
+        int tiles, const float* residual, float* out) {                                            \
+        Input in{x, values, scales, sums, num_tokens, width};                                      \
         rows_times_vectors<FORMAT, VECTOR, TOKENS>(                                                \
             weights, row_bytes, num_rows, bias, in, tiles, residual, out);                         \
     }

@@ -12,7 +12,9 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     if constexpr (FORMAT == Q8) {
         return scale * static_cast<float>(static_cast<signed char>(byte));
     } else {
-        return scale * (static_cast<float>(item % 8 < 4 ? byte & 15 : byte >> 4) - 8.0f);
+        float value = static_cast<float>(item % 8 < 4 ? byte & 15 : byte >> 4);
+        if constexpr (has_min(FORMAT)) return scale * value + group_min<FORMAT>(row, width, group);
+        return scale * (value - 8.0f);
     }
 }
 
@@ -36,7 +38,10 @@ DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8])
             word_values<FORMAT>(load(reinterpret_cast<const u32*>(from)), out);
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) out[i] *= scale;
+        for (int i = 0; i < 8; ++i) {
+            out[i] *= scale;
+            if constexpr (has_min(FORMAT)) out[i] += group_min<FORMAT>(row, width, group);
+        }
     } else if constexpr (is_quantized(FORMAT)) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) out[i] = quantized_weight<FORMAT>(row, width, column + i);

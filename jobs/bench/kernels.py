@@ -16,7 +16,7 @@ from jobs.support.console import json_option, print_json, stderr_console
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import Q4, Q8, row_items
+from numba_kernels.formats import Q4, Q4_1, Q8, row_items
 from numba_kernels.measure.parts import dense_part, sparse_part
 from numba_kernels.measure.plain_reads import read_listed, read_row
 from numba_kernels.serve.doorbell import INTS_A_CELL
@@ -29,6 +29,7 @@ _DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.uint16),
     "bf16": np.dtype(np.int16),
     "q8": Q8,
+    "q4_1": Q4_1,
     "q4": Q4,
 }
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01

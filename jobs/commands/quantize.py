@@ -19,7 +19,7 @@ from jobs.support.weight_dtype import QUANTIZED
     "--dtype",
     type=click.Choice(QUANTIZED),
     required=True,
-    help="8 or 4 bits a weight, and a float16 scale for each 32.",
+    help="8 or 4 bits a weight, and a float16 scale for each 32; q4_1: and a minimum.",
 )
 @json_option
 def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
@@ -29,13 +29,15 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
     it as a model. Norms, biases and token embeddings stay as they are; profile and predictors are
     not copied, as they belong to the original.
     """
+    from model.config.weight_formats import QUANTIZED_NAMES
     from model.files.locate import locate_model
     from model.weights.quantized_checkpoint import write_quantized
 
     path = locate_model(model)
+    wanted = next(name for name in QUANTIZED_NAMES if name == dtype)
     started = time.monotonic()
     with progress_bar(str(out)) as on_bytes:
-        report = write_quantized(path, out, "q8" if dtype == "q8" else "q4", on_bytes)
+        report = write_quantized(path, out, wanted, on_bytes)
     seconds = time.monotonic() - started
     click.echo(
         f"{out}: {dtype}, {report.num_bytes / 1e9:.2f} GB instead of "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.support.console import json_option, print_json, transient_progress
+from jobs.support.weight_dtype import QUANTIZED
 
 if TYPE_CHECKING:
     from model.config.model_config import ModelConfig
@@ -41,7 +42,7 @@ KINDS = ("lowrank", "sign", "best")
 @click.option(
     "--dtype",
     "weight_dtype",
-    type=click.Choice(("q8", "q4")),
+    type=click.Choice(QUANTIZED),
     help="For use with this --dtype: where gates are smaller, so is the predictor that pays.",
 )
 @click.option(

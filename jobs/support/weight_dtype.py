@@ -2,12 +2,12 @@
 
 import click
 
-QUANTIZED = ("q8", "q4")
+QUANTIZED = ("q8", "q4_1", "q4")
 DTYPES = ("f16", "bf16", *QUANTIZED)
 dtype_option = click.option(
     "--dtype",
     "weight_dtype",
     type=click.Choice(DTYPES),
-    help="Cast the weights to 16 bits while they load, or quantize them to 8 or 4; as stored "
-    "without it.",
+    help="Cast the weights to 16 bits while they load, or quantize them to 8 or 4 (q4_1: with a "
+    "minimum beside each scale); as stored without it.",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from model.config.json_reader import ConfigReader
 from model.config.model_config import WeightDtype
@@ -10,18 +10,34 @@ from model.errors import shown
 
 KEY = "quantization_config"
 METHOD = "hotcold"
-VERSION = 1
 GROUP_SIZE = 32
-_BITS: dict[WeightDtype, int] = {"q8": 8, "q4": 4}
+_MINIMUM = "minimum"  # whether groups have one; absent where they do not
+
+
+class _Form(NamedTuple):
+    """What tells a format from others; programs that know older versions refuse a newer one."""
+
+    bits: int
+    version: int
+    has_min: bool
+
+
+_FORMS: dict[WeightDtype, _Form] = {
+    "q8": _Form(8, 1, False),
+    "q4": _Form(4, 1, False),
+    "q4_1": _Form(4, 2, True),
+}
 
 
 def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
-    """Return the value of the key for matrices in `dtype`, q8 or q4."""
+    """Return the value of the key for matrices in `dtype`, a quantized one."""
+    form = _FORMS[dtype]
     return {
         "quant_method": METHOD,
-        "bits": _BITS[dtype],
+        "bits": form.bits,
         "group_size": GROUP_SIZE,
-        "version": VERSION,
+        "version": form.version,
+        **({_MINIMUM: True} if form.has_min else {}),
     }
 
 
@@ -40,9 +56,9 @@ def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
         raise reader.fail(
             KEY,
             f"names the method {shown(method, 60)}, which is not supported; use the model that is "
-            "not quantized, with --dtype q8 or q4",
+            "not quantized, with --dtype q8, q4_1 or q4",
         )
-    for name, known in (("version", (VERSION,)), ("group_size", (GROUP_SIZE,)), ("bits", (8, 4))):
+    for name, known in (("version", (1, 2)), ("group_size", (GROUP_SIZE,)), ("bits", (8, 4))):
         value = values.get(name)
         if type(value) is not int or value not in known:
             raise reader.fail(
@@ -50,4 +66,12 @@ def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
                 f"is {shown(value, 60)}, this program reads {' and '.join(map(str, known))}; make "
                 "the model again with `hotcold quantize`",
             )
-    return next(dtype for dtype, bits in _BITS.items() if bits == values["bits"])
+    found = _Form(values["bits"], values["version"], values.get(_MINIMUM) is True)
+    for dtype, form in _FORMS.items():
+        if form == found:
+            return dtype
+    raise reader.fail(
+        KEY,
+        f"describes no format of this program ({found.bits} bits, version {found.version}); make "
+        "the model again with `hotcold quantize`",
+    )

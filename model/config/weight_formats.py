@@ -8,15 +8,16 @@ import numpy as np
 
 from model.config.model_config import MatrixKind, ModelConfig, WeightDtype
 from model.errors import UsageError, shown
-from numba_kernels.formats import Q4, Q8, QUANT_GROUP, is_quantized, row_items
+from numba_kernels.formats import Q4, Q4_1, Q8, QUANT_GROUP, is_quantized, row_items
 
-QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4")
+QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4_1", "q4")  # the most precise first
 CAST_NAMES: dict[str, WeightDtype] = {"f16": "float16", "bf16": "bfloat16"}  # by --dtype's names
 _DTYPES: dict[WeightDtype, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.int16),
     "q8": Q8,
+    "q4_1": Q4_1,
     "q4": Q4,
 }
 
@@ -34,7 +35,7 @@ def dtype_name(dtype: np.dtype) -> WeightDtype:
 def requested_dtype(name: str) -> np.dtype | None:
     """Return the dtype that matrices become by --dtype `name`; None for "", which means as stored.
 
-    Errors:  UsageError for another name than f16, bf16, q8 and q4
+    Errors:  UsageError for another name than f16, bf16 and those of QUANTIZED_NAMES
     """
     if not name:
         return None

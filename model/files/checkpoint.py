@@ -2,8 +2,8 @@
 
 Bits of weights have one dtype throughout the project: float32 is itself, float16 is uint16,
 bfloat16 is int16, so that Numba kernels tell them apart by type. In a checkpoint that config.json
-calls quantized, matrices are U8 tensors [rows, row bytes], and `formats.Q8` or `Q4` here. In a GGUF
-file most are rows of ggml's blocks, which loading turns into one of these.
+calls quantized, matrices are U8 tensors [rows, row bytes], and of `formats.ROW_FORMATS` here. In a
+GGUF file most are rows of ggml's blocks, which loading turns into one of these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint:
 
     @functools.cached_property
     def quantized_dtype(self) -> np.dtype | None:
-        """The dtype of quantized matrices, Q8 or Q4; None where config.json declares none.
+        """The dtype of quantized matrices; None where config.json declares none.
 
         Errors:  CheckpointError for a method or version that is not supported
         """
@@ -71,7 +71,7 @@ class Checkpoint:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of the tensor's bits: a float's, Q8 or Q4 of U8, or that of blocks."""
+        """Return the dtype of the tensor's bits: a float's, quantized rows' (U8), or blocks'."""
         found = self._known_dtype(name)
         if found is None:
             raise CheckpointError(

@@ -22,11 +22,13 @@ from model.errors import CheckpointError, shown
 from model.files.safetensors_file import TensorEntry
 from model.gguf.file import open_gguf
 from model.gguf.tensor_types import TensorType
-from numba_kernels.formats import Q8, is_blocks, is_quantized
+from numba_kernels.formats import Q4, Q4_1, Q8, ROW_FORMATS, is_blocks, is_quantized
 
 # Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
 _DOWN_T = "ffn_down_t"
+# What each format of rows holds without being quantized again, and in no more bits.
+_AS_STORED = {Q8: ("Q8_0",), Q4: ("Q4_0",), Q4_1: ("Q4_1", "Q4_K")}
 # Of which the configuration was made.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -97,9 +99,8 @@ class GgufWeights:
             into = self._loaded.get(place.role)
             if into is None or kind.dtype is None or not is_blocks(kind.dtype):
                 continue
-            bits = 8 if into == Q8 else 4
-            if is_quantized(into) and kind.name != f"Q{bits}_0":
-                key = (kind.name, f"{bits} bits")
+            if is_quantized(into) and kind.name not in _AS_STORED[into]:
+                key = (kind.name, f"{ROW_FORMATS[into].bits} bits")
                 changes[key] = changes.get(key, 0) + 1
         if not changes:
             return ""

@@ -47,7 +47,7 @@ def load_attention(
     on_bytes: OnBytes | None = None,
     touch: Touch | None = None,
 ) -> AttentionWeights:
-    """Load all layers' attention and norms; `dtype` "q8" or "q4" quantizes the projections.
+    """Load all layers' attention and norms; `dtype`, such as "q8", quantizes the projections.
 
     `touch` takes each new matrix before it is filled.
 

@@ -110,8 +110,8 @@ def load_head(
 ) -> HeadWeights:
     """Load what turns the last hidden state into logits; a tied head is a copy of the token rows.
 
-    `dtype` "q8" or "q4" quantizes the head; the token rows of a quantized checkpoint are not, and a
-    head tied to them is then quantized here. `touch` takes each new matrix before it is filled.
+    `dtype`, such as "q8", quantizes the head; the token rows of a quantized checkpoint are not, and
+    a head tied to them is then quantized here. `touch` takes each new matrix before it is filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite; UsageError for a
              dtype that cannot be had
     """

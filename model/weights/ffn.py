@@ -45,7 +45,7 @@ def load_ffn(
     """Load the neurons `neuron_ids[l]` (int32, in [0, ffn_size)) of every layer l.
 
     Only one of the services that share out a layer adds `down_bias`, so only it asks for it.
-    `dtype` "q8" or "q4" quantizes gate, up and down. `touch` takes each new matrix before it is
+    `dtype`, such as "q8", quantizes gate, up and down. `touch` takes each new matrix before it is
     filled.
     Errors:  CheckpointError for a tensor that is missing, misshapen or not finite;
              UsageError for a dtype that cannot be had;

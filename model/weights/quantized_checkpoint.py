@@ -62,7 +62,7 @@ def write_quantized(
     dtype: WeightDtype,
     on_bytes: Callable[[int, int], None] = lambda written, total: None,
 ) -> QuantizedReport:
-    """Write the model `path` with matrices in `dtype`, q8 or q4, to the new directory `out`.
+    """Write the model `path` with matrices in `dtype`, a quantized one, to the new directory `out`.
 
     `on_bytes` is told how many bytes of how many are written. All is written beside `out` in a
     directory that ends in .part and renamed at the end, so `out` is whole or not there.

@@ -64,7 +64,7 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
 
 
 def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Copy:
-    """Rows `row_ids` of `src` as rows of Q8 or Q4: copied where they are that, else quantized.
+    """Rows `row_ids` of `src` as quantized rows: copied where they are that, else quantized.
 
     Those of ggml's blocks that hold the same numbers keep them to the bit.
 
@@ -83,7 +83,7 @@ def quantized_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray) -> Cop
 
 
 def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> Copy:
-    """Columns `column_ids` of `src` as rows of Q8 or Q4, turned in a buffer of a block's size.
+    """Columns `column_ids` of `src` as quantized rows, turned in a buffer of a block's size.
 
     Shapes:  src (R, C) floats or blocks of C weights, column_ids (N,) int32, dst (N, row_items of R
              weights)

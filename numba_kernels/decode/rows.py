@@ -7,7 +7,7 @@ from numba.extending import overload
 from numba_kernels.checks import float_array, optional_floats, weight_rows
 from numba_kernels.decode.vectors import empty_vectors, prepared
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, is_quantized, row_width
-from numba_kernels.ir.quantized_ir import bits_of
+from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.vector_ir import (
     dot_ahead,
     dot_tokens2,
@@ -56,7 +56,7 @@ def tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
 
 @overload(tile_kernel)
 def _tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    if bits_of(weights.dtype):
+    if format_of(weights.dtype):
         return _quantized_tiles
     return _float_panel
 
@@ -139,15 +139,15 @@ def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyp
     """target[first:last] += what `add_scaled4` summed of `weights` into `source`, in its order.
 
     Float formats keep the weights' order; quantized ones sum in lane order (item i of group g of a
-    chunk of n groups at n * i + g of the chunk), and `first` and `last` are then multiples of 512
-    or the end. For compiled code alone; see the overload below.
+    chunk at 16 * i + g of it, and chunks are whole there), and `first` and `last` are then
+    multiples of 512 or the end. For compiled code alone; see the overload below.
     """
     raise NotImplementedError("add_in_order() is for compiled code")
 
 
 @overload(add_in_order)
 def _add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    if not bits_of(weights.dtype):
+    if not format_of(weights.dtype):
 
         def plain(weights, source, target, first, last):  # type: ignore[no-untyped-def]
             values, sums = source[first:last], target[first:last]
@@ -161,7 +161,7 @@ def _add_in_order(weights, source, target, first, last):  # type: ignore[no-unty
             groups = min(CHUNK_GROUPS, (last - begin) // QUANT_GROUP)
             for g in range(groups):
                 for i in range(QUANT_GROUP):
-                    target[begin + g * QUANT_GROUP + i] += source[begin + i * groups + g]
+                    target[begin + g * QUANT_GROUP + i] += source[begin + i * CHUNK_GROUPS + g]
 
     return from_lanes
 
@@ -179,7 +179,7 @@ def rows_times_vectors(
     out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
     For quantized weights x is quantized too, in groups of 32: x = scale * value, value int8.
     Shapes:  weights (N, d) or (N, row bytes), x (T, d), bias (N,), out (T, N)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits) or of ROW_FORMATS
              (`numba_kernels.formats`); the rest float32
     Units:   reads the weights once for every few tokens
     Errors:  ValueError on any mismatch

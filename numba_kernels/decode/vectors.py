@@ -8,7 +8,7 @@ from numba.core import types
 from numba.extending import overload
 
 from numba_kernels.formats import QUANT_GROUP
-from numba_kernels.ir.quantized_ir import bits_of
+from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
@@ -56,7 +56,7 @@ def prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
 
 @overload(prepared)
 def _prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
-    if not bits_of(weights.dtype):
+    if not format_of(weights.dtype):
         return lambda weights, x, scratch, thread: x
     assert isinstance(scratch, types.NamedTuple)
 

@@ -12,7 +12,8 @@ from typing import Any
 from numba_kernels.formats import CHUNK, QUANT_GROUP, SCALE_BYTES
 from numba_kernels.ir.arguments import Array
 from numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
-from numba_kernels.ir.quantized_ir import Row, ScaledSum, Vector, bits_of, emit_products
+from numba_kernels.ir.quantize_ir import ScaledSum
+from numba_kernels.ir.quantized_ir import Row, Vector, emit_products, format_of
 from numba_kernels.ir.vec import Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
@@ -24,10 +25,10 @@ class Weights:
     def __init__(self, array: Array) -> None:
         self.array = array
         self.dtype = array.kind.dtype
-        self.bits = bits_of(self.dtype)
+        self.format = format_of(self.dtype)  # None of floats
         num_items = array.shape[1]
-        if self.bits:
-            self.groups = num_items // (QUANT_GROUP * self.bits // 8 + SCALE_BYTES)
+        if self.format:
+            self.groups = num_items // self.format.group_bytes
             self.width = self.groups * QUANT_GROUP
         else:
             self.width = num_items
@@ -36,17 +37,19 @@ class Weights:
     def row(self, index: Vec) -> Any:
         """A row's operand."""
         start = self.array.at(index)
-        if not self.bits:
+        if not self.format:
             return start
-        return Row(start, start + self.groups * (QUANT_GROUP * self.bits // 8))
+        scales = start + self.groups * (QUANT_GROUP * self.format.bits // 8)
+        minima = scales + self.groups * SCALE_BYTES
+        return Row(start, scales, minima if self.format.has_min else None)
 
     def products(self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()) -> list[Vec]:
         """Every row times every vector, row by row; rows in `ahead` are prefetched in step.
 
         Each product is added up in one order, so it does not depend on the others.
         """
-        if self.bits:
-            return emit_products(self.bits, rows, vectors, self.groups, ahead)
+        if self.format:
+            return emit_products(self.format, rows, vectors, self.groups, ahead)
         return FloatProducts(self.dtype, rows, vectors).emit(self.width, ahead)
 
     def panel(
@@ -66,8 +69,8 @@ class Weights:
 
         Rows in `ahead` are prefetched in step.
         """
-        if self.bits:
-            ScaledSum(self.bits, rows, factors, out).emit(self.groups, list(ahead))
+        if self.format:
+            ScaledSum(self.format, rows, factors, out).emit(self.groups, list(ahead))
         else:
             add_scaled(self.dtype, rows, factors, out, self.width, ahead)
 
@@ -77,9 +80,9 @@ class Weights:
         A part is PART_COLUMNS columns, the last one maybe less.
         """
         first = part * PART_COLUMNS
-        if self.bits:
+        if self.format:
             whole_out = out + first * -4
-            ScaledSum(self.bits, rows, factors, whole_out).emit_chunk(self.groups, part)
+            ScaledSum(self.format, rows, factors, whole_out).emit_chunk(self.groups, part)
             return
         length = (self.width - first).minimum(PART_COLUMNS)
         starts = [row + first * item_bytes(self.dtype) for row in rows]

@@ -1,13 +1,27 @@
-"""Vector IR between floats and groups: vectors quantized group by group, rows widened again."""
+"""Vector IR between floats and groups: vectors quantized, rows widened again, alone or in sums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from llvmlite import ir
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
 from numba_kernels.ir.float_ir import round_to_bfloat16
-from numba_kernels.ir.quantized_ir import Chunk, Row, Vector, each_chunk, packed_steps
-from numba_kernels.ir.target import LANES
+from numba_kernels.ir.quantized_ir import (
+    BYTE_LANES,
+    CHUNK_BYTES,
+    Chunk,
+    Row,
+    Vector,
+    each_chunk,
+    nibble_offset,
+    one_chunk,
+    packed_steps,
+    prefetch_chunk,
+)
+from numba_kernels.ir.target import LANES, has_feature
 from numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
 
 _FLOATS = ir.VectorType(F32, LANES)
@@ -54,18 +68,18 @@ def _scale(halves: list[Vec]) -> tuple[Vec, Vec]:
     return largest / 127, largest.equals(0).where(largest.like(0), inverse)
 
 
-def emit_widened(bits: int, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) -> None:
+def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) -> None:
     """out = the row's weights in their own order, as float32 or bfloat16 bits."""
-    item_bytes = 2 if to_bfloat16 else 4
+    bits, item_bytes = row_format.bits, 2 if to_bfloat16 else 4
 
     def body(chunk: Chunk) -> None:
-        scales = chunk.row_scales(row)
+        factors = [chunk.factors(start) for start in row.factors]
         target = chunk.at(out, CHUNK * item_bytes)
         for number in range(QUANT_GROUP * bits // 8 // 4):
             for part, packed in enumerate(packed_steps(chunk, bits, row, number)):
                 place = 4 * number if bits == 8 else 8 * number + 4 * part
                 for quarter in range(LANES // _QUARTER):
-                    values = _quarter(bits, packed, scales, quarter)
+                    values = _quarter(bits, packed, factors, quarter)
                     if to_bfloat16:
                         values = round_to_bfloat16(values)
                     _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
@@ -73,11 +87,17 @@ def emit_widened(bits: int, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) 
     each_chunk(groups, body)
 
 
-def _quarter(bits: int, packed: Vec, scales: Vec, quarter: int) -> Vec:
-    """The weights in the bytes of four lanes, as float32."""
+def _quarter(bits: int, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
+    """The weights in the bytes of four lanes, as float32; `factors` are scales, maybe minima.
+
+    A float16 times a nibble is a float32 to the bit, so a sum with a minimum is rounded once.
+    """
+    lanes = [_QUARTER * quarter + i // 4 for i in range(LANES)]
     sixteen = packed.view(I8).take(range(LANES * quarter, LANES * (quarter + 1))).astype(I32)
-    values = sixteen - 8 if bits == 4 else sixteen
-    return values.astype(F32) * scales.take([_QUARTER * quarter + i // 4 for i in range(LANES)])
+    scale, *minimum = (factor.take(lanes) for factor in factors)
+    if minimum:
+        return sixteen.astype(F32) * scale + minimum[0]
+    return (sixteen - 8 if bits == 4 else sixteen).astype(F32) * scale
 
 
 def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_bytes: int) -> None:
@@ -91,3 +111,85 @@ def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_by
             continue
         with values.builder.if_then(chunk.num_lanes.like(lane).below(chunk.num_lanes).value):
             cell.store(four)
+
+
+class ScaledSum:
+    """out += sum of factor * row, row after row; `out` (float32) is in lane order, whole chunks.
+
+    In lane order item i of group g of a chunk stands at 16 * i + g of the chunk, whose groups may
+    be fewer: stores of some lanes alone take long on CPUs without AVX-512.
+    """
+
+    def __init__(
+        self, row_format: RowFormat, rows: list[Row], factors: list[Vec], out: Ptr
+    ) -> None:
+        self.format = row_format
+        self.rows = rows
+        self.out = out
+        unit = 2.0**-24 if row_format.bits == 8 else 1.0  # of what `_byte_weights` gives
+        self.factors = [(factor * unit).spread(LANES) for factor in factors]
+
+    def emit(self, groups: Vec, ahead: list[Row]) -> None:
+        """All columns; rows in `ahead` are prefetched in step."""
+
+        def body(chunk: Chunk) -> None:
+            for row in ahead:
+                prefetch_chunk(chunk, self.format.bits, row)
+            self._add(chunk)
+
+        each_chunk(groups, body)
+
+    def emit_chunk(self, groups: Vec, index: Vec) -> None:
+        """The columns of one chunk."""
+        one_chunk(groups, index, self._add)
+
+    def _add(self, chunk: Chunk) -> None:
+        bits = self.format.bits
+        scales = [chunk.factors(row.scales) for row in self.rows]
+        minima = [chunk.factors(row.minima) for row in self.rows if row.minima is not None]
+        if not minima:
+            scales = [s * factor for s, factor in zip(scales, self.factors, strict=True)]
+        target = chunk.at(self.out, 4 * CHUNK)
+        for number in range(QUANT_GROUP * bits // 8 // 4):
+            at = [chunk.step(chunk.at(row.values, CHUNK_BYTES[bits]), number) for row in self.rows]
+            steps = [chunk.load(place, I32) for place in at]
+            for place, weights in _step_weights(self.format, number):
+                cell = target + 4 * LANES * place
+                total = cell.load(F32, LANES)
+                for row, (step, scale) in enumerate(zip(steps, scales, strict=True)):
+                    if minima:
+                        weight = weights(step).fma(scale, minima[row])
+                        total = weight.fma(self.factors[row], total)
+                    else:
+                        total = weights(step).fma(scale, total)
+                cell.store(total)
+
+
+def _step_weights(row_format: RowFormat, number: int) -> list[tuple[int, Callable[[Vec], Vec]]]:
+    """The places in a group of what step `number` holds, each with what takes it out of a lane."""
+    if row_format.bits == 8:
+        return [(4 * number + byte, partial(_byte_weights, byte)) for byte in range(4)]
+    offset = nibble_offset(row_format)
+    return [
+        (8 * number + 4 * half + byte, partial(_nibble_weights, offset, 2 * byte + half))
+        for byte in range(4)
+        for half in range(2)
+    ]
+
+
+def _byte_weights(byte: int, step: Vec) -> Vec:
+    """Byte `byte` of every lane, times 2^24: moved to the lane's top by one shuffle."""
+    zero = BYTE_LANES  # a place in the second operand, all zeros
+    places = [place for lane in range(LANES) for place in (zero, zero, zero, 4 * lane + byte)]
+    zeros = Vec.full(step.builder, 0, I8, BYTE_LANES)
+    return step.view(I8).take(places, zeros).view(I32).astype(F32)
+
+
+def _nibble_weights(offset: int, number: int, step: Vec) -> Vec:
+    """Nibble `number` of every lane, less `offset`; AVX-512 looks it up in a register."""
+    shifted = step >> 4 * number if number else step
+    if has_feature("avx512f"):
+        table = Vec.of(step.builder, [value - offset for value in range(16)], F32)
+        name = "llvm.x86.avx512.permvar.sf.512"  # which reads four bits of a lane
+        return table.call(name, table.value.type, table, shifted)
+    return ((shifted & 0xF) - offset).astype(F32)

@@ -260,13 +260,6 @@ class Ptr:
         nothing = Vec(self.builder, ir.Constant(kind, None))
         return mask.call(name, kind, typed, Vec.full(self.builder, 1, I32), mask, nothing)
 
-    def store_masked(self, vec: Vec, mask: Vec) -> None:
-        """Write the items of lanes whose bit is set."""
-        typed = Vec(self.builder, self.builder.bitcast(self.value, vec.value.type.as_pointer()))
-        name = f"llvm.masked.store.v{vec.lanes}{vec.dtype.intrinsic_name}.p0"
-        align = Vec.full(self.builder, item_bits(vec.dtype) // 8, I32)
-        mask.call(name, ir.VoidType(), vec, typed, align, mask)
-
     def touch(self) -> None:
         """Read the byte here. The read is atomic: another one that nobody uses is left out."""
         self.builder.load_atomic(self.value, "monotonic", 1, typ=I8)

@@ -21,7 +21,7 @@ from numba_kernels.ir.arguments import Arguments, codegen_of
 from numba_kernels.ir.float_ir import item_bytes, read_through, round_to_bfloat16, widen
 from numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights
 from numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
-from numba_kernels.ir.quantized_ir import Vector, bits_of
+from numba_kernels.ir.quantized_ir import Vector, format_of
 from numba_kernels.ir.target import LANES, LINE_BYTES, LINES_AHEAD, PAGE_BYTES, has_feature
 from numba_kernels.ir.vec import I64, Ptr, Vec, for_range, for_vectors
 
@@ -32,7 +32,7 @@ FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
 # Tiles that are read through before they are multiplied: 24 rows, which stay in the second-level
 # cache, or 12.
 PANEL_TILES = 4  # of float rows
-_FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights
+_FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights, 0 of floats
 QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
 _QUANTIZED_TILES = 3 if _WIDE else 4
 
@@ -41,7 +41,7 @@ _FACTOR = types.float32
 
 
 def _tile_of(weights: Any) -> tuple[int, int]:
-    return QUANTIZED_TILE if bits_of(weights.dtype) else FLOAT_TILE
+    return QUANTIZED_TILE if format_of(weights.dtype) else FLOAT_TILE
 
 
 @intrinsic
@@ -51,8 +51,9 @@ def tile_shape(typingctx, weights):
     Rows and tokens are those of `tile_wide`; few tokens' products with a row take no longer than
     reading it; so many tiles lie side by side in what `tile_kernel` multiplies at once.
     """
-    bits = bits_of(weights.dtype)
-    sizes = (*_tile_of(weights), _FEW_TOKENS[bits], _QUANTIZED_TILES if bits else PANEL_TILES)
+    row_format = format_of(weights.dtype)
+    few_tokens = _FEW_TOKENS[row_format.bits if row_format else 0]
+    sizes = (*_tile_of(weights), few_tokens, _QUANTIZED_TILES if row_format else PANEL_TILES)
 
     def emit(given: Arguments) -> list[Vec]:
         return [Vec.full(given.builder, size, I64) for size in sizes]
@@ -290,7 +291,8 @@ def prefetch_part(typingctx, weights, row, part):
 
     def emit(given: Arguments) -> None:
         matrix, (row, part) = Weights(given.array(0)), given.numbers(1, 2)
-        part_bytes = PART_COLUMNS * (matrix.bits or weights.dtype.bitwidth) // 8
+        bits = matrix.format.bits if matrix.format else weights.dtype.bitwidth
+        part_bytes = PART_COLUMNS * bits // 8
         start = part * part_bytes
         length = (matrix.row_bytes - start).minimum(part_bytes)
         at = matrix.array.at(row) + start
@@ -320,8 +322,8 @@ def widen_row(typingctx, weights, row, out):
     def emit(given: Arguments) -> None:
         matrix, target = Weights(given.array(0)), given.array(2).at()
         row = matrix.row(given.number(1))
-        if matrix.bits:
-            emit_widened(matrix.bits, row, matrix.groups, target, to_bfloat16)
+        if matrix.format:
+            emit_widened(matrix.format, row, matrix.groups, target, to_bfloat16)
         else:
             _emit_float_row(weights.dtype, row, matrix.width, target, to_bfloat16)
 

@@ -1,4 +1,4 @@
-"""Compiled loops over ggml's blocks: values in float32, and codes that Q8 and Q4 take as they are.
+"""Compiled loops over ggml's blocks: values in float32, and codes that our rows take as they are.
 
 Source:  ggml-quants.c, dequantize_row_*; ggml-common.h, the blocks' layouts
 """
@@ -8,10 +8,11 @@ from numba import float32, int8, int32, njit, uint8, uint16
 
 from numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
 from numba_kernels.ir.scalar_bits import float32_of
-from numba_kernels.load.quantize_kernels import DONE, NOT_FINITE, store_q4, store_q8
+from numba_kernels.load.quantize_kernels import DONE, NOT_FINITE, store_half, store_q4, store_q8
 
 # Codes that no row of Q8 has: -128. Of what `repack_kernel` returns.
-LOW_CODES = 3
+DOES_NOT_FIT = 3
+_LARGEST_HALF = np.float32(65504)
 
 
 def _code(name):
@@ -186,7 +187,7 @@ def dequantize_kernel(code, weights, num_bytes, src, src_step, row_ids, first_bl
 def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width, to_q4):
     """Blocks of Q4_0, Q5_0, Q8_0 or IQ4_NL as rows of Q8, or of Q4_0 as rows of Q4, to the bit.
 
-    Returns DONE, NOT_FINITE or LOW_CODES, which leave `dst` unspecified; checks no shapes.
+    Returns DONE, NOT_FINITE or DOES_NOT_FIT, which leave `dst` unspecified; checks no shapes.
     """
     codes = np.empty(_GROUP, np.uint8)
     num_groups, worst = width // _GROUP, DONE
@@ -208,6 +209,41 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
                 continue
             for k in range(_GROUP):
                 if codes[k] == 0x80:
-                    worst = max(worst, LOW_CODES)
+                    worst = max(worst, DOES_NOT_FIT)
             store_q8(codes, target, group, num_groups)
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def repack_with_min_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width):
+    """Blocks of Q4_1 or Q4_K as rows of Q4_1: values stay, and Q4_1's scales and minima.
+
+    Those of Q4_K, products of a float16 and 6 bits, are rounded to float16.
+    Returns DONE, or DOES_NOT_FIT, which leaves `dst` unspecified; checks no shapes.
+    """
+    codes = np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    groups_a_block = 8 if code == _Q4_K else 1
+    for row in range(row_ids.shape[0]):
+        first = row_ids[row] * src_step
+        target = dst[row * dst_step :]
+        factors = target[width // 2 :]
+        for group in range(num_groups):
+            block = src[first + group // groups_a_block * num_bytes :][:num_bytes]
+            scale, least = _half(block, 0), _half(block, 2)
+            if code == _Q4_K:
+                part = group % 8
+                factor, offset = _scale_and_min(block, 4, part)
+                scale, least = scale * float32(factor), -(least * float32(offset))
+                nibbles, shift = 16 + part // 2 * 32, part % 2 * 4
+                for k in range(_GROUP):
+                    codes[k] = (block[nibbles + k] >> shift) & 15
+            else:
+                for k in range(16):
+                    codes[k], codes[k + 16] = block[4 + k] & 15, block[4 + k] >> 4
+            if not (abs(scale) <= _LARGEST_HALF and abs(least) <= _LARGEST_HALF):
+                worst = DOES_NOT_FIT
+            store_half(factors, group, scale)
+            store_half(factors, num_groups + group, least)
+            store_q4(codes, target, group, num_groups)
     return worst

@@ -1,7 +1,8 @@
 """Rows of ggml's blocks, as GGUF files have them, into rows that kernels compute with.
 
-Q4_0 becomes Q4, and Q4_0, Q5_0, Q8_0 and IQ4_NL become Q8, to the bit: values and scales stay. All
-other blocks become floats, which are quantized again.
+Q4_0 becomes Q4, Q4_1 becomes Q4_1, and Q4_0, Q5_0, Q8_0 and IQ4_NL become Q8, to the bit: values
+and scales stay. Q4_K becomes Q4_1 with its scales and minima, which are products of two numbers,
+rounded to float16. All other blocks become floats, which are quantized again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import numpy as np
 from numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
+    Q4_1,
     Q8,
     QUANTIZED,
     block_dtype,
     row_items,
     row_width,
 )
-from numba_kernels.load.block_kernels import LOW_CODES, dequantize_kernel, repack_kernel
+from numba_kernels.load.block_kernels import (
+    DOES_NOT_FIT,
+    dequantize_kernel,
+    repack_kernel,
+    repack_with_min_kernel,
+)
 from numba_kernels.load.loading import flat_rows
 from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
 
@@ -26,7 +33,9 @@ _EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
     block_dtype("Q5_0"): (Q8,),
     block_dtype("Q8_0"): (Q8,),
     block_dtype("IQ4_NL"): (Q8,),
+    block_dtype("Q4_1"): (Q4_1,),
 }
+_Q4_K = block_dtype("Q4_K")
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
@@ -60,28 +69,31 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
     """Fill `out` with the rows `row_ids`; returns DONE, or what is wrong, as `quantize_into` does.
 
     Shapes:  rows (R, row bytes), row_ids (N,), out (N, row_items)
-    Dtypes:  rows of BLOCK_FORMATS, row_ids int, out Q8 or Q4
+    Dtypes:  rows of BLOCK_FORMATS, row_ids int, out of ROW_FORMATS
     Errors:  ValueError on any mismatch
     """
     width = row_width(rows.dtype, rows.shape[1])
     if out.dtype not in QUANTIZED or out.shape != (row_ids.size, row_items(out.dtype, width)):
         raise ValueError(f"{row_ids.size} rows of {rows.dtype} {rows.shape} to {out.shape}")
     ids = np.ascontiguousarray(row_ids, np.int64)
-    if stays_exact(rows.dtype, out.dtype):
-        block = BLOCK_FORMATS[rows.dtype]
-        source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
-        status = int(
-            repack_kernel(
-                block.code, block.num_bytes, *source, ids, *target, np.int64(width), out.dtype == Q4
-            )
-        )
-        if status != LOW_CODES:
+    if stays_exact(rows.dtype, out.dtype) or (rows.dtype, out.dtype) == (_Q4_K, Q4_1):
+        status = _repacked(rows, ids, out, np.int64(width))
+        if status != DOES_NOT_FIT:
             return status
     step, worst = max(1, _FLOAT_BYTES // (4 * max(1, width))), DONE
     for first in range(0, ids.size, step):
         values = dequantize_rows(rows, ids[first : first + step])
         worst = max(worst, quantize_into(values, np.arange(len(values)), out[first : first + step]))
     return worst
+
+
+def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
+    block = BLOCK_FORMATS[rows.dtype]
+    source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
+    places = block.code, block.num_bytes, *source, ids, *target, width
+    if out.dtype == Q4_1:
+        return int(repack_with_min_kernel(*places))
+    return int(repack_kernel(*places, out.dtype == Q4))
 
 
 def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray) -> int:

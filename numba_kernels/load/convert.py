@@ -23,8 +23,8 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
     """The values of weights of any format, in a new aligned array; this is exact.
 
     Shapes:  weights (..., d) or (..., row bytes), result (..., d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8, Q4 or ggml's blocks
-             (BLOCK_FORMATS, rounded as ggml rounds them); result float32
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS, or
+             ggml's blocks (BLOCK_FORMATS, rounded as ggml rounds them); result float32
     Errors:  ValueError for another dtype, or a row length that no width has
     """
     if weights.dtype == np.uint16:
@@ -50,7 +50,8 @@ def to_bfloat16(weights: np.ndarray) -> np.ndarray:
     """Weights rounded to the nearest bfloat16, ties to even.
 
     Shapes:  weights (N, d) or (N, row bytes), out (N, d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16, Q8 or Q4; out int16 (bfloat16 bits)
+    Dtypes:  weights float32, uint16 (float16 bits), int16 or of ROW_FORMATS; out int16 (bfloat16
+             bits)
     Errors:  ValueError for another dtype or number of dimensions. NaN stays NaN.
     """
     weights = weight_rows("weights", weights)

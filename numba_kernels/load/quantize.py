@@ -1,14 +1,16 @@
-"""Weights into rows of Q8 and Q4; `formats` says how such rows are laid out.
+"""Weights into rows of Q8, Q4 and Q4_1; `formats` says how such rows are laid out.
 
-The rules are those of llama.cpp's Q8_0 and Q4_0, so that bytes and errors compare:
+The rules are those of llama.cpp's Q8_0, Q4_0 and Q4_1, so that bytes and errors compare:
 
-    Q8: scale = max |x| / 127,  value = x / scale, rounded, halves away from zero
-    Q4: scale = m / -8 with m the value of the largest magnitude, the first of equals,
-        nibble = min(15, trunc(x / scale + 8.5))
+    Q8:   scale = max |x| / 127,  value = x / scale, rounded, halves away from zero
+    Q4:   scale = m / -8 with m the value of the largest magnitude, the first of equals,
+          nibble = min(15, trunc(x / scale + 8.5))
+    Q4_1: minimum = min x, scale = (max x - min x) / 15,
+          nibble = min(15, trunc((x - minimum) / scale + 0.5))
 
-A division by the scale is a product with its float32 reciprocal; scales are then stored rounded to
-float16. A group of zeros, or one too small for a reciprocal, has zeros.
-Source:  ggml-quants.c, quantize_row_q8_0_ref and quantize_row_q4_0_ref
+A division by the scale is a product with its float32 reciprocal; scales and minima are then stored
+rounded to float16. A group of zeros, or one too small for a reciprocal, has zeros.
+Source:  ggml-quants.c, quantize_row_q8_0_ref, quantize_row_q4_0_ref and quantize_row_q4_1_ref
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import numpy as np
 from numba_kernels.formats import (
     FLOATS,
     Q4,
+    Q4_1,
     Q8,
     QUANT_GROUP,
     QUANTIZED,
-    SCALE_BYTES,
+    ROW_FORMATS,
     row_items,
     row_width,
 )
@@ -31,9 +34,12 @@ from numba_kernels.load.quantize_kernels import (
     NOT_FINITE,
     TOO_LARGE,
     copy_rows_kernel,
+    quantize_q4_1_kernel,
     quantize_q4_kernel,
     quantize_q8_kernel,
 )
+
+_KERNELS = {Q8: quantize_q8_kernel, Q4: quantize_q4_kernel, Q4_1: quantize_q4_1_kernel}
 
 __all__ = [
     "DONE",
@@ -46,12 +52,12 @@ __all__ = [
 
 
 def quantize_rows(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `weights` as rows of Q8 or Q4.
+    """Return `weights` as rows of Q8, Q4 or Q4_1.
 
     Shapes:  weights (R, W), W a multiple of 32; result (R, row_items(dtype, W))
-    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype Q8 or Q4
+    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype of ROW_FORMATS
     Errors:  ValueError for another dtype or width, for weights that are not finite, and for weights
-             so large (8.3e6 for Q8, 5.2e5 for Q4) that their scale is beyond float16
+             so large (8.3e6 for Q8, 5.2e5 for Q4) that their scale or minimum is beyond float16
     """
     if weights.ndim != 2:
         raise ValueError(f"weights of shape {weights.shape} are no matrix")
@@ -71,7 +77,7 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
 
     Returns DONE; NOT_FINITE or TOO_LARGE (see `quantize_rows`) leave `rows` unspecified.
     Shapes:  weights (R, W), row_ids (N,), rows (N, row_items); contiguous rows at any distance
-    Dtypes:  weights float32, uint16 or int16; row_ids int, rows Q8 or Q4
+    Dtypes:  weights float32, uint16 or int16; row_ids int, rows of ROW_FORMATS
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
     if weights.dtype not in FLOATS or rows.dtype not in QUANTIZED:
@@ -79,17 +85,16 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
     if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
         raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
     ids = _checked_ids(row_ids, weights.shape[0])
-    kernel = quantize_q8_kernel if rows.dtype == Q8 else quantize_q4_kernel
     source, target = flat_rows(weights), flat_rows(rows.view(np.uint8))
-    return int(kernel(*source, ids, *target, np.int64(weights.shape[1])))
+    return int(_KERNELS[rows.dtype](*source, ids, *target, np.int64(weights.shape[1])))
 
 
 def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
     """Copy the rows `row_ids` of `src` into `dst`; return whether they are what rows can be.
 
-    They are unless a scale is not finite, or a value of Q8 is -128.
+    They are unless a scale or minimum is not finite, or a value of Q8 is -128.
     Shapes:  src (R, B), row_ids (N,), dst (N, B); contiguous rows at any distance
-    Dtypes:  src, dst both Q8 or both Q4; row_ids int
+    Dtypes:  src, dst of ROW_FORMATS, alike; row_ids int
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
     if src.dtype != dst.dtype or src.dtype not in QUANTIZED:
@@ -97,11 +102,12 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     if dst.shape != (row_ids.size, src.shape[1]):
         raise ValueError(f"copy of {row_ids.size} rows from {src.shape} to {dst.shape}")
     ids = _checked_ids(row_ids, src.shape[0])
-    scale_bytes = row_width(src.dtype, src.shape[1]) // QUANT_GROUP * SCALE_BYTES
+    num_groups = row_width(src.dtype, src.shape[1]) // QUANT_GROUP
+    factor_bytes = num_groups * ROW_FORMATS[src.dtype].factor_bytes
     source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
-    value_bytes = np.int64(src.shape[1] - scale_bytes)
-    nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(scale_bytes))
-    return bool(is_good and (nearest > 0 or src.dtype == Q4))
+    value_bytes = np.int64(src.shape[1] - factor_bytes)
+    nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(factor_bytes))
+    return bool(is_good and (nearest > 0 or src.dtype != Q8))
 
 
 def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:

@@ -67,6 +67,19 @@ def _q4_group(values, highest, lowest, codes):
 
 
 @njit(nogil=True, cache=True)
+def _q4_1_group(values, codes):
+    """Fill `codes` with nibbles; returns the scale and the minimum."""
+    least, most = values[0], values[0]
+    for value in values:
+        least, most = min(least, value), max(most, value)
+    scale = (most - least) / float32(15)
+    inverse = _reciprocal(scale)
+    for k in range(codes.shape[0]):
+        codes[k] = uint8(min(int32(15), int32((values[k] - least) * inverse + float32(0.5))))
+    return scale, least
+
+
+@njit(nogil=True, cache=True)
 def _first_extreme(values, magnitude):
     for value in values:
         bits = float32_bits(value)
@@ -104,7 +117,7 @@ def store_q8(codes, target, group, num_groups):
 
 @njit(nogil=True, cache=True)
 def store_q4(codes, target, group, num_groups):
-    """Lay a group's codes (nibbles) into the row `target` of Q4."""
+    """Lay a group's codes (nibbles) into the row `target` of Q4 or Q4_1."""
     first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
     step = 4 * min(_CHUNK_GROUPS, num_groups - first)
     place = target[first * _GROUP // 2 + 4 * (group - first) :]
@@ -130,7 +143,7 @@ def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
             highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
             scale = _q8_group(values, highest, lowest, codes)
             worst = max(worst, _group_status(highest, lowest, scale))
-            _store_scale(scales, group, scale)
+            store_half(scales, group, scale)
             store_q8(codes, target, group, num_groups)
     return worst
 
@@ -148,34 +161,55 @@ def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
             highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
             scale = _q4_group(values, highest, lowest, codes)
             worst = max(worst, _group_status(highest, lowest, scale))
-            _store_scale(scales, group, scale)
+            store_half(scales, group, scale)
             store_q4(codes, target, group, num_groups)
     return worst
 
 
 @njit(nogil=True, cache=True)
-def _store_scale(scales, group, scale):
-    bits = half_bits(scale)
-    scales[2 * group] = uint8(bits & 255)
-    scales[2 * group + 1] = uint8(bits >> 8)
+def quantize_q4_1_kernel(src, src_step, row_ids, dst, dst_step, width):
+    """As `quantize_q8_kernel`, into rows of Q4_1."""
+    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        source = src[row_ids[row] * src_step :][:width]
+        target = dst[row * dst_step :]
+        factors = target[width // 2 :]
+        for group in range(num_groups):
+            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
+            scale, least = _q4_1_group(values, codes)
+            worst = max(worst, _group_status(highest, lowest, max(scale, abs(least))))
+            store_half(factors, group, scale)
+            store_half(factors, num_groups + group, least)
+            store_q4(codes, target, group, num_groups)
+    return worst
 
 
 @njit(nogil=True, cache=True)
-def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, scale_bytes):
+def store_half(factors, number, value):
+    """Lay a scale or a minimum into those of a row, as float16."""
+    bits = half_bits(value)
+    factors[2 * number] = uint8(bits & 255)
+    factors[2 * number + 1] = uint8(bits >> 8)
+
+
+@njit(nogil=True, cache=True)
+def copy_rows_kernel(src, src_step, row_ids, dst, dst_step, value_bytes, factor_bytes):
     """Copy quantized rows; checks no shapes.
 
-    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales are finite.
+    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales and minima are
+    finite.
     """
     is_good, nearest = True, uint8(255)
     for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][: value_bytes + scale_bytes]
-        target = dst[row * dst_step :][: value_bytes + scale_bytes]
+        source = src[row_ids[row] * src_step :][: value_bytes + factor_bytes]
+        target = dst[row * dst_step :][: value_bytes + factor_bytes]
         values = source[:value_bytes]
         for k in range(values.shape[0]):
             byte = values[k]
             target[k] = byte
             nearest = min(nearest, byte ^ uint8(0x80))
-        for k in range(value_bytes, value_bytes + scale_bytes, 2):
+        for k in range(value_bytes, value_bytes + factor_bytes, 2):
             target[k], target[k + 1] = source[k], source[k + 1]
             is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
     return nearest, is_good

@@ -37,7 +37,7 @@ from numba_kernels.decode.ffn import (
 )
 from numba_kernels.decode.rows import add_in_order, split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.formats import CHUNK, row_width
+from numba_kernels.formats import CHUNK, row_width, whole_chunks
 from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
 from numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
@@ -62,9 +62,10 @@ class FfnArrays(NamedTuple):
 
 
 class FfnScratch(NamedTuple):
-    """Work space: sums (threads, T, d), fired_ids (threads, N) int32, fired_masks the same uint32,
-    gates (threads, T * N), values (T * N,), counts (threads,) int64: how many fired, the tokens'
-    lists, the inputs quantized, for quantized weights, and a counter of blocks for each thread.
+    """Work space: sums (threads, T, d in whole chunks), fired_ids (threads, N) int32, fired_masks
+    the same uint32, gates (threads, T * N), values (T * N,), counts (threads,) int64: how many
+    fired, the tokens' lists, the inputs quantized, for quantized weights, and a counter of blocks
+    for each thread.
     T is the most tokens of one request, N the most candidates.
     """
 
@@ -82,7 +83,7 @@ class FfnScratch(NamedTuple):
 def new_scratch(num_threads: int, num_tokens: int, most: int, width: int) -> FfnScratch:
     """Work space for requests of up to `num_tokens` tokens and `most` candidates."""
     return FfnScratch(
-        sums=np.zeros((num_threads, num_tokens, width), np.float32),
+        sums=np.zeros((num_threads, num_tokens, whole_chunks(width)), np.float32),
         fired_ids=np.zeros((num_threads, most), np.int32),
         fired_masks=np.zeros((num_threads, most), np.uint32),
         gates=np.zeros((num_threads, num_tokens * most), np.float32),
@@ -219,9 +220,9 @@ def _reduce(thread, num_threads, down, out, sums, down_bias):
         out[t, begin:end] = 0
         if down_bias.shape[0]:
             out[t, begin:end] = down_bias[begin:end]
-        total = sums[0, t, begin:end]
+        total = sums[0, t, begin : begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK]
         for other in range(1, num_threads):
-            part = sums[other, t, begin:end]
+            part = sums[other, t, begin : begin + total.shape[0]]
             for i in range(total.shape[0]):
                 total[i] += part[i]
         add_in_order(down, sums[0, t], out[t], begin, end)
@@ -250,9 +251,9 @@ def sparse_ffn(
     drelu: relu of both factors; `threshold` is fatrelu's
     Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
              ids (A,); out (T, d)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), Q8 or Q4, all three
-             alike; ids int32, unique, ascending for more than one thread; token_masks (A,) uint32;
-             biases, x, out float32
+    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS, all
+             three alike; ids int32, unique, ascending for more than one thread; token_masks (A,)
+             uint32; biases, x, out float32
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4

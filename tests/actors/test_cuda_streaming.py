@@ -11,7 +11,7 @@ import pytest
 
 from actors.driver.engine import Engine
 from actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
-from numba_kernels.formats import Q4, Q8
+from numba_kernels.formats import Q4, Q4_1, Q8
 from numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
 from placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
@@ -63,7 +63,7 @@ def test_logits_equal_transformers(
         assert any(FFN in each for each in asked)  # few tokens stay with the CPU
 
 
-@pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
 def test_quantized_neurons(weight_dtype: str, tmp_path: Path) -> None:
     path, ids = make_model("q-llama", tmp_path / "model"), np.arange(40)
     options: dict[str, Any] = {
@@ -108,11 +108,13 @@ def test_copies_run_ahead_of_products(tiny: Tiny) -> None:
         assert [each for each in asked if STREAM in each][:2] == [(STREAM, SHIP)] * 2
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.uint16), Q8, Q4], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.dtype(np.float32), np.dtype(np.uint16), Q8, Q4, Q4_1], ids=str
+)
 @pytest.mark.parametrize(("has_up", "has_bias"), [(True, False), (False, True), (True, True)])
 def test_the_places_of_a_bundle(dtype: np.dtype, has_up: bool, has_bias: bool) -> None:
     """Parts lie apart, on good addresses, within the place; what is written is read."""
-    rows = np.zeros((0, 136 if dtype in (Q8, Q4) else 128), dtype)
+    rows = np.zeros((0, 136 if dtype in (Q8, Q4) else 160 if dtype == Q4_1 else 128), dtype)
     size = bundle_bytes(3)
     bundle = BundleLayout.of(rows, rows, rows, has_bias, size, has_up)
     place = np.zeros(size, np.uint8)

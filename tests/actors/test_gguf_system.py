@@ -16,14 +16,15 @@ from tests.unit.test_gguf_model import tiny
 IDS = np.array([3, 7, 1, 90, 55, 20, 3, 3, 64, 17])
 
 
-def test_q4_beside_q8(tmp_path: Path) -> None:
-    """Q4_0's gates and projections, its down projections in 8 bits, a head in float16."""
+@pytest.mark.parametrize(("kind", "name"), [("Q4_0", "q4"), ("Q4_1", "q4_1"), ("Q4_K", "q4_1")])
+def test_four_bits_beside_q8(kind: str, name: str, tmp_path: Path) -> None:
+    """Gates and projections in 4 bits, their down projections in 8, a head in float16."""
     path, model = tmp_path / "tiny.gguf", tiny()
     tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-    kinds = {"attn_": "Q4_0", "ffn_": "Q4_0", "token_embd": "Q6_K", "output.": "F16"}
+    kinds = {"attn_": kind, "ffn_": kind, "token_embd": "Q6_K", "output.": "F16"}
     LlamaFile(model.config.to_dict(), tensors, kinds).write(path)
     config = read_model(path)
-    assert {config.dtype_of("qkv"), config.dtype_of("gate")} == {"q4"}
+    assert {config.dtype_of("qkv"), config.dtype_of("gate")} == {name}
     assert (config.dtype_of("down"), config.dtype_of("head")) == ("q8", "float16")
     wanted = reference_logits(path, IDS)
     with InProcessSystem(path, num_services=2, num_threads=2) as system:

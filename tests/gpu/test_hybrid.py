@@ -66,7 +66,7 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, device: Device) ->
         assert difference < 2 * checkpoint.bfloat16_difference
 
 
-@pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
 @pytest.mark.parametrize("name", ["q-llama", "q-opt-postnorm", "q-falcon-grouped"])
 def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path, device: Device) -> None:
     path, ids = make_quantizable(name, tmp_path / "model"), np.arange(3, 43)

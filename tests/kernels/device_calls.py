@@ -22,7 +22,8 @@ from numba_kernels.checks import (
     weight_rows,
 )
 from numba_kernels.decode.activations import Activation, activation
-from numba_kernels.formats import Q8, is_quantized, row_width
+from numba_kernels.formats import is_quantized, row_width
+from tests.kernels.quantized_rows import KINDS
 
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}
 
@@ -208,5 +209,6 @@ def device_matrix(rows: np.ndarray, to_device: Callable[[np.ndarray], Any]) -> D
     if not is_quantized(rows.dtype):
         name = _FORMATS[str(rows.dtype)]
         return DeviceMatrix(to_device(np.ascontiguousarray(rows)), name, width)
+    name = {dtype: kind for kind, dtype in KINDS.items()}[rows.dtype]
     data = to_device(np.ascontiguousarray(rows).view(np.uint8))
-    return DeviceMatrix(data, "q8" if rows.dtype == Q8 else "q4", width)
+    return DeviceMatrix(data, name, width)

@@ -25,7 +25,7 @@ from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.quantized_rows import quantized_vectors, random_rows
 
-KINDS = ("f16", "q8", "q4")
+KINDS = ("f16", "q8", "q4", "q4_1")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 544  # some whole tiles of rows and some not, a whole chunk and a group more
 TOKENS = (1, 5)  # row after row, and rows side by side

@@ -6,38 +6,53 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import Q4, Q8
+from numba_kernels.formats import Q4, Q4_1, Q8
 
 WIDTHS = [32, 96, 512, 544, 1056]
-KINDS = {"q8": Q8, "q4": Q4}
+KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1}
+_LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15)}
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """N rows of random values and scales: as bytes, and as the numbers they stand for."""
+    """N rows of random values, scales and minima: as bytes, and as the numbers they stand for."""
 
     rows: np.ndarray
     values: np.ndarray  # (N, d / 32, 32) whole numbers
     scales: np.ndarray  # (N, d / 32)
+    minima: np.ndarray  # (N, d / 32), zeros where the format has none
 
     @property
     def weights(self) -> np.ndarray:
         """(N, d) float64."""
-        return (self.values * self.scales[:, :, None]).reshape(len(self.values), -1)
+        groups = self.values * self.scales[:, :, None] + self.minima[:, :, None]
+        return groups.reshape(len(self.values), -1)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """What errors are to be compared with, (N, d): magnitudes of what a weight is a sum of."""
+        groups = np.abs(self.values) * self.scales[:, :, None] + np.abs(self.minima)[:, :, None]
+        return groups.reshape(len(self.values), -1)
 
 
 def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     """Rows of every value that the format has."""
     rng = np.random.default_rng(seed)
-    low, high = (-127, 127) if kind == "q8" else (-8, 7)
-    values = rng.integers(low, high, (num_rows, width // 32, 32), endpoint=True)
+    values = rng.integers(*_LIMITS[kind], (num_rows, width // 32, 32), endpoint=True)
     scales = rng.uniform(0.001, 0.02, (num_rows, width // 32)).astype(np.float16)
-    packed = np.stack([_pack(kind, *row) for row in zip(values, scales, strict=True)])
-    return Quantized(packed.view(KINDS[kind]), values, scales.astype(np.float64))
+    minima = np.zeros_like(scales)
+    if kind == "q4_1":
+        minima = (rng.uniform(-12, -2, scales.shape) * scales).astype(np.float16)
+    factors = [scales, minima] if kind == "q4_1" else [scales]
+    packed = np.stack(
+        [_pack(kind, values[i], *(factor[i] for factor in factors)) for i in range(num_rows)]
+    )
+    doubles = (factor.astype(np.float64) for factor in (scales, minima))
+    return Quantized(packed.view(KINDS[kind]), values, *doubles)
 
 
-def _pack(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    found = bytearray()
+def _pack(kind: str, values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
+    found, offset = bytearray(), -_LIMITS[kind][0]
     for first in range(0, len(values), 16):
         chunk = values[first : first + 16]
         for step in range(8 if kind == "q8" else 4):
@@ -46,9 +61,11 @@ def _pack(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
                     if kind == "q8":
                         found.append(int(group[4 * step + byte]) % 256)
                     else:
-                        low, high = group[8 * step + byte] + 8, group[8 * step + 4 + byte] + 8
-                        found.append(int(low) | int(high) << 4)
-    return np.frombuffer(bytes(found) + scales.tobytes(), np.uint8)
+                        low, high = (
+                            int(group[8 * step + 4 * half + byte]) + offset for half in range(2)
+                        )
+                        found.append(low | high << 4)
+    return np.frombuffer(bytes(found) + b"".join(f.tobytes() for f in factors), np.uint8)
 
 
 def quantized_vectors(x: np.ndarray) -> np.ndarray:

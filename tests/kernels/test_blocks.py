@@ -6,7 +6,16 @@ import gguf
 import numpy as np
 import pytest
 
-from numba_kernels.formats import BLOCK_FORMATS, Q4, Q8, block_dtype, row_items, row_width
+from numba_kernels.formats import (
+    BLOCK_FORMATS,
+    Q4,
+    Q4_1,
+    Q8,
+    QUANTIZED,
+    block_dtype,
+    row_items,
+    row_width,
+)
 from numba_kernels.load.blocks import (
     COLUMNS_AT_ONCE,
     block_columns_into,
@@ -16,7 +25,7 @@ from numba_kernels.load.blocks import (
     stays_exact,
 )
 from numba_kernels.load.convert import to_float32
-from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_rows
+from numba_kernels.load.quantize import DONE, NOT_FINITE, TOO_LARGE, quantize_rows
 from tests.gguf_files import random_blocks
 
 NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
@@ -67,14 +76,15 @@ def test_some_rows_and_blocks(name: str) -> None:
     assert np.array_equal(to_float32(rows[2]), values[2])
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL"])
-@pytest.mark.parametrize("dtype", [Q8, Q4])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL"])
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
     rows, values = blocks(name)
     if name == "Q8_0":
         rows.view(np.uint8)[rows.view(np.uint8) == 0x80] = 0x81  # scales here have no such byte
         values = expected(rows.view(np.uint8), name)
-    is_exact = dtype == Q8 or name == "Q4_0"
+    exact = {"Q4_0": (Q8, Q4), "Q4_1": (Q4_1,)}
+    is_exact = dtype in exact.get(name, (Q8,))
     assert stays_exact(rows.dtype, dtype) == is_exact
     ids = np.array([3, 3, 0, 6])
     out = np.zeros((4, row_items(dtype, WIDTH)), dtype)
@@ -85,12 +95,29 @@ def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
     rows, values = blocks(name)
-    for dtype in (Q8, Q4):
-        if stays_exact(rows.dtype, dtype):
+    for dtype in QUANTIZED:
+        if stays_exact(rows.dtype, dtype) or (name, dtype) == ("Q4_K", Q4_1):
             continue
         out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
         assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
         assert np.array_equal(out, quantize_rows(values, dtype))
+
+
+def test_q4_k_keeps_its_values_and_rounds_its_scales() -> None:
+    rows, values = blocks("Q4_K")
+    out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
+    assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
+    groups, found = (a.reshape(HEIGHT, -1, 32) for a in (values, to_float32(out)))
+    sizes = np.abs(groups).max(axis=2, keepdims=True)
+    assert (np.abs(found - groups) <= sizes * 2.0**-9 + 1e-6).all()
+
+
+def test_q4_k_beyond_float16_is_refused() -> None:
+    rows, _ = blocks("Q4_K")
+    rows.view(np.uint8)[1, :2] = np.array([60000], np.float16).view(np.uint8)
+    rows.view(np.uint8)[1, 4:16] = 63
+    out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
+    assert blocks_into(rows, np.arange(HEIGHT), out) == TOO_LARGE
 
 
 def test_codes_that_q8_rows_never_have_are_quantized_again() -> None:

@@ -30,9 +30,9 @@ HASWELL = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-# The FFN of q4 has its own sums, but q8's integer products.
+# The FFNs of q4 and q4_1 have their own sums, but q8's integer products.
 OLDER = {
-    "avx2": (HASWELL, ["avx2", "f16c", "fma"], ("f16+ffn", "q8+ffn", "q4+ffn")),
+    "avx2": (HASWELL, ["avx2", "f16c", "fma"], ("f16+ffn", "q8+ffn", "q4+ffn", "q4_1+ffn")),
     "plain": ("", [], ("f16+ffn", "q8")),
 }
 

@@ -40,21 +40,23 @@ def advice(path: Path, limit: int, dtype: str | None = None) -> str:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_dtype_that_fits(name: str, dtype: str, tmp_path: Path) -> None:
     path = make_model(name, tmp_path, dtype=dtype)
-    stored, q8, q4 = (total_bytes(path, dtype) for dtype in (None, "q8", "q4"))
-    assert q4 < q8 < stored
+    stored, q8, q4_1, q4 = (total_bytes(path, dtype) for dtype in (None, "q8", "q4_1", "q4"))
+    assert q4 < q4_1 < q8 < stored
     prepare_system(path, SystemOptions(cpu_memory_bytes=stored))
-    for limit, found in ((stored - 1, "q8"), (q8, "q8"), (q8 - 1, "q4"), (q4, "q4")):
+    first = "f16" if dtype == "float32" else "q8"
+    for limit, found in ((stored - 1, first), (q8, "q8"), (q8 - 1, "q4_1"), (q4_1 - 1, "q4")):
         assert re.match(
             rf"--dtype {found}, with which it needs \d+\.\d\d GiB$", advice(path, limit)
         )
         prepare_system(path, SystemOptions(cpu_memory_bytes=limit, weight_dtype=found))
     assert advice(path, q4 - 1) == "a smaller model or a smaller --context"
-    assert advice(path, q8 - 1, "q8").startswith("--dtype q4")
+    if dtype == "float16":
+        assert advice(path, q8 - 1, "q8").startswith("--dtype q4_1")
     assert advice(path, q4 - 1, "q4") == "a smaller model or a smaller --context"
 
 
 def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
-    path = make_tiny("llama-relu", tmp_path / "rows-of-48", dtype="float32")
+    path = make_tiny("llama-relu", tmp_path / "rows-of-48", dtype="float16")
     assert advice(path, total_bytes(path, None) - 1).startswith("a smaller model")
     original = make_model("q-llama", tmp_path / "original")
     write_quantized(original, tmp_path / "q8", "q8")

@@ -17,7 +17,7 @@ from actors.gpu.gpu_service import attention_shape, position_arrays
 from actors.protocol.messages import CacheSpec
 from cuda_kernels.matrix import DeviceMatrix
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import dtype_name, requested_dtype
+from model.config.weight_formats import QUANTIZED_NAMES, dtype_name, requested_dtype
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import AttentionWeights, attention_layers
 from model.weights.check import weight_shapes
@@ -28,7 +28,9 @@ from numba_kernels.decode.activations import activation
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from numba_kernels.formats import is_quantized, row_width
 
-_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8": "q8", "q4": "q4"}
+_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
+    name: name for name in QUANTIZED_NAMES
+}
 
 
 @dataclass(frozen=True)

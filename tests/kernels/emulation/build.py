@@ -11,7 +11,7 @@ from pathlib import Path
 from cuda_kernels.source import Entry, plain_source
 
 FOLDER = Path(__file__).parent
-_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4")
+_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1")
 _FLAGS = [
     "-std=c++17",
     "-O1",
@@ -53,7 +53,7 @@ def _products() -> Iterator[Entry]:
 
 def _downs() -> Iterator[Entry]:
     for weight_format in _FORMATS:
-        whole = (1, 2, 4) if weight_format in ("Q8", "Q4") else (1, 2, 4, 8)
+        whole = (1, 2, 4) if weight_format in ("Q8", "Q4", "Q4_1") else (1, 2, 4, 8)
         for is_vector, tiles in (("true", whole), ("false", (1, 4))):
             for tokens in tiles:
                 yield Entry("down", "DOWN_PARTS", (weight_format, is_vector, tokens))
