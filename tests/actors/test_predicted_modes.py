@@ -378,6 +378,27 @@ def test_the_faster_mode_is_taken(
             driver.close()
 
 
+def test_what_was_chosen_is_said_and_kept() -> None:
+    from actors.processes.system_services import SystemServices
+
+    class Chooser:
+        """A driver that finds exact faster."""
+
+        def settle_mode(self) -> ModeTrial:
+            return ModeTrial({"sign": 5.0, "exact": 6.25})
+
+    for tried, mode, said in (
+        ("sign", "exact", "mode exact: of sign 5.0 and exact 6.2 tokens/s"),
+        ("exact", "exact", "mode exact: no predictors made for a recall of 0.99"),
+    ):
+        services: Any = object.__new__(SystemServices)
+        services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
+        services.notes = ("before",)
+        services._settle_mode(Chooser())
+        assert services.system.mode == mode
+        assert services.notes[0] == "before" and services.notes[1].startswith(said)
+
+
 def test_the_driver_refuses_predictors_of_another_model(
     tiny: Tiny, fitted: dict[str, Path]
 ) -> None:
