@@ -56,7 +56,10 @@ COMMANDS = {
         "Write a checkpoint of random weights of a given shape.",
     ),
     "quantize": LazyCommand(
-        "jobs.commands.quantize:quantize", "Write a model again in 8 or 4 bits a weight."
+        "jobs.commands.rewrite:quantize", "Write a model again in 8 or 4 bits a weight."
+    ),
+    "pack": LazyCommand(
+        "jobs.commands.rewrite:pack", "Write a model's neurons for reading them from storage."
     ),
     "perplexity": LazyCommand(
         "jobs.commands.perplexity:perplexity",

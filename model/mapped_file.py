@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,16 @@ class MappedFile:
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
             self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def forget_pages(path: Path) -> None:
+    """Let the kernel free what it keeps of a file in memory, but for what is mapped just now."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def mapped(path: Path) -> mmap.mmap:

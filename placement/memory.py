@@ -30,10 +30,14 @@ class MemoryNeed:
         return sum(vars(self).values())
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """Bytes of weights that the services load, all together."""
-    neurons = config.num_layers * config.ffn_size
-    return attention_bytes(config) + head_bytes(config) + ffn_bytes(config, neurons)
+def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
+    """Bytes of weights that the services load, all together.
+
+    `kept_ffn_bytes`: of neurons, where not all are kept in memory.
+    """
+    if kept_ffn_bytes is None:
+        kept_ffn_bytes = ffn_bytes(config, config.num_layers * config.ffn_size)
+    return attention_bytes(config) + head_bytes(config) + kept_ffn_bytes
 
 
 def memory_need(

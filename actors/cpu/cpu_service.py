@@ -127,14 +127,15 @@ class CpuService(Service):
         from actors.cpu.prompt_ffn import prompt_ffn  # it imports torch
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
+        arrays, index = self.layer_arrays(layer)
         x = self.wires.ffn_input[:num_tokens]
         partial = self.wires.partials[self.index, :num_tokens]
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
             self._products.get(),
-            self.arrays,
-            layer,
+            arrays,
+            index,
             x,
             self.function,
             partial,
@@ -142,6 +143,10 @@ class CpuService(Service):
             counts=counts,
         )
         self.wires.replies[self.index, NUM_COMPUTED] = last - first
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
+        """Arrays with all neurons of the layer, and which of their layers it is."""
+        return self.arrays, layer
 
     def _ship(self, layer: int, number: int) -> None:
         """Lay the neurons of a round into the arena; the reply says how many rounds there are."""

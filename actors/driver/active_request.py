@@ -214,4 +214,5 @@ class ActiveRequest:
             per_token_ms=self.times.per_step_ms(),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,
+            reads=self.times.per_step_reads(),
         )

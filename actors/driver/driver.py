@@ -101,7 +101,10 @@ class Driver:
         self._system, self._shards = system, shards
         path = Path(system.model_path)
         config = read_config(path)
-        embedding = load_embedding(Checkpoint(path), config)
+        checkpoint = Checkpoint(path)
+        embedding = load_embedding(checkpoint, config)
+        if system.storage is not None:
+            checkpoint.forget()
         predictor = _load_predictor(system, config, shards)
         num_hot = hot_counts(config, shards)
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)

@@ -22,6 +22,7 @@ from numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     ATTENTION,
     BUSY_NS,
+    BYTES_READ,
     FFN,
     FIRST_LOGIT,
     HEAD,
@@ -30,6 +31,7 @@ from numba_kernels.serve.mailbox import (
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
+    PARTS_MISSED,
     SKIP_SILENT,
 )
 from predictors.predictor import NeuronPredictor
@@ -68,6 +70,7 @@ class Engine:
         self.use_services(np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot)
         self.times = StepTimes()
         self.num_steps = 0
+        self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
 
     def use_services(self, num_hot: np.ndarray) -> None:
         """Ask all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
@@ -97,7 +100,20 @@ class Engine:
             for layer in range(self.config.num_layers):
                 self.run_layer(layer, num_tokens)
             self.num_steps += 1
+            self._count_reads()
             return self.logits(num_tokens, num_logits)
+
+    def _count_reads(self) -> None:
+        """Count what services say that they have read since they were asked last."""
+        found = self.exchange.wires.replies[1:, BYTES_READ : PARTS_MISSED + 1]
+        if not found.any():
+            return
+        before = self._reads if self._reads.shape == found.shape else np.zeros_like(found)
+        grown = np.where(found >= before, found - before, found)  # a fresh service counts anew
+        self._reads = found.copy()
+        num_bytes, _, num_wanted, num_missed = grown.sum(axis=0).tolist()
+        waited_ns = int(grown[:, 1].max())
+        self.times.count_reads([num_bytes, waited_ns, num_wanted, num_missed])
 
     def place(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]

@@ -55,7 +55,10 @@ class DriverActor:
         sys.setswitchinterval(_SWITCH_S)
         self.services = SystemServices(system, spawn, spawn_relay)
         config = self.services.config
-        self._loading = LoadingServices(weight_bytes(config), system.weight_dtype or config.dtype)
+        kept = None if system.storage is None else system.storage.kept_bytes(config)
+        self._loading = LoadingServices(
+            weight_bytes(config, kept), system.weight_dtype or config.dtype
+        )
         self._counts = NeuronCounts(self.services)
         self._health = SystemHealth(self.services)
 

@@ -111,6 +111,11 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
     """The same system with another number of CPU services. Errors: UsageError."""
     if system.hosts:
         raise UsageError("a system on several hosts cannot be scaled while it serves; start anew")
+    if system.storage is not None:
+        raise UsageError(
+            "a system with neurons on storage cannot be scaled while it serves; "
+            "start anew with --cpu-actors"
+        )
     if not 1 <= num_cpu_actors <= system.num_threads:
         raise UsageError(
             f"--cpu-actors {num_cpu_actors} is not within 1..{system.num_threads}: the system has "

@@ -19,12 +19,16 @@ from actors.exchange.service import Service
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.host_files import require_room, require_same_model, weight_bytes
+from actors.setup.storage import stored_share
 from actors.telemetry.compiling import CompileCounter
 from actors.telemetry.vitals import ServiceVitals, resident_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, ServiceError
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
 from placement.threads.core_keeper import CoreKeeper
 from placement.threads.first_touch import FirstTouch
 from placement.threads.pinning import find_cores, find_place, pin_process, settle_thread
@@ -87,6 +91,8 @@ class ServiceActor:
         require_room(self.spec, num_bytes)
         self._settle(num_bytes)
         service = self._loader(config)(self._count)
+        if self.spec.storage is not None:
+            Checkpoint(Path(self.spec.model_path)).forget()
         # One that waits for a GPU goes where a core is free: all of them have threads that work.
         if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
@@ -139,8 +145,30 @@ class ServiceActor:
                 spec.neuron_ids,
             )
         ids = spec.neuron_ids or []
+        if spec.storage is not None:
+            return self._stored_loader(config, spec.storage)
         return lambda on_bytes: load_cpu_service(
             path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
+        )
+
+    def _stored_loader(
+        self, config: ModelConfig, storage: NeuronStorage
+    ) -> Callable[[Callable[[int], None]], Service]:
+        from actors.cpu.stored_service import load_stored_service
+
+        spec, path = self.spec, Path(self.spec.model_path)
+        share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+        return lambda on_bytes: load_stored_service(
+            path,
+            config,
+            spec.index,
+            spec.num_threads,
+            spec.neuron_ids or [],
+            spec.index == 1,
+            on_bytes,
+            Path(storage.path),
+            share,
+            spec.weight_dtype,
         )
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:

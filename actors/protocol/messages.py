@@ -7,6 +7,7 @@ import numpy as np
 
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.stored_neurons import NeuronStorage
 from model.sampling import SamplingParams
 from placement.threads.pinning import HostShare
 
@@ -45,6 +46,7 @@ class SystemConfig:
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
     numa_root: str = "/"  # below which proc and sys tell of nodes; tests have others
     products: ProductChoice | None = None  # None: what the services agree on once they have loaded
+    storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class ServiceSpec:
     has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"
+    storage: NeuronStorage | None = None  # what this one has of SystemConfig's
     reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 
@@ -152,6 +155,8 @@ class Generation:
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose
+    # Of neurons on storage, in those steps; {} where all are in memory. See `StepTimes`.
+    reads: dict[str, float] = field(default_factory=dict)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -175,6 +180,7 @@ class Generation:
             "neurons_computed": self.neurons_computed,
             "gates_computed": self.gates_computed,
             "per_token_ms": self.per_token_ms,
+            "reads": self.reads,
         }
 
 

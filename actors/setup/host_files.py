@@ -69,6 +69,8 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     checkpoint = Checkpoint(Path(spec.model_path))
     config = stored_config(checkpoint, config, spec.weight_dtype)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
+    if spec.storage is not None and spec.cache is None:
+        return spec.storage.cache_bytes
     if spec.neuron_ids is not None:
         num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
     return num_bytes

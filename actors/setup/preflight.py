@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
-from actors.protocol.ray_memory import kept_bytes
+from actors.protocol.ray_memory import free_bytes, kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.auto_mode import auto_mode
 from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
+from actors.setup.storage import fit_storage, has_bundles, more_process_bytes, stored_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES
@@ -59,15 +61,21 @@ class SystemOptions:
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
 
 
-def prepare_system(path: Path, options: SystemOptions) -> tuple[SystemConfig, ModelConfig]:
+def prepare_system(
+    path: Path, options: SystemOptions, extra_bytes: int = 0
+) -> tuple[SystemConfig, ModelConfig]:
     """Check the model's files, the options and the memory; fill in what was left open.
 
-    The config's dtype is the one that matrices are loaded in.
+    The config's dtype is the one that matrices are loaded in. Where --cpu-memory is less than the
+    system, and `extra_bytes` besides, takes, its neurons stay on storage.
     Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    check_memory(path, system, config, options)
+    storage = _storage(path, system, config, options, extra_bytes)
+    if storage is not None:
+        return replace(system, storage=storage), config
+    check_memory(path, system, config, options, extra_bytes)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     plan = find_plan(path, system, config, *budgets, options.plan)
     return replace(system, plan_path=plan), config
@@ -107,6 +115,29 @@ def check_memory(
         ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
         kept_bytes(),
     )
+
+
+def _storage(
+    path: Path,
+    system: SystemConfig,
+    config: ModelConfig,
+    options: SystemOptions,
+    extra_bytes: int,
+) -> NeuronStorage | None:
+    """What stays in memory under a --cpu-memory that is too little for all; None: all does."""
+    if options.cpu_memory_bytes is None:
+        return None
+    free = min(options.cpu_memory_bytes, free_bytes())
+    need = system_need(system, config)
+    need = replace(need, process_bytes=need.process_bytes + extra_bytes)
+    if need.total_bytes <= free:
+        return None
+    found = fit_storage(path, need, system, config, free)
+    if found is not None and options.plan is not None:
+        raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
+    if found is not None:
+        has_bundles(path, config)
+    return found
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
@@ -178,6 +209,12 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     )
     if system.device == "cuda":
         need = beside_gpu(need, system.gpu_memory_bytes)
+    if system.storage is not None:
+        need = replace(
+            need,
+            ffn_bytes=stored_bytes(system, config, system.storage),
+            process_bytes=need.process_bytes + more_process_bytes(system),
+        )
     # Services on other hosts look at their own memory (`actors/setup/host_files.py`).
     return replace(need, ffn_bytes=need.ffn_bytes // max(1, len(system.hosts)))
 

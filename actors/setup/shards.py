@@ -10,6 +10,7 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
 from actors.protocol.neuron_bundles import bundle_bytes
+from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
@@ -94,6 +95,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         has_own_files=bool(system.hosts),
         share=host_share(system, threads, None),
         gpu=_gpu_share(system, config),
+        storage=system.storage,
     )
     return [gpu, *_cpu_specs(system, gpu, threads, cold)]
 
@@ -126,9 +128,17 @@ def _cpu_specs(
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
+            storage=_storage_share(system),
         )
         for i, shard in enumerate(shards)
     ]
+
+
+def _storage_share(system: SystemConfig) -> NeuronStorage | None:
+    """One CPU service's; all have as much memory for their neurons."""
+    if system.storage is None:
+        return None
+    return replace(system.storage, cache_bytes=system.storage.cache_bytes // system.num_cpu_actors)
 
 
 def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:

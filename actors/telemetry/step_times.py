@@ -1,11 +1,14 @@
 """Where the time of a step goes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PARTS = ("attention", "head", "ffn", "predictor")
+# Of neurons on storage: what all services read, how long the slowest waited for it, and the parts
+# of neurons that were wanted and those that were not in memory.
+READS = ("bytes_read", "wait_ns", "wanted", "missed")
 
 
 @dataclass
@@ -23,6 +26,7 @@ class StepTimes:
     num_neurons: int = 0
     num_gates: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    reads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(READS, 0))
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
@@ -47,6 +51,11 @@ class StepTimes:
         self.num_neurons += num_neurons
         self.num_gates += num_gates
 
+    def count_reads(self, found: Sequence[int]) -> None:
+        """Count what services have read for a step, in the order of READS."""
+        for name, number in zip(READS, found, strict=True):
+            self.reads[name] += number
+
     def include(self, other: "StepTimes") -> None:
         """Add the sums of other steps."""
         self.total += other.total
@@ -57,6 +66,7 @@ class StepTimes:
         self.num_gates += other.num_gates
         for part, busy_ns in other.parts.items():
             self.parts[part] += busy_ns
+        self.count_reads(list(other.reads.values()))
 
     def per_step_ms(self) -> dict[str, float]:
         """Milliseconds a step: attention, head, ffn, predictor, exchange, python, total."""
@@ -67,6 +77,19 @@ class StepTimes:
             "exchange": self.exchange * scale,
             "python": python * scale,
             "total": self.total * scale,
+        }
+
+    def per_step_reads(self) -> dict[str, float]:
+        """Of neurons on storage: bytes a step, the share of time waited, the share that was there.
+
+        {} where nothing was looked for.
+        """
+        if not self.reads["wanted"]:
+            return {}
+        return {
+            "bytes_read": self.reads["bytes_read"] / max(self.num_steps, 1),
+            "wait_share": self.reads["wait_ns"] / max(self.total, 1),
+            "hit_rate": 1 - self.reads["missed"] / self.reads["wanted"],
         }
 
 

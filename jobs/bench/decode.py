@@ -82,9 +82,20 @@ def decode(
         f"{report['density']:.1%} of the neurons computed, {report['gates_computed']:.1%} of the "
         f"gates\n  ms a step: {parts}\n  {report['bytes_per_token'] / 1e9:.2f} GB a step: "
         f"{report['gb_per_s']:.1f} GB/s of {read_gb_per_s:.1f} that a plain read gets"
+        f"{_read_line(report['reads'])}"
     )
     if as_json:
         print_json(report)
+
+
+def _read_line(reads: dict[str, float]) -> str:
+    """Said where neurons are on storage."""
+    if not reads:
+        return ""
+    return (
+        f"\n  storage: {reads['bytes_read'] / 1e6:.1f} MB a step read, "
+        f"{reads['hit_rate']:.1%} found in memory, {reads['wait_share']:.1%} of the time waited"
+    )
 
 
 def decode_report(
@@ -116,6 +127,7 @@ def batch_report(
         "density": middle.neurons_computed,
         "gates_computed": middle.gates_computed,
         "per_token_ms": middle.per_token_ms,
+        "reads": middle.reads,
         "bytes_per_token": token_bytes,
         "gb_per_s": gb_per_s,
         "read_gb_per_s": read_gb_per_s,

@@ -16,7 +16,7 @@ import numpy as np
 from actors.driver.scoring import WindowScores
 from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, check_memory, prepare_system, require_one_mode
+from actors.setup.preflight import SystemOptions, prepare_system, require_one_mode
 from actors.system import System
 from jobs.support.console import json_option, print_json, transient_progress
 from jobs.support.loading import running_system
@@ -135,7 +135,7 @@ def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfi
     system, config = prepare_system(path, options)
     if system.mode != "dense":
         logits_bytes = size // 2 * config.vocab_size * 4
-        check_memory(path, system, config, options, extra_bytes=logits_bytes)
+        system, config = prepare_system(path, options, extra_bytes=logits_bytes)
     return system, config
 
 

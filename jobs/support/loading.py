@@ -8,6 +8,7 @@ from rich.text import Text
 
 from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, SystemConfig
 from actors.system import System
+from jobs.support.bundles import require_bundles
 from jobs.support.console import transient_progress
 
 
@@ -28,6 +29,7 @@ def running_system(
     `on_progress` is told of it as well.
     Errors:  HotcoldError
     """
+    require_bundles(system)
     columns = (TextColumn("{task.description}"), BarColumn(), _BytesColumn(), TimeElapsedColumn())
     with transient_progress(*columns) as bar:
         task = bar.add_task("starting Ray", total=None, counts_bytes=False)

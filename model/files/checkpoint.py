@@ -26,6 +26,7 @@ from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntr
 from model.files.torch_file import TorchFile
 from model.gguf.file import is_gguf
 from model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
+from model.mapped_file import forget_pages
 from numba_kernels.formats import is_quantized
 
 WeightFile = SafetensorsFile | TorchFile | GgufWeights
@@ -131,6 +132,11 @@ class Checkpoint:
         """Let go of the memory that reading the tensor took, where the file is mapped."""
         full_name = self.full_name(name)
         self._files[full_name].release(full_name)
+
+    def forget(self) -> None:
+        """Let the kernel free what it keeps of the files: they were read, and memory is short."""
+        for path in {file.path for file in self._files.values()}:
+            forget_pages(path)
 
     def full_name(self, name: str) -> str:
         """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""

@@ -55,6 +55,21 @@ def load_ffn(
         return read_ffn(reader, config, neuron_ids, include_down_bias)
 
 
+def load_ffn_biases(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+) -> FfnWeights:
+    """`load_ffn` without the matrices, which then have no rows: where those are read elsewhere."""
+    ids = _checked_ids(config, neuron_ids)
+    with TensorReader(checkpoint, None) as reader:
+        weights = _empty_ffn(reader, config, ids, include_down_bias, has_rows=False)
+        for layer in range(config.num_layers if config.ffn_bias else 0):
+            _load_biases(reader, config, weights, layer)
+    return weights
+
+
 def load_gate(
     checkpoint: Checkpoint, config: ModelConfig, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -102,16 +117,20 @@ def read_ffn(
 
 
 def ffn_layers(
-    reader: TensorReader, config: ModelConfig, neuron_ids: Sequence[np.ndarray]
+    reader: TensorReader,
+    config: ModelConfig,
+    neuron_ids: Sequence[np.ndarray],
+    layers: Sequence[int] | None = None,
 ) -> Iterator[FfnWeights]:
     """Read layer after layer: weights that have the neurons of one layer, and all down biases.
 
-    For weights that go elsewhere, so that a process never holds all of them.
+    For weights that go elsewhere, so that a process never holds all of them. All layers, or those
+    in `layers`.
     Errors:  those of `load_ffn`
     """
     ids = _checked_ids(config, neuron_ids)
     none = np.empty(0, np.int32)
-    for layer in range(config.num_layers):
+    for layer in range(config.num_layers) if layers is None else layers:
         alone = [ids[layer] if other == layer else none for other in range(config.num_layers)]
         weights = _empty_ffn(reader, config, alone, True)
         _load_layer(reader, config, weights, layer)
@@ -130,11 +149,16 @@ def _checked_ids(config: ModelConfig, neuron_ids: Sequence[np.ndarray]) -> list[
 
 
 def _empty_ffn(
-    reader: TensorReader, config: ModelConfig, ids: list[np.ndarray], include_down_bias: bool
+    reader: TensorReader,
+    config: ModelConfig,
+    ids: list[np.ndarray],
+    include_down_bias: bool,
+    has_rows: bool = True,
 ) -> FfnWeights:
     names = tensor_names(config).of_layer(0)
     offsets = np.concatenate([[0], np.cumsum([layer_ids.size for layer_ids in ids])])
     total, hidden = int(offsets[-1]), config.hidden_size
+    num_rows = total if has_rows else 0
 
     def matrix(name: str, num_rows: int) -> np.ndarray:
         first = f"{name or names.gate}.weight"
@@ -145,9 +169,9 @@ def _empty_ffn(
     return FfnWeights(
         offsets=offsets.astype(np.int64),
         neuron_ids=np.concatenate(ids).astype(np.int32),
-        gate=matrix(names.gate, total),
-        up=matrix(names.up, total if config.has_gate else 0),
-        down=matrix(names.down, total),
+        gate=matrix(names.gate, num_rows),
+        up=matrix(names.up, num_rows if config.has_gate else 0),
+        down=matrix(names.down, num_rows),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
         down_bias=np.empty((config.num_layers, hidden if has_down_bias else 0), np.float32),
@@ -176,6 +200,15 @@ def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, 
     if not config.ffn_bias:
         reader.refuse(f"{names.gate}.bias")
         return
+    _load_biases(reader, config, weights, layer)
+
+
+def _load_biases(
+    reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int
+) -> None:
+    names, size = tensor_names(config).of_layer(layer), config.ffn_size
+    part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
+    ids = weights.neuron_ids[part]
     weights.gate_bias[part] = reader.vector(f"{names.gate}.bias", (size,))[ids]
     if config.has_gate:
         weights.up_bias[part] = reader.vector(f"{names.up}.bias", (size,))[ids]

@@ -170,6 +170,12 @@ def ring(cells, cell, value):
 
 
 @njit(nogil=True, cache=True)
+def wake(cells, cell):
+    """Wake everyone who waits on the cell's doorbell, which was changed by an atomic addition."""
+    _futex_wake(cells, cell * INTS_A_CELL)
+
+
+@njit(nogil=True, cache=True)
 def _clock_us(time_ns):
     return np.int32(time_ns // 1000 & CLOCK_US)
 

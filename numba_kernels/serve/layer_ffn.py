@@ -96,7 +96,8 @@ def new_scratch(num_threads: int, num_tokens: int, most: int, width: int) -> Ffn
 
 
 @njit(nogil=True, cache=True)
-def _slice(bias, first, last):
+def part_of(bias, first, last):
+    """bias[first:last], or the empty bias."""
     return bias[first:last] if bias.shape[0] else bias
 
 
@@ -114,7 +115,7 @@ def _first_from(ids, row):
 
 
 @njit(nogil=True, cache=True)
-def _candidates(thread, num_threads, num_neurons, is_listed, ids):
+def own_candidates(thread, num_threads, num_neurons, is_listed, ids):
     """First and last candidate of a thread: those among its part of the layer's rows.
 
     Cut by row and not by the length of the list: a token's sums then are the same whatever other
@@ -140,7 +141,7 @@ def _work_stealing_gates(
     size = block_rows(gate) if num_tokens == 1 else block_size(gate, num_tokens)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
-        first, last = _candidates(part, num_threads, num_neurons, is_listed, ids)
+        first, last = own_candidates(part, num_threads, num_neurons, is_listed, ids)
         begin = first + next_block(counters, part) * size
         while begin < last:
             end = min(begin + size, last)
@@ -177,14 +178,14 @@ def layer_ffn(
     gate, down = arrays.gate[first:last], arrays.down[first:last]
     up = arrays.up[first:last] if arrays.up.shape[0] else arrays.up
     num_tokens = x.shape[0]
-    begin, end = _candidates(thread, num_threads, last - first, is_listed, ids)
+    begin, end = own_candidates(thread, num_threads, last - first, is_listed, ids)
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
     gates = scratch.gates[thread]
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
     vectors = prepared(gate, x, scratch.inputs, thread)
-    gate_bias = _slice(arrays.gate_bias, first, last)
+    gate_bias = part_of(arrays.gate_bias, first, last)
     _work_stealing_gates(
         thread, num_threads, last - first, gate, gate_bias, is_listed, ids, token_masks, vectors,
         function, num_tokens, lists, scratch,
@@ -203,17 +204,17 @@ def layer_ffn(
             gate_bias, ids, token_masks, function, keep_all, begin, end, products, fired_ids,
             fired_masks, by_neuron(gates, num_tokens),
         )  # fmt: skip
-    up_bias = _slice(arrays.up_bias, first, last)
+    up_bias = part_of(arrays.up_bias, first, last)
     scratch.counts[thread] = up_down_kernel(
         up, up_bias, down, fired_ids, fired_masks, num_fired, gates, vectors, function, keep_all,
         sums, lists,
     )  # fmt: skip
     meet(cells, service, num_threads)
-    _reduce(thread, num_threads, down, out, scratch.sums, arrays.down_bias[layer])
+    add_up(thread, num_threads, down, out, scratch.sums, arrays.down_bias[layer])
 
 
 @njit(nogil=True, cache=True)
-def _reduce(thread, num_threads, down, out, sums, down_bias):
+def add_up(thread, num_threads, down, out, sums, down_bias):
     """out = all threads' sums and the bias, in this thread's range of columns."""
     begin, end = split_range(out.shape[1], thread, num_threads, CHUNK)
     for t in range(out.shape[0]):

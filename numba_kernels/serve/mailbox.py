@@ -40,7 +40,9 @@ SHIP, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there th
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
 DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `arrive`
-NUM_REPLY_WORDS = 8
+# Of stored neurons, all so far: bytes, what threads waited for them, parts wanted and not in memory
+BYTES_READ, READ_WAIT_NS, PARTS_WANTED, PARTS_MISSED = range(6, 10)
+NUM_REPLY_WORDS = 10
 OK, FAILED = 0, 1
 
 # Where WATCHED is set, FFN requests count who was computed, in buckets of neighbours in the
@@ -58,7 +60,7 @@ IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an h
 class Wires(NamedTuple):
     """The shared arrays of one system; S services, at most T tokens a step, width d.
 
-    cells (S * 5 * 16,) int32; requests (S, 8), replies (S, 8) int64
+    cells (S * 5 * 16,) int32; requests (S, 8), replies (S, 10) int64
     positions, slots (T,) int32: where each token of the step stands, and in which sequence
     page_tables (slots, pages a sequence) int32: page p holds a sequence's positions from p * 64 on
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN

@@ -55,11 +55,11 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, f
         wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
         if request[WATCHED]:
             first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
-            _count(service, layer, num_ids, ids, buckets, first, last, wires, scratch)
+            count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch)
 
 
 @njit(nogil=True, cache=True)
-def _count(service, layer, num_ids, ids, buckets, first, last, wires, scratch):
+def count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch):
     """Count in the arena which neurons of the layer this request has computed.
 
     One thread does it for all, so that no count needs an atomic addition.

@@ -68,6 +68,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "decode": {"checks", "formats", "ir", "load"},
         "prompt": {"decode", "ir"},
         "serve": {"checks", "decode", "formats"},
+        "storage": {"decode", "serve"},
         "measure": {"checks", "decode", "ir", "serve"},
     },
     "model": {
@@ -79,6 +80,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "config": {"errors", "gguf"},
         "files": {"config", "errors", "gguf", "mapped_file"},
         "weights": {"config", "errors", "files", "gguf"},
+        "bundles": {"config", "errors", "files", "weights"},
         "text": {"config", "errors", "files", "gguf"},
         "sampling": {"config", "errors"},
         "torch_activations": set(),

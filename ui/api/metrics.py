@@ -61,6 +61,17 @@ class Metrics:
         self._gates = self._gauge(
             "hotcold:gates_computed_share", "Of all neurons' gates, in the last request."
         )
+        self._reads = {
+            "bytes_read": self._gauge(
+                "hotcold:storage_bytes_per_step", "Of neurons read, in the last request."
+            ),
+            "wait_share": self._gauge(
+                "hotcold:storage_wait_share", "Of a step's time, waiting for neurons to be read."
+            ),
+            "hit_rate": self._gauge(
+                "hotcold:storage_hit_rate", "Of neurons' parts that were wanted, in memory."
+            ),
+        }
 
     def add_prompt(self, num_tokens: int) -> None:
         """Count a request that was queued."""
@@ -84,6 +95,8 @@ class Metrics:
         if result.per_token_ms.get("total"):
             self._neurons.set(result.neurons_computed)
             self._gates.set(result.gates_computed)
+        for name, share in result.reads.items():
+            self._reads[name].set(share)
 
     def add_abort(self) -> None:
         """Count a request that ended before its end: its client went away, or it took too long."""

@@ -1,0 +1,94 @@
+"""The CPU service of a model larger than memory: its neurons are read when they are wanted."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.cpu.cpu_service import CpuService
+from actors.cpu.neuron_store import NeuronStore
+from actors.protocol.stored_neurons import StoredShare
+from actors.telemetry.snapshot import bucket_of
+from model.bundles.bundle_file import read_bundle_file
+from model.bundles.geometry import BundleGeometry
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from model.weights.ffn import load_ffn_biases
+from numba_kernels.decode.activations import Activation, activation
+from numba_kernels.serve.layer_ffn import FfnArrays
+from numba_kernels.storage.serve_stored import serve_stored_ffn
+
+
+class StoredCpuService(CpuService):
+    """`CpuService` over a `NeuronStore`."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        store: NeuronStore,
+        function: Activation,
+        buckets: np.ndarray | None = None,
+    ) -> None:
+        """See `load_stored_service`."""
+        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        self.store = store
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the compiled loop; see `numba_kernels.storage.serve_stored`."""
+        return int(
+            serve_stored_ffn(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.store.stored,
+                self._scratch,
+                self._buckets,
+                self.function,
+            )
+        )
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
+        """The layer alone, read as far as it is not in memory. Errors: ServiceError."""
+        return self.store.layer_arrays(layer), 0
+
+    def explain(self, service: int) -> str:
+        """What became of a read, if the last one failed; else as `Service.explain`."""
+        return self.store.failure() or super().explain(service)
+
+    def release(self) -> None:
+        """End the reading threads too."""
+        super().release()
+        self.store.close()
+
+
+def load_stored_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+    on_bytes: Callable[[int], None],
+    bundles: Path,
+    share: StoredShare,
+    weight_dtype: str = "",
+) -> StoredCpuService:
+    """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
+
+    Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
+             ServiceError where it cannot be read
+    """
+    checkpoint = Checkpoint(path)
+    geometry = BundleGeometry.of(stored_config(checkpoint, config, weight_dtype))
+    file = read_bundle_file(bundles, geometry, ModelIdentity.of(path))
+    weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
+    store = NeuronStore(file, weights, share, num_threads, on_bytes)
+    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    function = activation(config.activation_fn, config.activation_threshold)
+    return StoredCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)

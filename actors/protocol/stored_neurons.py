@@ -1,0 +1,47 @@
+"""How much of a model's neurons a system keeps in memory, and how it reads the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import row_bytes
+
+READ_THREADS = 16  # of a service: reads under way at once
+READ_BYTES = 1 << 20  # the most of one read
+MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
+_NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class NeuronStorage:
+    """Neurons lie in a bundle file; of all services together so many bytes of rows in memory."""
+
+    path: str
+    cache_bytes: int
+    has_gates: bool  # all gate rows stay in memory, besides
+
+    def kept_bytes(self, config: ModelConfig) -> int:
+        """Bytes of neurons' rows in memory; `config` has the dtypes of matrices as loaded."""
+        num_neurons = config.num_layers * config.ffn_size
+        gates = num_neurons * row_bytes(config, config.hidden_size, "gate")
+        return self.cache_bytes + (gates if self.has_gates else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredShare:
+    """What one service has of it.
+
+    num_slots: neurons in memory; pinned (P,) int32: rows of the shard that stay
+    has_gates: gate rows stay, and slots have none; reads_whole: a bundle is read at once where a
+    predictor asks for its gate; spans: most bytes of a read, most bytes between neighbours
+    """
+
+    num_slots: int
+    pinned: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    has_gates: bool = False
+    reads_whole: bool = True
+    most_bytes: int = 256 << 10
+    most_gap: int = MOST_GAP

@@ -1,0 +1,148 @@
+"""Which neurons of a model larger than memory stay on storage, and what that takes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.step_sizes import MATRIX_TOKENS
+from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage, StoredShare
+from actors.setup.placement_choice import own_profile
+from model.bundles.bundle_file import bundle_path, read_bundle_file
+from model.bundles.geometry import BundleGeometry
+from model.bundles.pack import OnBytes, write_bundles
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import numpy_dtype
+from model.errors import MemoryBudgetError
+from model.files.artifact import ModelIdentity
+from numba_kernels.formats import ROW_FORMATS
+from placement.memory import MemoryNeed
+from placement.profile import ActivationProfile
+
+_ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
+_SLOT_BYTES = 24  # of each slot: whose it is, biases
+_PINNED_SHARE = 0.5  # of the slots beyond a layer's, where a profile says who fires often
+# More than counted of each process, as measured after long prompts: of a service, and of Ray's own
+# processes and the command's together.
+_SERVICE_BYTES, _OTHERS_BYTES = 200 << 20, 300 << 20
+_GIB = 1 << 30
+
+
+def fit_storage(
+    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+) -> NeuronStorage | None:
+    """How much of the FFN can stay in memory where all of `need` has not `free_bytes`.
+
+    None where neurons cannot be stored: on a GPU's host, with services on several hosts, and where
+    it would take no less memory.
+    Errors:  MemoryBudgetError naming the least that would do
+    """
+    if system.device == "cuda" or system.hosts:
+        return None
+    geometry = BundleGeometry.of(config)
+    least = NeuronStorage(str(bundle_path(path, geometry)), 0, has_gates=False)
+    least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
+    rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system)
+    least_bytes = rest + stored_bytes(system, config, least)
+    if least_bytes >= need.total_bytes:
+        return None
+    if least_bytes > free_bytes:
+        raise MemoryBudgetError(
+            f"this model needs {need.total_bytes / _GIB:.2f} GiB of memory, or at least "
+            f"{least_bytes / _GIB:.2f} GiB ({least_bytes} bytes) with its neurons on storage, and "
+            f"{free_bytes / _GIB:.2f} GiB are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
+        )
+    spare = free_bytes - least_bytes
+    gates = replace(least, has_gates=True)
+    gate_bytes = stored_bytes(system, config, gates) - stored_bytes(system, config, least)
+    if system.mode == "exact" and gate_bytes <= spare:
+        return replace(gates, cache_bytes=least.cache_bytes + spare - gate_bytes)
+    return replace(least, cache_bytes=least.cache_bytes + spare)
+
+
+def more_process_bytes(system: SystemConfig) -> int:
+    """What processes take at their largest, beside what `MemoryNeed` counts of them."""
+    return (1 + system.num_cpu_actors) * _SERVICE_BYTES + _OTHERS_BYTES
+
+
+def _rounded_up(num_bytes: int) -> str:
+    return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}GiB"
+
+
+def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:
+    """Bytes of a slot with its tables."""
+    return geometry.slot_bytes - storage.has_gates * geometry.gate_row_bytes + _SLOT_BYTES
+
+
+def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
+    """What the FFN takes of memory: slots, gates that stay, tables, buffers of reads."""
+    geometry = BundleGeometry.of(config)
+    num_neurons = geometry.num_layers * geometry.num_neurons
+    buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)
+    if system.context_length >= MATRIX_TOKENS:
+        buffers += geometry.num_neurons * geometry.slot_bytes  # a layer, all services together
+    gates = num_neurons * geometry.gate_row_bytes if storage.has_gates else 0
+    return storage.cache_bytes + gates + num_neurons * _ROW_BYTES + buffers
+
+
+def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
+    """What a CPU service keeps in memory; `config` has the dtypes that matrices are loaded in.
+
+    Errors:  ArtifactError
+    """
+    storage, shards = spec.storage, spec.neuron_ids or []
+    if storage is None:
+        raise ValueError(f"{spec.name} has no neurons on storage")
+    geometry = BundleGeometry.of(config)
+    most = max(ids.size for ids in shards)
+    total = sum(ids.size for ids in shards)
+    num_slots = max(most, storage.cache_bytes // slot_bytes(geometry, storage))
+    path = Path(spec.model_path)
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    pinned = np.empty(0, np.int32)
+    if profile is not None:
+        num_pinned = total if num_slots >= total else int(_PINNED_SHARE * (num_slots - most))
+        counts = np.concatenate(
+            [layer[ids] for layer, ids in zip(profile.counts, shards, strict=True)]
+        )
+        pinned = np.sort(np.argsort(-counts, kind="stable")[:num_pinned]).astype(np.int32)
+    # A 4-bit gate is read alone: its bundle's rest takes twice as long, and may not be wanted.
+    row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
+    reads_whole = row_format is None or row_format.bits > 4
+    return StoredShare(num_slots, pinned, storage.has_gates, reads_whole)
+
+
+def pack_model(
+    path: Path,
+    config: ModelConfig,
+    weight_dtype: str = "",
+    on_bytes: OnBytes = lambda written, total: None,
+) -> Path:
+    """Write the model's bundle file: neurons that fire often first, where a profile tells.
+
+    `config` has the dtypes that matrices are loaded in. Errors: as of `write_bundles`
+    """
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    order, name = _file_order(config, profile)
+    return write_bundles(path, config, order, name, weight_dtype, on_bytes)
+
+
+def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:
+    shape = config.num_layers, config.ffn_size
+    if profile is None:
+        return np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), "checkpoint"
+    order = np.argsort(-profile.counts, axis=1, kind="stable")
+    return order.astype(np.int32), profile.digest
+
+
+def has_bundles(path: Path, config: ModelConfig) -> bool:
+    """Whether the bundle file is there. Errors: ArtifactError where it is not this model's."""
+    geometry = BundleGeometry.of(config)
+    file = bundle_path(path, geometry)
+    if not file.exists():
+        return False
+    read_bundle_file(file, geometry, ModelIdentity.of(path))
+    return True

@@ -1,0 +1,193 @@
+"""Which rule keeps the right neurons in memory: hit rates over who really fires.
+
+    python -m benchmarks.neuron_cache [--model PATH] [--tokens 1024]
+
+A model reads text token by token (the demo model the text that it was not trained on; any other
+drawn ids), and rules for a cache of a share of all neurons are played over who fired. Half of the
+tokens are the profile that pinned neurons are chosen by, the other half is what is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import click
+import numpy as np
+
+Trace = list[list[np.ndarray]]  # by tokens and layers: the neurons that fire, numbered over all
+_WINDOW = 256  # tokens of a text that see each other
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+
+
+def fired_neurons(path: Path, ids: list[int]) -> Trace:
+    """Who fires for each token in each layer."""
+    from tests.actors.in_process import InProcessSystem
+
+    found: Trace = []
+    with InProcessSystem(path, num_positions=_WINDOW) as system:
+        engine, service = system.engine("exact"), system.services[1]
+        size = system.config.ffn_size
+        order, run_layer = system.shards()[0], engine.run_layer
+
+        def run(layer: int, num_tokens: int) -> None:
+            run_layer(layer, num_tokens)
+            scratch = service._scratch  # type: ignore[attr-defined]
+            found[-1].append(layer * size + order[scratch.fired_ids[0, : scratch.counts[0]]])
+
+        engine.run_layer = run  # type: ignore[method-assign]
+        for place, token in enumerate(ids):
+            found.append([])
+            engine.step([token], [place % _WINDOW], [0])
+    return found
+
+
+class Lru:
+    """The one that was used longest ago goes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, neuron: int) -> bool:
+        """Whether it was there; it is afterwards."""
+        hit = neuron in self.held
+        if hit:
+            self.held.move_to_end(neuron)
+        else:
+            if len(self.held) >= self.size:
+                self.held.popitem(last=False)
+            self.held[neuron] = None
+        return hit
+
+
+class Clock:
+    """`numba_kernels.storage.neuron_slots`: up to `most` more passes for what was used again."""
+
+    def __init__(self, size: int, most: int = 3) -> None:
+        self.size, self.most = size, most
+        self.queue: deque[int] = deque()
+        self.credit: dict[int, int] = {}
+
+    def use(self, neuron: int) -> bool:
+        """See `Lru.use`."""
+        if neuron in self.credit:
+            self.credit[neuron] = min(self.most, self.credit[neuron] + 1)
+            return True
+        while len(self.queue) >= self.size:
+            other = self.queue.popleft()
+            if self.credit[other]:
+                self.credit[other] -= 1
+                self.queue.append(other)
+            else:
+                del self.credit[other]
+        self.queue.append(neuron)
+        self.credit[neuron] = 0
+        return False
+
+
+class S3Fifo:
+    """A tenth for newcomers, who go on if used again; those that went lately come to the rest."""
+
+    def __init__(self, size: int) -> None:
+        self.small_size = max(1, size // 10)
+        self.small: deque[int] = deque()
+        self.main = Clock(max(1, size - self.small_size))
+        self.credit: dict[int, int] = {}
+        self.ghost: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, neuron: int) -> bool:
+        """See `Lru.use`."""
+        if neuron in self.main.credit:
+            return self.main.use(neuron)
+        if neuron in self.credit:
+            self.credit[neuron] += 1
+            return True
+        if self.ghost.pop(neuron, 0) is None:
+            self.main.use(neuron)
+            return False
+        if len(self.small) >= self.small_size:
+            self._leave(self.small.popleft())
+        self.small.append(neuron)
+        self.credit[neuron] = 0
+        return False
+
+    def _leave(self, neuron: int) -> None:
+        if self.credit.pop(neuron):
+            self.main.use(neuron)
+            return
+        self.ghost[neuron] = None
+        if len(self.ghost) > self.main.size:
+            self.ghost.popitem(last=False)
+
+
+class Pinned:
+    """`share` of the cache for those that fire most often by the profile, for ever."""
+
+    def __init__(self, size: int, often: list[int], share: float, rest: Callable[[int], Clock]):
+        num_pinned = int(size * share)
+        self.pinned = set(often[:num_pinned])
+        self.rest = rest(max(1, size - num_pinned))
+
+    def use(self, neuron: int) -> bool:
+        """See `Lru.use`."""
+        return neuron in self.pinned or self.rest.use(neuron)
+
+
+def hit_rate(cache: Lru | Clock | S3Fifo | Pinned, warm: Trace, trace: Trace) -> float:
+    """Of the neurons that fire in `trace`, those that were there, after `warm`."""
+    num_hits = num_used = 0
+    for counts, tokens in ((False, warm), (True, trace)):
+        for neuron in _all(tokens):
+            hit = cache.use(neuron)
+            num_hits += hit and counts
+            num_used += counts
+    return num_hits / num_used
+
+
+def _all(trace: Trace) -> Iterable[int]:
+    return (int(neuron) for layers in trace for fired in layers for neuron in fired)
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), help="The embedded model without it.")
+@click.option("--tokens", default=1024, show_default=True)
+def main(model: Path | None, tokens: int) -> None:
+    """Print a table: rules, and shares of all neurons that are held."""
+    from model.config.build import read_config
+    from model.files.locate import locate_model
+    from model.text.tokenizer import Tokenizer
+
+    path = locate_model(None if model is None else str(model))
+    config = read_config(path)
+    tokenizer = Tokenizer.from_model(path)
+    if model is None and tokenizer is not None:
+        ids = tokenizer.encode((path / "heldout.txt").read_text()[:40_000])[:tokens]
+    else:
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, tokens).tolist()
+    trace = fired_neurons(path, list(ids))
+    warm, counted = trace[: tokens // 2], trace[tokens // 2 :]
+    often = [neuron for neuron, _ in Counter(_all(warm)).most_common()]
+    num_neurons = config.num_layers * config.ffn_size
+    density = sum(1 for _ in _all(counted)) / len(counted) / num_neurons
+    click.echo(f"{path}: {tokens} tokens, {density:.1%} of {num_neurons} neurons fire")
+    click.echo("| share held | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")
+    click.echo("| --- |" + " --- |" * len(SHARES))
+    rules: dict[str, Callable[[int], Lru | Clock | S3Fifo | Pinned]] = {
+        "LRU": Lru,
+        "clock, 1 bit": lambda size: Clock(size, 1),
+        "clock, 3 passes": Clock,
+        "S3-FIFO": S3Fifo,
+    }
+    for share in (0.25, 0.5, 0.75, 1.0):
+        rules[f"{share:.0%} pinned, clock"] = lambda size, share=share: Pinned(
+            size, often, share, Clock
+        )
+    for name, rule in rules.items():
+        rates = [hit_rate(rule(int(share * num_neurons)), warm, counted) for share in SHARES]
+        click.echo(f"| {name} | " + " | ".join(f"{rate:.1%}" for rate in rates) + " |")
+
+
+if __name__ == "__main__":
+    main()

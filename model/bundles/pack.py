@@ -1,0 +1,151 @@
+"""Making a bundle file from a checkpoint, layer by layer; a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from model.bundles.bundle_file import bundle_path, header_block, header_facts, tables_crc
+from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from model.config.model_config import ModelConfig
+from model.config.weight_formats import requested_dtype
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.ffn import FfnWeights, ffn_layers
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.storage.bundle_sums import bundle_sums
+
+OnBytes = Callable[[int, int], None]  # bytes written, and in all
+_WRITTEN_BYTES = 16 << 20  # at once
+
+
+def write_bundles(
+    model_path: Path,
+    config: ModelConfig,
+    order: np.ndarray,
+    order_name: str,
+    weight_dtype: str = "",
+    on_bytes: OnBytes = lambda written, total: None,
+) -> Path:
+    """Write the model's bundle file, whole or not at all; returns where it is.
+
+    `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 says which neurons
+    stand beside each other. What an earlier run of the same kind has written is kept.
+    Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
+    """
+    geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
+    path = bundle_path(model_path, geometry)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as problem:
+        raise ArtifactError(f"{path}: cannot be written ({problem.strerror})") from None
+    try:
+        _lock(descriptor, path)
+        header = header_block(geometry, identity, order_name, None)
+        done = _begin(descriptor, part, geometry, header, order)
+        _write_layers(descriptor, model_path, config, geometry, order, done, weight_dtype, on_bytes)
+        whole = header_block(geometry, identity, order_name, tables_crc(descriptor, geometry))
+        os.pwrite(descriptor, whole, 0)
+        os.fsync(descriptor)
+        part.replace(path)
+    except OSError as problem:
+        raise ArtifactError(
+            f"{path}: cannot be written ({problem.strerror}); run the same again once that is "
+            "mended, it goes on"
+        ) from None
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ArtifactError(f"{path}: another process is making it; wait for that one") from None
+
+
+def _begin(
+    descriptor: int, part: Path, geometry: BundleGeometry, header: bytes, order: np.ndarray
+) -> np.ndarray:
+    """Which layers are whole in the unfinished file; a file of another kind is begun anew."""
+    num_layers = geometry.num_layers
+    size, table = os.fstat(descriptor).st_size, np.ascontiguousarray(order, "<i4").tobytes()
+    found = os.pread(descriptor, BLOCK_BYTES, 0)
+    goes_on = header_facts(found) is not None and found == header
+    if goes_on and os.pread(descriptor, len(table), geometry.order_start) == table:
+        done = os.pread(descriptor, num_layers, geometry.done_start)
+        return np.frombuffer(done.ljust(num_layers, b"\0"), np.uint8) == 1
+    free = shutil.disk_usage(part.parent).free + size
+    if geometry.file_bytes > free:
+        with suppress(OSError):
+            part.unlink()
+        raise ArtifactError(
+            f"{part.parent}: the bundle file takes {geometry.file_bytes / 1e9:.2f} GB, and "
+            f"{free / 1e9:.2f} GB are free there; make room, or use a smaller --dtype"
+        )
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, geometry.file_bytes)
+    _write_all(descriptor, table, geometry.order_start)
+    _write_all(descriptor, header, 0)
+    return np.zeros(num_layers, bool)
+
+
+def _write_layers(
+    descriptor: int,
+    model_path: Path,
+    config: ModelConfig,
+    geometry: BundleGeometry,
+    order: np.ndarray,
+    done: np.ndarray,
+    weight_dtype: str,
+    on_bytes: OnBytes,
+) -> None:
+    missing = np.flatnonzero(~done).tolist()
+    written, total = int(done.sum()) * geometry.layer_bytes, geometry.file_bytes
+    with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
+        found = ffn_layers(reader, config, list(order), missing)
+        for layer, weights in zip(missing, found, strict=True):
+            sums = np.empty((geometry.num_neurons, 2), "<u4")
+            rows = max(1, _WRITTEN_BYTES // geometry.bundle_bytes)
+            begin = geometry.first_byte + layer * geometry.layer_bytes
+            for first in range(0, geometry.num_neurons, rows):
+                last = min(first + rows, geometry.num_neurons)
+                bundles = _bundles(geometry, weights, first, last)
+                bundle_sums(bundles, geometry.gate_bytes, sums[first:last])
+                _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
+                written += bundles.nbytes
+                on_bytes(written, total)
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
+            _write_all(descriptor, sums, geometry.sums_start + layer * sums.nbytes)
+            _write_all(descriptor, b"\1", geometry.done_start + layer)
+
+
+def _bundles(geometry: BundleGeometry, weights: FfnWeights, first: int, last: int) -> np.ndarray:
+    """Neurons first..last-1 of a layer as bundles: (N, bundle bytes) uint8."""
+    bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
+    up_at = geometry.gate_bytes
+    down_at = up_at + geometry.up_row_bytes
+    for rows, at in ((weights.gate, 0), (weights.up, up_at), (weights.down, down_at)):
+        if rows.shape[0]:
+            own = rows[first:last].view(np.uint8).reshape(last - first, -1)
+            bundles[:, at : at + own.shape[1]] = own
+    return bundles
+
+
+def _write_all(descriptor: int, content: bytes | np.ndarray, place: int) -> None:
+    array = content if isinstance(content, np.ndarray) else np.frombuffer(content, np.uint8)
+    view = array.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], place + done)

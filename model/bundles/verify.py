@@ -1,0 +1,51 @@
+"""Reading a whole bundle file once, to see that it is what was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from model.bundles.bundle_file import BundleFile
+from numba_kernels.storage.bundle_sums import bundle_sums
+
+_READ_BYTES = 16 << 20
+
+
+def damaged_bundles(
+    file: BundleFile, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> list[tuple[int, int]]:
+    """The layer and id of each neuron whose bundle does not agree with its sums.
+
+    Errors:  OSError
+    """
+    geometry, found = file.geometry, []
+    rows = max(1, _READ_BYTES // geometry.bundle_bytes)
+    total, done = geometry.num_layers * geometry.layer_bytes, 0
+    with file.path.open("rb", buffering=0) as stream:
+        for layer in range(geometry.num_layers):
+            for first in range(0, geometry.num_neurons, rows):
+                last = min(first + rows, geometry.num_neurons)
+                bundles = np.zeros((last - first, geometry.bundle_bytes), np.uint8)
+                begin = geometry.first_byte + layer * geometry.layer_bytes
+                begin += first * geometry.bundle_bytes
+                _fill(stream.fileno(), bundles, begin)
+                sums = np.empty((last - first, 2), np.uint32)
+                bundle_sums(bundles, geometry.gate_bytes, sums)
+                wrong = (sums != file.sums[layer, first:last]).any(axis=1)
+                found += [(layer, int(n)) for n in file.order[layer, first:last][wrong]]
+                done += bundles.nbytes
+                on_bytes(done, total)
+    return found
+
+
+def _fill(descriptor: int, into: np.ndarray, place: int) -> None:
+    """Read until `into` is full, or the file ends."""
+    view, done = into.reshape(-1).data, 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], place + done)
+        if count == 0:
+            return
+        done += count
+    os.posix_fadvise(descriptor, place, done, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,216 @@
+"""Neurons on storage: the same bits as in memory, in every mode, format, batch and prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.cpu import neuron_store
+from actors.cpu.stored_service import load_stored_service
+from actors.exchange.service import Service
+from actors.protocol.failures import AnswerFailed
+from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.stored_neurons import StoredShare
+from model.bundles.geometry import BundleGeometry
+from model.bundles.pack import write_bundles
+from model.config.build import read_config
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from numba_kernels.serve.mailbox import BYTES_READ, PARTS_MISSED, PARTS_WANTED
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_predicted_modes import for_services, oracles
+from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+Tiny = Callable[..., TinyCheckpoint]
+IDS = np.random.default_rng(3).integers(0, 101, 40)
+WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
+STORES: list[dict[str, Any]] = [
+    {},  # no slot more than a layer needs
+    {"has_gates": True, "more_slots": 13},
+    {"reads_whole": False, "more_slots": 13, "num_pinned": 9},
+    {"more_slots": 1000},
+]
+
+
+def packed(path: Path, weight_dtype: str = "", seed: int = 1) -> Path:
+    """The model's bundle file, its neurons in some order."""
+    config = stored_config(Checkpoint(path), read_config(path), weight_dtype)
+    draw = np.random.default_rng(seed)
+    order = [draw.permutation(config.ffn_size) for _ in range(config.num_layers)]
+    return write_bundles(path, config, np.array(order, np.int32), "drawn", weight_dtype)
+
+
+@dataclass
+class StoredSystem(InProcessSystem):
+    """As `InProcessSystem`, with CPU services that have so many slots besides a layer."""
+
+    more_slots: int = 0
+    has_gates: bool = False
+    reads_whole: bool = True
+    num_pinned: int = 0
+
+    def _cpus(self) -> list[Service]:
+        checkpoint = Checkpoint(self.path)
+        geometry = BundleGeometry.of(stored_config(checkpoint, self.config, self.weight_dtype))
+        file = self.path / "hotcold" / geometry.file_name
+        return [
+            load_stored_service(
+                self.path,
+                self.config,
+                index,
+                self.num_threads,
+                shard,
+                index == 1,
+                lambda num_bytes: None,
+                file,
+                self._share(index, shard),
+                self.weight_dtype,
+            )
+            for index, shard in enumerate(self.layer_shards(), start=1)
+        ]
+
+    def _share(self, index: int, shard: Sequence[np.ndarray]) -> StoredShare:
+        most, total = max(ids.size for ids in shard), sum(ids.size for ids in shard)
+        draw = np.random.default_rng(index)
+        pinned = draw.choice(total, min(self.num_pinned, total), replace=False).astype(np.int32)
+        num_slots = most + pinned.size + self.more_slots
+        return StoredShare(num_slots, pinned, self.has_gates, self.reads_whole)
+
+    def counted(self, word: int) -> int:
+        """A word of the CPU services' replies, added up."""
+        return int(self.exchange.wires.replies[1:, word].sum())
+
+
+def answers(system: InProcessSystem, modes: Sequence[str]) -> Iterator[np.ndarray]:
+    """Logits of every way and mode, in turn."""
+    for mode in modes:
+        for way in WAYS:
+            predictor = for_services(system, oracles(system)) if mode == "sign" else None
+            yield system.logits(mode, IDS, way, predictor=predictor)
+
+
+def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], modes: Sequence[str]):
+    """Of all systems, which are stopped."""
+    with plain:
+        wanted = list(answers(plain, modes))
+    for stored in stores:
+        with stored:
+            for found, expected in zip(answers(stored, modes), wanted, strict=True):
+                np.testing.assert_array_equal(found, expected)
+            assert 0 < stored.counted(PARTS_MISSED) <= stored.counted(PARTS_WANTED)
+            assert stored.counted(BYTES_READ) > 0
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "bamboo"])
+def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    packed(path)
+    stores = [StoredSystem(path, 2, 2, **store) for store in STORES]
+    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "dense"])
+
+
+def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny) -> None:
+    path = tiny("llama-relu").path
+    packed(path)
+    stores = [StoredSystem(path, 2, 2, **store) for store in STORES]
+    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign"])
+
+
+def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
+    path = make_model("q-llama-tied", tmp_path / "m")
+    common: dict[str, Any] = {"weight_dtype": "q8", "products": ProductChoice(True, True)}
+    packed(path, "q8")
+    stores = [StoredSystem(path, 1, 2, **common, **store) for store in STORES[:3]]
+    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
+
+
+def test_4_bit_gates_are_read_alone(tmp_path: Path) -> None:
+    path = make_model("q-llama", tmp_path / "m")
+    packed(path, "q4")
+    common: dict[str, Any] = {"weight_dtype": "q4", "products": ProductChoice(True, True)}
+    stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
+    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact", "dense"])
+
+
+def test_a_larger_cache_reads_less(tiny: Tiny) -> None:
+    path, found = tiny("llama-relu").path, []
+    packed(path)
+    for more_slots in (0, 60, 1000):
+        with StoredSystem(path, 1, 2, more_slots=more_slots, has_gates=True) as stored:
+            stored.logits("exact", IDS, [1])
+            found.append(stored.counted(PARTS_MISSED))
+            before = stored.counted(BYTES_READ)
+            stored.logits("exact", IDS, [1])
+            again = stored.counted(BYTES_READ) - before
+    assert found[0] > found[1] > found[2]
+    assert again == 0  # everything was in memory
+
+
+def test_without_direct_reads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system refuses them: the same, through the page cache."""
+    path, real_open = tiny("llama-gqa").path, os.open
+    packed(path)
+
+    def refuse(name: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(name, flags, *rest)
+
+    monkeypatch.setattr(neuron_store.os, "open", refuse)
+    assert_same_bits(InProcessSystem(path), [StoredSystem(path)], ["exact"])
+
+
+@pytest.fixture
+def own_copy(tiny: Tiny, tmp_path: Path) -> Path:
+    """A model and its bundle file that a test may spoil."""
+    from shutil import copytree
+
+    copytree(tiny("llama-gqa").path, tmp_path / "m", ignore=lambda *_: {"hotcold"})
+    packed(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("way", [[1], [40]], ids=["token", "prompt"])
+@pytest.mark.parametrize("fault", ["shorter", "changed"])
+def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: list[int]) -> None:
+    """One line, nothing wrong computed; once the file is mended, the same service goes on."""
+    file = own_copy / "hotcold" / "bundles-float32.bin"
+    content = file.read_bytes()
+    with InProcessSystem(own_copy, 1, 2) as plain:
+        wanted = plain.logits("exact", IDS, way)
+    with StoredSystem(own_copy, 1, 2) as stored:
+        spoil(file, fault)
+        for _ in range(2):
+            with pytest.raises(AnswerFailed, match=str(file)) as caught:
+                stored.logits("exact", IDS, way)
+            assert "\n" not in str(caught.value)
+            assert ("became shorter" if fault == "shorter" else "of layer") in str(caught.value)
+        rewrite(file, content)
+        np.testing.assert_array_equal(stored.logits("exact", IDS, way), wanted)
+
+
+def spoil(file: Path, fault: str) -> None:
+    """Cut the file after its tables, or turn a bit in each of its bundles' parts."""
+    start = BundleGeometry.of(
+        stored_config(Checkpoint(file.parents[1]), read_config(file.parents[1]))
+    ).first_byte
+    if fault == "shorter":
+        os.truncate(file, start + 4096)
+        return
+    content = np.frombuffer(file.read_bytes(), np.uint8).copy()
+    content[start::256] ^= 4
+    rewrite(file, content.tobytes())
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """In place: whoever has it open sees it."""
+    with file.open("r+b") as stream:
+        stream.write(content)

@@ -1,0 +1,207 @@
+"""Bundle files: what is written, runs that stop, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.cli import main
+from model.bundles import pack
+from model.bundles.bundle_file import BundleFile, header_block, read_bundle_file
+from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from model.bundles.pack import write_bundles
+from model.bundles.verify import damaged_bundles
+from model.config.build import read_config
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from model.weights.ffn import load_ffn
+from tests.quantized_models import make_model
+from tests.tiny_models import make_tiny
+
+
+class Model:
+    """A tiny model with an order of its neurons."""
+
+    def __init__(self, path: Path, dtype: str = "") -> None:
+        self.path, self.dtype = path, dtype
+        self.config = stored_config(Checkpoint(path), read_config(path), dtype)
+        self.geometry = BundleGeometry.of(self.config)
+        draw = np.random.default_rng(0)
+        layers = range(self.config.num_layers)
+        self.order = np.array([draw.permutation(self.config.ffn_size) for _ in layers], np.int32)
+        self.file = path / "hotcold" / self.geometry.file_name
+        self.part = self.file.with_name(f"{self.file.name}.part")
+
+    def write(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> bytes:
+        """Write the file; its content."""
+        write_bundles(self.path, self.config, self.order, "drawn", self.dtype, on_bytes)
+        return self.file.read_bytes()
+
+    def read(self) -> BundleFile:
+        """Open the file. Errors: ArtifactError."""
+        return read_bundle_file(self.file, self.geometry, ModelIdentity.of(self.path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(make_tiny("llama-gqa", tmp_path / "m", dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("q-llama", "q4"), ("q-opt", ""), ("q-falcon", "q8"), ("q-llama-wide", "")]
+)
+def test_each_neuron_is_where_the_file_says(tmp_path: Path, name: str, dtype: str) -> None:
+    model = Model(make_model(name, tmp_path / "m"), dtype)
+    content, geometry = model.write(), model.geometry
+    assert len(content) == geometry.file_bytes
+    found = model.read()
+    np.testing.assert_array_equal(found.order, model.order)
+    checkpoint, ids = Checkpoint(model.path), [np.arange(model.config.ffn_size, dtype=np.int32)]
+    weights = load_ffn(
+        checkpoint,
+        model.config,
+        ids * model.config.num_layers,
+        include_down_bias=False,
+        dtype=dtype,
+    )
+    bundles = np.frombuffer(content, np.uint8)[geometry.first_byte :]
+    for row in (0, 17, model.config.ffn_size + 5):
+        layer, neuron = divmod(row, model.config.ffn_size)
+        place = layer * geometry.num_neurons + found.places()[layer, neuron]
+        bundle = bundles[place * geometry.bundle_bytes :][: geometry.bundle_bytes]
+        gate, rest = np.split(bundle, [geometry.gate_bytes])
+        up = weights.up[row].tobytes() if weights.up.shape[0] else b""
+        for part, rows in ((gate, weights.gate[row].tobytes()), (rest, up)):
+            assert part.tobytes().startswith(rows)
+        assert rest.tobytes()[len(up) :].startswith(weights.down[row].tobytes())
+        assert rest.size % 512 == gate.size % 512 == 0
+    assert damaged_bundles(found) == []
+
+
+class Stopped(Exception):
+    """Instead of Ctrl-C."""
+
+
+def test_a_run_that_was_stopped_goes_on(model: Model, tmp_path: Path) -> None:
+    whole = model.write()
+    model.file.unlink()
+    layer = model.geometry.layer_bytes
+
+    def stop(done: int, total: int) -> None:
+        if done > layer:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        model.write(stop)
+    assert not model.file.exists() and model.part.exists()
+    begun: list[int] = []
+    assert model.write(lambda done, total: begun.append(done)) == whole
+    assert begun[0] > layer and not model.part.exists()
+
+
+def test_another_order_begins_anew(model: Model) -> None:
+    def stop(done: int, total: int) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        model.write(stop)
+    model.order = model.order[:, ::-1].copy()
+    model.write()
+    np.testing.assert_array_equal(model.read().order, model.order)
+    assert damaged_bundles(model.read()) == []
+
+
+def test_a_full_disk_is_one_line(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, written = os.pwrite, []
+
+    def fail(descriptor: int, content: bytes, place: int) -> int:
+        written.append(len(content))
+        if sum(written) > model.geometry.first_byte + model.geometry.layer_bytes:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, content, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.os, "pwrite", fail)
+        with pytest.raises(ArtifactError, match=r"No space left on device\); run the same again"):
+            model.write()
+    assert not model.file.exists()
+    model.write()
+    assert damaged_bundles(model.read()) == []
+
+
+def test_no_room_is_said_before(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = pack.shutil.disk_usage(model.path)._replace(free=4096)
+    monkeypatch.setattr(pack.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ArtifactError, match=r"takes 0\.00 GB, and 0\.00 GB are free there"):
+        model.write()
+    assert list(model.file.parent.iterdir()) == []
+
+
+def test_two_at_once(model: Model) -> None:
+    model.part.parent.mkdir()
+    with model.part.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ArtifactError, match="another process is making it"):
+            model.write()
+
+
+def changed(content: bytes, place: int, by: bytes) -> bytes:
+    return content[:place] + by + content[place + len(by) :]
+
+
+def test_files_that_are_not_what_they_should_be(model: Model, tmp_path: Path) -> None:
+    content, geometry = model.write(), model.geometry
+    identity = ModelIdentity.of(model.path)
+    other = ModelIdentity("other", "0" * 64)
+    unfinished = header_block(geometry, identity, "drawn", None)
+    lies = {
+        "no bundle file": [
+            b"",
+            b"x" * 9000,
+            content[:100],
+            changed(content, 60, b"~"),
+            changed(content, 16, b"\xff\xff\xff\xff"),
+            changed(content, 16, b"\x02\0\0\0"),
+        ],
+        "is not whole": [content[:-1], content + b"\0", unfinished + content[BLOCK_BYTES:]],
+        "belongs to the model 'other'": [
+            header_block(geometry, other, "drawn", 0) + content[BLOCK_BYTES:]
+        ],
+        "another format or version": [
+            header_block(BundleGeometry(1, 1, "q4", "q4", 8, 8, 8), identity, "", 0)
+        ],
+        "tables are damaged": [
+            changed(content, geometry.order_start, b"\xff"),
+            changed(content, geometry.sums_start + 5, b"\1\2\3"),
+        ],
+    }
+    for text, files in lies.items():
+        for lie in files:
+            model.file.write_bytes(lie)
+            with pytest.raises(ArtifactError, match=text) as caught:
+                model.read()
+            assert "\n" not in str(caught.value) and str(model.file) in str(caught.value)
+    model.file.unlink()
+    with pytest.raises(ArtifactError, match="there is no bundle file"):
+        model.read()
+
+
+def test_the_command(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(model.path)]) == 0
+    assert main(["pack", str(model.path), "--verify"]) == 0
+    assert "neurons are whole" in capsys.readouterr().out
+    content = bytearray(model.file.read_bytes())
+    content[model.geometry.first_byte + 3 * model.geometry.bundle_bytes] ^= 1
+    model.file.write_bytes(content)
+    assert main(["pack", str(model.path), "--verify"]) == 1
+    error = capsys.readouterr().err
+    assert "1 neurons are damaged, the first is neuron 3 of layer 0" in error
+    assert main(["pack", str(model.path)]) == 0
+    assert main(["pack", str(model.path), "--verify"]) == 0
