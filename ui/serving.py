@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import html
 import logging
 import socket
 import threading
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ui.api.errors import unavailable
@@ -18,6 +21,7 @@ from ui.connections import ConnectionLimits, Connections
 from ui.gate import Gate
 
 _END_S = 10.0
+_PAGE = Path(__file__).with_name("page") / "loading.html"  # which asks again by itself
 
 
 class LoadingGate:
@@ -34,16 +38,22 @@ class LoadingGate:
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._loading(scope["path"])(scope, receive, send)
+            await self._loading(Request(scope))(scope, receive, send)
 
     def use(self, app: ASGIApp) -> None:
         """Hand requests to the application from now on."""
         self._app = app
 
-    def _loading(self, path: str) -> JSONResponse:
+    def _loading(self, request: Request) -> Response:
         error = unavailable(f"the model is loading ({self.stage}); try again soon", "loading")
+        if request.url.path == "/" and "text/html" in request.headers.get("accept", ""):
+            shown = {"model": self._model_name, "stage": self.stage}
+            text = _PAGE.read_text()
+            for name, value in shown.items():
+                text = text.replace(f"{{{name}}}", html.escape(value))
+            return HTMLResponse(text, error.status, error.headers)
         body: dict[str, Any] = error.body
-        if path == "/health":
+        if request.url.path == "/health":
             body = {"status": "loading", "stage": self.stage, "model": self._model_name}
         return JSONResponse(body, error.status, error.headers)
 

@@ -153,9 +153,9 @@ def _machine_table(machine: MachineSurvey) -> Table:
     table.add_row("processor", f"{machine.cpu_name}, {len(machine.cores)} logical cores usable")
     table.add_row("features", " ".join(machine.cpu_features) or "none that matter here")
     for node in machine.numa_nodes:
-        text = f"{len(node.cores)} cores, {_gb(node.free_bytes)} of {_gb(node.total_bytes)} free"
+        text = f"{len(node.cores)} cores, {_gb(node.total_bytes)} of memory"
         table.add_row(f"NUMA node {node.node_id}", text)
-    table.add_row("memory", f"{_gb(machine.available_bytes)} available")
+    table.add_row("memory", f"{_gb(machine.available_bytes)} available to new programs")
     for gpu in machine.gpus:
         text = f"{gpu.name}, {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} free"
         table.add_row(f"GPU {gpu.device_id}", text)

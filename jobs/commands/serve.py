@@ -114,6 +114,7 @@ def serve(
             ConnectionLimits(max_connections),
         )  # fmt: skip
         stack.callback(server.stop)
+        click.echo(f"loading {settings.model_name}; {url} says how far it is", err=True)
         running = stack.enter_context(running_system(system, on_progress=_shown(loading_gate)))
         _serve(server, running, system, settings, url, no_page, signals)
 

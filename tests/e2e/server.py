@@ -68,6 +68,10 @@ def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterat
             first = process.stdout.readline()
             found = re.search(r" at (http://\S+) ", first)
             assert found, process.stderr.read()
+            told = process.stderr.readline()
+            assert told.startswith("loading ") and told.endswith(
+                f"; {found[1]} says how far it is\n"
+            )
             yield Server(process, folder, found[1])
         finally:
             if process.poll() is None:

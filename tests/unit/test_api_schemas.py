@@ -84,6 +84,31 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools is not supported; leave it out"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported; leave it out"),
+        ({"best_of": 2}, "best_of is not supported; leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is not supported; leave it out"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_p": 2}, "top_p must be at most 1"),
+        ({"stream": 1}, "stream must be true or false"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
+        ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+    ],
+)
+def test_a_refusal_is_a_sentence(changes: dict[str, Any], said: str) -> None:
+    assert refused(ChatRequest, {**CHAT, **changes}).message.startswith(said)
+
+
+def test_what_does_nothing_is_taken() -> None:
+    neutral = {"repetition_penalty": 1.0, "best_of": 1, "frequency_penalty": 0, "tools": []}
+    parse(ChatRequest, json.dumps({**CHAT, **neutral}).encode())
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
      b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"prompt": [1, "a"]}',

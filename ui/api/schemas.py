@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ui.api.errors import ApiError
+from ui.api.refusals import refusal
 
 _MOST_CHOICES = 128
 _MOST_TOP = 20
 _MOST_GRAMMAR_CHARS = 1 << 18
 _MOST_PROMPTS = 2048
-_MOST_NAME_CHARS = 50  # of a field that an error names
 _MOST_MESSAGES = 10_000
 _MOST_IDS = 1 << 20
 # Of a whole body, looked at before it is read: each costs memory many times its bytes.
 _MOST_NESTED = 20_000  # lists and objects
 _MOST_VALUES = 2 << 20
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
-_TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
 
 # Lists end at their first wrong item: a body of wrong items would have an error for each.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -76,9 +75,11 @@ class SamplingRequest(_Request):
     grammar: Annotated[str, Field(min_length=1, max_length=_MOST_GRAMMAR_CHARS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    # Not supported, but sent by many clients with the value that does nothing.
+    # Not supported (ui/api/refusals.py), but sent by many clients with the value that does nothing.
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
@@ -193,7 +194,7 @@ def parse(schema: type[_Body], body: bytes) -> _Body:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise _bad_request(error) from None
+        raise refusal(error) from None
 
 
 def _require_plain(body: bytes) -> None:
@@ -205,18 +206,3 @@ def _require_plain(body: bytes) -> None:
         raise ApiError(400, f"the request has more than {_MOST_NESTED} lists and objects in it")
     if bare.count(b",") > _MOST_VALUES:
         raise ApiError(400, f"the request has more than {_MOST_VALUES} values in it")
-
-
-def _bad_request(error: ValidationError) -> ApiError:
-    """The deepest of the problems: where a union failed, its fields have one for each member."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    problem = max(problems, key=lambda one: len(one["loc"]))
-    names = [
-        part
-        for part in problem["loc"]
-        if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
-    ]
-    param = ".".join(str(name)[:_MOST_NAME_CHARS] for name in names) or None
-    text = problem["msg"].removeprefix("Value error, ")
-    message = f"{param}: {text}" if param else text
-    return ApiError(400, ascii(message)[1:-1], param=param)
