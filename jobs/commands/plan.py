@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,10 @@ import click
 from actors.protocol.messages import MODES
 from jobs.support.console import json_option, print_json, stderr_console
 from jobs.support.options import Bytes, split_system_options
-from jobs.support.weight_dtype import dtype_option
-from model.errors import UsageError
+from jobs.support.weight_dtype import QUANTIZED, dtype_option
+from model.errors import MemoryBudgetError, UsageError
 
 if TYPE_CHECKING:
-    from actors.protocol.messages import SystemConfig
     from actors.setup.preflight import SystemOptions
     from jobs.support.planned_model import PlannedModel
     from placement.machine.description import Machine
@@ -70,20 +71,23 @@ def plan(
     and --config say what a model that is not here would need, and how fast it would be.
     """
     from jobs.support.plan_tables import plan_json, print_plan
-    from jobs.support.planned_model import planned_model, planned_profile, planned_system
+    from jobs.support.planned_model import planned_model, planned_profile
     from placement.plan import plan_path, write_plan
 
-    found = planned_model(model, shape, config_source, values["weight_dtype"])
+    options = split_system_options(values)
+    found = planned_model(model, shape, config_source, options.weight_dtype)
     if found.path is None and out is not None:
         raise UsageError("--out writes a plan to load by, of a model that is here; leave it out")
-    options = split_system_options(values)
-    console = stderr_console()
-    with console.status("looking at this machine") as status:
+    with stderr_console().status("looking at this machine") as status:
         profile = planned_profile(found, profile_file, density)
         machine = _machine(machine_file, status.update)
-        system = planned_system(found, options, machine if machine_file else None)
+        described = machine if machine_file else None
         status.update(f"placing neurons, at most {time_limit_s:g} s")
-        made = _make_plan(found, system, options, machine, profile, time_limit_s)
+        try:
+            made = _make_plan(found, options, machine, described, profile, time_limit_s)
+        except MemoryBudgetError as problem:
+            fits = _fitting_dtype(found, options, machine, described, profile)
+            raise MemoryBudgetError(f"{problem}{fits}") from None
     if out is None and machine_file is None and found.path is not None:
         out = plan_path(found.path, made.request)
     if out is not None:
@@ -95,17 +99,18 @@ def plan(
 
 def _make_plan(
     model: PlannedModel,
-    system: SystemConfig,
     options: SystemOptions,
     machine: Machine,
+    described: Machine | None,
     profile: ActivationProfile | None,
     time_limit_s: float,
 ) -> PlacementPlan:
     from actors.setup.placement_choice import plan_request
     from actors.setup.preflight import system_need
-    from jobs.support.planned_model import planned_predictors
+    from jobs.support.planned_model import planned_predictors, planned_system
     from placement.planner import make_plan
 
+    system = planned_system(model, options, described)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     need = system_need(system, model.config)
     return make_plan(
@@ -117,6 +122,27 @@ def _make_plan(
         host_reserve_bytes=need.process_bytes + need.arena_bytes,
         time_limit_s=time_limit_s,
     )
+
+
+def _fitting_dtype(
+    model: PlannedModel,
+    options: SystemOptions,
+    machine: Machine,
+    described: Machine | None,
+    profile: ActivationProfile | None,
+) -> str:
+    """What to add to the error of a model that is not here: the most precise --dtype that fits."""
+    from model.config.weight_formats import loaded_config
+
+    if model.path is not None or options.weight_dtype is not None:
+        return ""
+    for dtype in QUANTIZED:
+        with suppress(MemoryBudgetError, UsageError):
+            smaller = replace(model, config=loaded_config(model.config, dtype))
+            chosen = replace(options, weight_dtype=dtype)
+            _make_plan(smaller, chosen, machine, described, profile, time_limit_s=1.0)
+            return f", or --dtype {dtype}, which fits"
+    return ""
 
 
 def _machine(file: Path | None, on_stage: Callable[[str], None]) -> Machine:

@@ -93,6 +93,10 @@ def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--shape", "tiny", "--profile", "x"), "--profile is of a model"),
         (("--shape", "tiny", "--predictors", "x"), "--predictors are of a model"),
         (("--shape", "llama-70b", "--gpu-memory", "0", "--cpu-memory", "9GB"), "bytes are missing"),
+        (
+            ("--shape", "llama-13b", "--gpu-memory", "0", "--cpu-memory", "20GB"),
+            "--dtype q8, which",
+        ),
         (("--density", "0.1"), "--density states what is not known"),
     ],
 )
