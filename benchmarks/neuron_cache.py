@@ -22,24 +22,30 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 def fired_neurons(path: Path, ids: list[int]) -> Trace:
-    """Who fires for each token in each layer."""
-    from tests.actors.in_process import InProcessSystem
+    """Who fires for each token in each layer of a ReLU Llama, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fired: dict[int, np.ndarray] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(module: object, inputs: object, gates: torch.Tensor) -> None:
+            fired[layer] = (gates[0] > 0).numpy()
+
+        return hook
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.gate_proj.register_forward_hook(keep(layer))
     found: Trace = []
-    with InProcessSystem(path, num_positions=_WINDOW) as system:
-        engine, service = system.engine("exact"), system.services[1]
-        size = system.config.ffn_size
-        order, run_layer = system.shards()[0], engine.run_layer
-
-        def run(layer: int, num_tokens: int) -> None:
-            run_layer(layer, num_tokens)
-            scratch = service._scratch  # type: ignore[attr-defined]
-            found[-1].append(layer * size + order[scratch.fired_ids[0, : scratch.counts[0]]])
-
-        engine.run_layer = run  # type: ignore[method-assign]
-        for place, token in enumerate(ids):
-            found.append([])
-            engine.step([token], [place % _WINDOW], [0])
+    with torch.no_grad():
+        for first in range(0, len(ids), _WINDOW):
+            window = ids[first : first + _WINDOW]
+            model(torch.tensor([window]))
+            for token in range(len(window)):
+                layers = [(layer, np.flatnonzero(who[token])) for layer, who in fired.items()]
+                size = model.config.intermediate_size
+                found.append([layer * size + neurons for layer, neurons in layers])
     return found
 
 

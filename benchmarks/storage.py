@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from model.mapped_file import forget_pages
 
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _ROOM = 1.25  # of the cgroup beside what was promised
+_LOOKS, _LOOK_S = 50, 0.1
 _GIB = 1 << 30
 
 
@@ -44,7 +46,7 @@ class Run:
 @contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Path | None]:
     """A memory cgroup of its own for what joins it; None where none can be made."""
-    folder = _CGROUPS / f"hotcold-{os.getpid()}"
+    folder = _CGROUPS / f"hotcold-{os.getpid()}-{time.monotonic_ns()}"
     try:
         folder.mkdir()
         (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
@@ -54,8 +56,11 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
-        with suppress(OSError):
-            folder.rmdir()
+        for _ in range(_LOOKS):
+            with suppress(OSError):  # what was started in it may still be ending
+                folder.rmdir()
+                break
+            time.sleep(_LOOK_S)
 
 
 def run_limited(command: Sequence[str], limit_bytes: int, files: Sequence[Path]) -> tuple[str, int]:
@@ -91,6 +96,7 @@ def hotcold_run(model: Path, size: int | None, limit: int, options: Sequence[str
         command += ["--cpu-memory", str(size)]
     text, peak = run_limited(command, limit, _files(model))
     report: dict[str, Any] = json.loads(text.splitlines()[-1])
+    click.echo(f"{size} {' '.join(options)}: {report['tokens_per_s']:.2f}, {peak}", err=True)
     return Run(report["tokens_per_s"], peak, report["reads"])
 
 
