@@ -107,8 +107,8 @@ _ACTORS = [
     Fault(
         "dense-skips-and-exact-does-not",
         "actors", "engine", _VALUE,
-        'requests[:, SKIP_SILENT] = self.mode != "dense"',
-        'requests[:, SKIP_SILENT] = self.mode == "dense"',
+        'alike = ALL_FIRE if mode == "dense" else',
+        'alike = ALL_FIRE if mode != "dense" else',
         ("test_exact_mode_computes_only_neurons_that_fire",),
     ),
     Fault(

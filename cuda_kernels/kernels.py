@@ -188,7 +188,8 @@ class CudaKernels:
         down_bias: Any,
         x: Any,
         function: Any,
-        keep_all: bool,
+        thresholds: Any,
+        down_norms: Any,
         scratch: Any,
         out: Any,
         num_fired: Any,
@@ -198,8 +199,9 @@ class CudaKernels:
         layout = FfnLayout(_checked_tokens(x), gate.num_rows, gate.width)
         if layout.num_neurons:
             self._gates(
-                gate, gate_bias, up, up_bias, x, function, keep_all, token_masks, layout, scratch
-            )
+                gate, gate_bias, up, up_bias, x, function, thresholds, down_norms, token_masks,
+                layout, scratch,
+            )  # fmt: skip
             self._down(down, layout, scratch)
         _, _, counts, partials, _ = self._parts_of(scratch, layout)
         cells = layout.num_tokens * layout.width
@@ -219,7 +221,8 @@ class CudaKernels:
         up_bias: Any,
         x: Any,
         function: Any,
-        keep_all: bool,
+        thresholds: Any,
+        down_norms: Any,
         token_masks: Any,
         layout: FfnLayout,
         scratch: Any,
@@ -230,11 +233,12 @@ class CudaKernels:
         tiles = product_tiles(layout.num_tokens, is_vector)
         h, is_fired, *_ = self._parts_of(scratch, layout)
         arguments = (
-            *at, self._at(gate_bias), self._at(up_bias), self._at(token_masks),
+            *at, self._at(gate_bias), self._at(up_bias), self._at(down_norms),
+            self._at(token_masks),
             np.int64(gate.row_bytes), np.int32(layout.num_neurons), np.int32(layout.width),
             *vectors, np.int32(layout.num_tokens), np.int32(function.code),
-            np.float32(function.threshold), np.int32(keep_all), np.int32(tiles.num_tiles), h,
-            is_fired,
+            np.float32(function.threshold), np.float32(thresholds.gate),
+            np.float32(thresholds.product), np.int32(tiles.num_tiles), h, is_fired,
         )  # fmt: skip
         entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
         grid = ceil_div(layout.num_neurons, product_rows_a_block(gate.format, tiles))

@@ -113,7 +113,8 @@ class DeviceKernels(Protocol):
         down_bias: Any,
         x: Any,
         function: Any,
-        keep_all: bool,
+        thresholds: Any,
+        down_norms: Any,
         scratch: Any,
         out: Any,
         num_fired: Any,
@@ -122,11 +123,12 @@ class DeviceKernels(Protocol):
 
         out[t] = down_bias + sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) down[n]
 
-        function: an `Activation` of numba_kernels; with drelu up's factor is relu of itself.
-        A neuron that fires for no token costs its gate row, unless `keep_all`. num_fired is set to
-        the number of those that fire for any. scratch: `ffn_scratch_items`.
+        function, thresholds: an `Activation` and `Thresholds` of numba_kernels; with drelu up's
+        factor is relu of itself. A neuron that fires for no token costs its gate row, and its up
+        row where the second threshold is not passed. num_fired is set to the number of those that
+        fire for any, and of those whose up row is read. scratch: `ffn_scratch_items`.
         Shapes:  gate, up, down (N, d), N may be 0; x, out (T, d); biases (N,) or (0,), down_bias
-                 (d,) or (0,); num_fired (1,) int32
+                 (d,) or (0,); down_norms (N,) or (0,); num_fired (2,) int32
         """
 
     def attention_scratch_items(

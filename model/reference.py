@@ -25,9 +25,15 @@ from numba_kernels.load.convert import to_float32
 
 
 def reference_logits(
-    checkpoint_dir: str | Path, ids: Sequence[int] | np.ndarray, dtype: str = ""
+    checkpoint_dir: str | Path,
+    ids: Sequence[int] | np.ndarray,
+    dtype: str = "",
+    thresholds: Sequence[tuple[float, float]] | None = None,
 ) -> np.ndarray:
     """Return the logits after each token of `ids`.
+
+    thresholds[l]: neurons of layer l count only where |fn(gate)| exceeds the first, and |fn(gate) *
+    up| times the length of the down row the second.
 
     Shapes:  ids (T,), result (T, V)
     Dtypes:  computed and returned in float64 from the checkpoint's weights; `dtype` such as "q8"
@@ -43,7 +49,8 @@ def reference_logits(
     embedding = load_embedding(checkpoint, config)
     h = torch.from_numpy(embedding.lookup(tokens, np.arange(len(tokens)))).double()  # (T, d)
     for layer in range(config.num_layers):
-        h = _layer(config, attention, ffn, embedding.ffn_output_norm[layer], layer, h)
+        own = None if thresholds is None else thresholds[layer]
+        h = _layer(config, attention, ffn, embedding.ffn_output_norm[layer], layer, h, own)
     h = layer_input(config.layer_order, config.num_layers, h, partial(_ffn_norm, config, attention))
     return _logits(config, load_head(checkpoint, config, dtype=dtype), h).numpy()
 
@@ -55,6 +62,7 @@ def _layer(
     ffn_output_norm: np.ndarray,
     layer: int,
     h: torch.Tensor,
+    thresholds: tuple[float, float] | None,
 ) -> torch.Tensor:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return _norm(config, x, weights.norm_weight[layer], weights.norm_bias[layer])
@@ -71,7 +79,8 @@ def _layer(
         ffn_norm=partial(ffn_norm, layer),
         add_attention=add_attention,
     )
-    return mixed + _added(config, _ffn(config, ffn, layer, ffn_input), ffn_output_norm)
+    out = _ffn(config, ffn, layer, ffn_input, thresholds)
+    return mixed + _added(config, out, ffn_output_norm)
 
 
 def _added(config: ModelConfig, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:
@@ -152,15 +161,30 @@ def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def _ffn(config: ModelConfig, weights: FfnWeights, layer: int, x: torch.Tensor) -> torch.Tensor:
+def _ffn(
+    config: ModelConfig,
+    weights: FfnWeights,
+    layer: int,
+    x: torch.Tensor,
+    thresholds: tuple[float, float] | None,
+) -> torch.Tensor:
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
     name = config.activation_fn
     products = _linear(x, weights.gate[part], weights.gate_bias[part])
     fired = activated(name, products, config.activation_threshold)
     if config.has_gate:
-        fired = fired * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
+        gates = fired
+        fired = gates * activated_up(name, _linear(x, weights.up[part], weights.up_bias[part]))
+        if thresholds is not None:
+            lengths = _double(weights.down[part]).norm(dim=1)
+            passes = _exceeds(gates, thresholds[0]) & _exceeds(fired * lengths, thresholds[1])
+            fired = torch.where(passes, fired, 0)
     out = fired @ _double(weights.down[part])  # (T, N) @ (N, d)
     return out + _double(weights.down_bias[layer]) if weights.down_bias.size else out
+
+
+def _exceeds(values: torch.Tensor, threshold: float) -> torch.Tensor:
+    return values.abs() > threshold
 
 
 def _logits(config: ModelConfig, weights: HeadWeights, h: torch.Tensor) -> torch.Tensor:

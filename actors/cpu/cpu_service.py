@@ -17,7 +17,8 @@ from model.weights.ffn import load_ffn
 from model.weights.tensor_reader import Touch
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.decode.rows import split_range
-from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from numba_kernels.load.convert import row_lengths
+from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, new_scratch
 from numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
@@ -25,10 +26,11 @@ from numba_kernels.serve.mailbox import (
     NUM_BUCKETS,
     NUM_COMPUTED,
     NUM_TOKENS,
+    NUM_UP,
     OPERATION,
     ROUND,
     SHIP,
-    SKIP_SILENT,
+    told_thresholds,
 )
 from numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 
@@ -139,10 +141,10 @@ class CpuService(Service):
             x,
             self.function,
             partial,
-            skip_silent=bool(request[SKIP_SILENT]),
+            skip_silent=bool(told_thresholds(request).gate >= 0),
             counts=counts,
         )
-        self.wires.replies[self.index, NUM_COMPUTED] = last - first
+        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""
@@ -187,12 +189,14 @@ def load_cpu_service(
     on_bytes: Callable[[int], None],
     weight_dtype: str = "",
     touch: Touch | None = None,
+    has_down_norms: bool = False,
 ) -> CpuService:
     """Read a shard from a checkpoint; `neuron_ids` has one int32 array a layer.
 
     With index 0 it is the hot neurons' part of the GPU service.
 
-    `touch` takes each new matrix before it is filled.
+    `touch` takes each new matrix before it is filled. With `has_down_norms` thresholds of products
+    can be told in requests.
 
     Errors:  CheckpointError, UsageError
     """
@@ -213,6 +217,7 @@ def load_cpu_service(
         gate_bias=weights.gate_bias,
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
+        down_norms=row_lengths(weights.down) if has_down_norms else NO_NORMS,
     )
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     name = f"cpu{index - 1}" if index else "gpu"

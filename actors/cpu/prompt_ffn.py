@@ -41,8 +41,9 @@ def prompt_ffn(
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
-    `skip_silent` allows to leave silent neurons out. Where `counts` is given, counts[n] += number
-    of tokens for which neuron n's activation is not 0; with drelu also its up product.
+    `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
+    so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
+    tokens for which neuron n's activation is not 0; with drelu also its up product.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])

@@ -214,5 +214,6 @@ class ActiveRequest:
             per_token_ms=self.times.per_step_ms(),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,
+            ups_computed=self.times.num_ups / total,
             reads=self.times.per_step_reads(),
         )

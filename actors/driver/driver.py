@@ -20,7 +20,7 @@ from actors.driver.readers import LOOK_S, Reader, Readers
 from actors.driver.request_events import OpenStreams, RequestEvent
 from actors.driver.request_queue import RequestQueue
 from actors.driver.scheduler import Scheduler
-from actors.driver.scoring import WindowScores, score_window
+from actors.driver.scoring import ThresholdTrials, WindowScores, score_window
 from actors.exchange.doorbell_exchange import Exchange
 from actors.protocol.failures import (
     CacheLost,
@@ -41,6 +41,7 @@ from actors.protocol.messages import (
 from actors.setup.hot_neurons import hot_counts
 from actors.setup.preflight import default_mode
 from actors.setup.shards import num_kv_pages
+from actors.setup.threshold_mode import system_thresholds
 from actors.telemetry.mode_trial import ModeTrial, compare_modes
 from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.config.build import read_config
@@ -49,6 +50,7 @@ from model.errors import HotcoldError, ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import load_embedding
+from predictors.magnitude.thresholds import LayerThresholds
 from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import read_predictors
 
@@ -107,13 +109,16 @@ class Driver:
             checkpoint.forget()
         predictor = _load_predictor(system, config, shards)
         num_hot = hot_counts(config, shards)
-        engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot)
+        calibrated = system_thresholds(system, config)
+        thresholds = None if calibrated is None else calibrated.thresholds.of_layers()
+        engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot, thresholds)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         self.engine = engine
         self._use_threads(predictor, exchange)
         self.generator = Generator(path, config, engine, system.context_length)
         opening_id = self.generator.prompts.opening_id
         self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
+        self._trials = ThresholdTrials(engine)
         engine.prepare_products = self._profiling.prepare_products = prepare_products
         slots = exchange.wires.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
@@ -242,6 +247,7 @@ class Driver:
             predictor = engine.predictor
             if trial.fastest == mode and predictor is not None:
                 engine.mode, engine.predictor = mode, None
+                engine.thresholds = other.thresholds
                 predictor.close()
                 self._system = replace(self._system, mode=mode, predictors_path="")
             return trial
@@ -267,6 +273,15 @@ class Driver:
         return self.between_requests(
             lambda: self._profiling.profile_window(ids, recorded, self._queue.require_whole)
         )
+
+    def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
+        """KL divergences from dense in a window, between requests; see `ThresholdTrials.kld`.
+
+        Errors:  RequestError, also for a window longer than the context; ServiceError
+        """
+        self._require_room(len(ids))
+        check, of_layers = self._queue.require_whole, thresholds.of_layers()
+        return self.between_requests(lambda: self._trials.kld(ids, first, of_layers, check))
 
     def _require_room(self, length: int) -> None:
         room = self.generator.context_length

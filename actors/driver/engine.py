@@ -11,10 +11,12 @@ import numpy as np
 from actors.driver.neuron_upload import ffn_with_upload
 from actors.driver.not_finite import bad_embedding, bad_layer, bad_logits
 from actors.exchange.doorbell_exchange import Exchange
+from actors.protocol.messages import THRESHOLD
 from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from actors.telemetry.step_times import StepTimes
 from model.config.model_config import ModelConfig
 from model.weights.embedding import EmbeddingWeights
+from numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
 from numba_kernels.decode.finite import finite_pair, finite_rows
 from numba_kernels.decode.merge import merge_normed, merge_partials
 from numba_kernels.decode.norm import norm_kind
@@ -30,9 +32,10 @@ from numba_kernels.serve.mailbox import (
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
+    NUM_UP,
     OPERATION,
     PARTS_MISSED,
-    SKIP_SILENT,
+    write_thresholds,
 )
 from predictors.predictor import NeuronPredictor
 
@@ -50,8 +53,12 @@ class Engine:
         mode: str,
         predictor: NeuronPredictor | None = None,
         num_hot: np.ndarray | None = None,
+        thresholds: Sequence[Thresholds] | None = None,
     ) -> None:
         """`mode` "dense" computes all neurons, others up and down only where the gate fired.
+
+        A neuron fires where its activation is not zero, or where it passes its layer's
+        `thresholds`; services then have the lengths of down rows.
 
         With a `predictor`, steps of few tokens ask for the neurons that it chooses, longer ones
         for all: few stay silent throughout. Of each layer the GPU service holds num_hot[l] neurons,
@@ -64,6 +71,7 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
+        self.thresholds = thresholds or _own_thresholds(config, mode)
         # Called before steps that services answer by matrix products, which they may not have yet.
         self.prepare_products: Callable[[], None] = lambda: None
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
@@ -144,7 +152,7 @@ class Engine:
         wires, times = self.exchange.wires, self.times
         request = wires.requests[GPU]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
-        request[SKIP_SILENT] = self.mode != "dense"  # a GPU begins with its hot neurons unasked
+        write_thresholds(request, self.thresholds[layer])  # a GPU begins with its hot ones unasked
         if self.predictor is not None and self._predicts(num_tokens):
             name, number = self._predictor_input(), self.exchange.next_number
             self.predictor.announce(layer, num_tokens, name, number)
@@ -152,7 +160,7 @@ class Engine:
         first, partials = self._first_ffn(layer), wires.partials
         if self._uploads_neurons(layer, num_tokens):
             ffn_with_upload(self.exchange, times, layer, num_tokens)
-            times.count_neurons(self.config.ffn_size, self.config.ffn_size)
+            times.count_neurons(*[self.config.ffn_size] * 3)
             first, partials = GPU, partials[:1]
         else:
             self._ffn(layer, num_tokens)
@@ -193,26 +201,27 @@ class Engine:
         num_gates = self.config.ffn_size
         if chosen is not None:
             num_gates = int(chosen.sum() + self.num_hot[layer])
-        self.times.count_neurons(self._ask_ffn(FFN, layer, num_tokens, chosen), num_gates)
+        num_computed, num_up = self._ask_ffn(FFN, layer, num_tokens, chosen)
+        self.times.count_neurons(num_computed, num_up, num_gates)
 
     def _ask_ffn(
         self, operation: int, layer: int, num_tokens: int, num_ids: np.ndarray | None
-    ) -> int:
+    ) -> tuple[int, int]:
         """Ask for all neurons, or of CPU service s num_ids[s] listed ones, and for all hot ones.
 
-        Returns how many neurons' up and down were computed.
+        Returns how many neurons were computed, and how many neurons' up was.
         """
         wires, first = self.exchange.wires, self._first_ffn(layer)
         requests, replies = wires.requests[first:], wires.replies[first:]
         requests[:, OPERATION] = operation
         requests[:, LAYER], requests[:, NUM_TOKENS] = layer, num_tokens
-        requests[:, SKIP_SILENT] = self.mode != "dense"
+        write_thresholds(requests, self.thresholds[layer])
         requests[:, NUM_IDS] = ALL_NEURONS
         if num_ids is not None:
             wires.requests[1:, NUM_IDS] = num_ids
         waited_ns = self.exchange.ask(range(first, self._num_services))
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
-        return int(replies[:, NUM_COMPUTED].sum())
+        return int(replies[:, NUM_COMPUTED].sum()), int(replies[:, NUM_UP].sum())
 
     def _uploads_neurons(self, layer: int, num_tokens: int) -> bool:
         least = self.neuron_upload_tokens
@@ -244,3 +253,11 @@ class Engine:
         if self.predictor is None or self.predictor.input_name == "ffn_input":
             return "ffn_input"
         return "hidden" if self.config.layer_order.is_parallel else "mixed"
+
+
+def _own_thresholds(config: ModelConfig, mode: str) -> list[Thresholds]:
+    """Which neurons of each layer fire where no thresholds are given."""
+    if mode == THRESHOLD:
+        raise ValueError(f"the mode {mode} needs thresholds")
+    alike = ALL_FIRE if mode == "dense" else not_zero(config.activation_fn)
+    return [alike] * config.num_layers

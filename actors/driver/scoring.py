@@ -11,7 +11,9 @@ import numpy as np
 
 from actors.driver.engine import Engine
 from actors.protocol.failures import RequestError
+from actors.protocol.messages import THRESHOLD
 from actors.protocol.step_sizes import KERNEL_TOKENS
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
 from numba_kernels.serve.mailbox import FFN
 
@@ -21,7 +23,8 @@ class NeuronCounts:
     """What an audited run counted, over `num_tokens` tokens.
 
     num_listed: neurons that the predictor chose, or all where it does not predict a layer;
-    num_fired: neurons that fire in truth; num_fired_listed: those of them that were chosen
+    num_fired: neurons that fire in truth; num_fired_listed: those of them that were chosen;
+    num_up: neurons whose up row was read
     Shapes:  (L,) int64 each
     """
 
@@ -29,6 +32,7 @@ class NeuronCounts:
     num_listed: np.ndarray
     num_fired_listed: np.ndarray
     num_fired: np.ndarray
+    num_up: np.ndarray
 
     def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
         return NeuronCounts(
@@ -36,6 +40,7 @@ class NeuronCounts:
             self.num_listed + other.num_listed,
             self.num_fired_listed + other.num_fired_listed,
             self.num_fired + other.num_fired,
+            self.num_up + other.num_up,
         )
 
 
@@ -59,7 +64,7 @@ class AuditedEngine(Engine):
     """Computes what another engine computes, and asks each layer again who fires in truth."""
 
     def __init__(self, engine: Engine) -> None:
-        """Take over `engine`'s mode, predictor, embedding and exchange."""
+        """Take over `engine`'s mode, predictor, thresholds, embedding and exchange."""
         super().__init__(
             engine.config,
             engine.embedding,
@@ -67,9 +72,10 @@ class AuditedEngine(Engine):
             engine.mode,
             engine.predictor,
             engine.num_hot,
+            engine.thresholds,
         )
         self._num_tokens = 0
-        self._counts = np.zeros((3, self.config.num_layers), np.int64)
+        self._counts = np.zeros((4, self.config.num_layers), np.int64)
 
     @property
     def counts(self) -> NeuronCounts:
@@ -81,16 +87,59 @@ class AuditedEngine(Engine):
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
         chosen = self._choose(layer, num_tokens)
-        num_fired = num_fired_listed = self._ask_ffn(FFN, layer, num_tokens, chosen)
+        num_fired_listed, num_up = self._ask_ffn(FFN, layer, num_tokens, chosen)
+        num_fired = num_fired_listed
         num_listed = self.config.ffn_size
         if chosen is not None:
             num_listed = int(chosen.sum() + self.num_hot[layer])
             partials = self.exchange.wires.partials[:, :num_tokens]
             answer = partials.copy()
-            num_fired = self._ask_ffn(FFN, layer, num_tokens, None)
+            num_fired, _ = self._ask_ffn(FFN, layer, num_tokens, None)
             partials[:] = answer
-        self._counts[:, layer] += (num_listed, num_fired_listed, num_fired)
+        self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0
+
+
+class ThresholdTrials:
+    """What thresholds cost on windows of a text, of which dense logits are kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Shares the engine's exchange, whose services have the lengths of down rows."""
+        self._engine = engine
+        self._dense: dict[tuple[int, ...], np.ndarray] = {}
+
+    def kld(
+        self,
+        ids: Sequence[int],
+        first: int,
+        thresholds: Sequence[Thresholds],
+        check: Callable[[], None] = lambda: None,
+    ) -> np.ndarray:
+        """KL divergence from dense at each of positions first.. but the last of a window, in nats.
+
+        Shapes:  result (len(ids) - 1 - first,) float64
+        Errors:  as of `score_window`
+        """
+        dense = self._dense.get((first, *ids))
+        if dense is None:
+            rows = self._rows(ids, first, "dense", None, check)
+            dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
+        rows = self._rows(ids, first, THRESHOLD, thresholds, check)
+        return np.array([_compare(dense[at - first], row, ids, at)[2] for at, row in rows])
+
+    def _rows(
+        self,
+        ids: Sequence[int],
+        first: int,
+        mode: str,
+        thresholds: Sequence[Thresholds] | None,
+        check: Callable[[], None],
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        own = self._engine
+        engine = Engine(
+            own.config, own.embedding, own.exchange, mode, None, own.num_hot, thresholds
+        )
+        return scored_rows(engine, ids, first, check=check)
 
 
 def score_window(
@@ -109,18 +158,17 @@ def score_window(
     """
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
-    most = min(KERNEL_TOKENS, engine.max_tokens, engine.exchange.wires.logits.shape[0])
     dense = Engine(
         engine.config, engine.embedding, engine.exchange, "dense", num_hot=engine.num_hot
     )
-    dense_rows = _scored_rows(dense, ids, first, most, check)
+    dense_rows = scored_rows(dense, ids, first, check=check)
     if engine.mode == "dense":
         return WindowScores(np.array([_nll(row, ids, at) for at, row in dense_rows]))
     reference = np.empty((len(ids) - 1 - first, engine.config.vocab_size), np.float32)
     for at, row in dense_rows:
         reference[at - first] = row
     audited = AuditedEngine(engine) if audit else None
-    rows = _scored_rows(audited or engine, ids, first, 1 if audit else most, check)
+    rows = scored_rows(audited or engine, ids, first, 1 if audit else KERNEL_TOKENS, check)
     found = [_compare(reference[at - first], row, ids, at) for at, row in rows]
     nll_dense, nll, kld, same_top = (np.array(column) for column in zip(*found, strict=True))
     predicts = engine.predictor is not None
@@ -128,10 +176,19 @@ def score_window(
     return WindowScores(nll, nll_dense, kld, same_top, predicts, counts)
 
 
-def _scored_rows(
-    engine: Engine, ids: Sequence[int], first: int, most: int, check: Callable[[], None]
+def scored_rows(
+    engine: Engine,
+    ids: Sequence[int],
+    first: int,
+    most: int = KERNEL_TOKENS,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Positions first.. but the last, each with its logits (V,), a view that the next step ends."""
+    """Positions first.. but the last, each with its logits (V,), a view that the next step ends.
+
+    In steps of at most `most` tokens. Errors: as of `score_window`.
+    """
+    wires = engine.exchange.wires
+    most = min(most, KERNEL_TOKENS, engine.max_tokens, wires.logits.shape[0])
     num_run = len(ids) - 1  # nothing follows the last token
     for begin in range(0, num_run, most):
         check()

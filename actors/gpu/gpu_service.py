@@ -217,6 +217,7 @@ def load_gpu_service(
     weight_dtype: str = "",
     touch: Touch | None = None,
     neuron_ids: Sequence[np.ndarray] | None = None,
+    has_down_norms: bool = False,
 ) -> GpuService:
     """Read attention, head and the neurons `neuron_ids`; make room for the KV cache.
 
@@ -239,6 +240,15 @@ def load_gpu_service(
     hot = None
     if neuron_ids is not None:
         hot = load_cpu_service(
-            path, config, index, num_threads, neuron_ids, False, on_bytes, weight_dtype, touch
+            path,
+            config,
+            index,
+            num_threads,
+            neuron_ids,
+            False,
+            on_bytes,
+            weight_dtype,
+            touch,
+            has_down_norms,
         )
     return GpuService("gpu", index, num_threads, attention_shape(config), arrays, hot)

@@ -33,6 +33,7 @@ from placement.memory import weight_bytes
 if TYPE_CHECKING:
     from actors.driver.request_events import RequestEvent
     from actors.driver.scoring import WindowScores
+    from predictors.magnitude.thresholds import LayerThresholds
 
 # Seconds after which a thread that computes in Python gives way to the engine's, which wants to go
 # on after each exchange (docs/lab_log.md). Python's own 5 ms are several steps of a small model.
@@ -112,6 +113,10 @@ class DriverActor:
     def score_window(self, ids: list[int], first: int, audit: bool) -> WindowScores:
         """How well tokens after ids[first] are predicted; see `Driver.score_window`."""
         return self.services.driver.score_window(ids, first, audit)
+
+    def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
+        """What thresholds cost in a window; see `Driver.try_thresholds`."""
+        return self.services.driver.try_thresholds(ids, first, thresholds)
 
     def profile_window(self, ids: list[int], recorded: list[int]) -> np.ndarray:
         """Count who fires in a window; see `Driver.profile_window`."""

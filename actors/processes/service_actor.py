@@ -143,12 +143,22 @@ class ServiceActor:
                 dtype,
                 touch,
                 spec.neuron_ids,
+                spec.has_down_norms,
             )
         ids = spec.neuron_ids or []
         if spec.storage is not None:
             return self._stored_loader(config, spec.storage)
         return lambda on_bytes: load_cpu_service(
-            path, config, spec.index, spec.num_threads, ids, spec.index == 1, on_bytes, dtype, touch
+            path,
+            config,
+            spec.index,
+            spec.num_threads,
+            ids,
+            spec.index == 1,
+            on_bytes,
+            dtype,
+            touch,
+            spec.has_down_norms,
         )
 
     def _stored_loader(

@@ -33,6 +33,7 @@ from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
 from actors.setup.shards import arena_layout, service_specs
+from actors.setup.threshold_mode import threshold_note
 from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError
 from model.files.checkpoint import Checkpoint
@@ -79,9 +80,10 @@ class SystemServices:
         self.policy = RecoveryPolicy()
         self.connection = Connection(system, specs, handles, self.policy)
         self.stage = "starting services"
+        # What is otherwise than was wanted, or in the model's files, or computed.
         read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise()
-        # What is otherwise than was wanted, or in the model's files.
-        self.notes: tuple[str, ...] = (read_otherwise,) if read_otherwise else ()
+        notes = read_otherwise, threshold_note(system, self.config)
+        self.notes: tuple[str, ...] = tuple(note for note in notes if note)
         self.device_name = "cpu"  # of the GPU service
         self.changing = threading.Lock()  # held while services are loaded
         self.held_cpus: Any = None  # a placement group, once services have changed

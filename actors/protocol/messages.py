@@ -12,7 +12,8 @@ from model.sampling import SamplingParams
 from placement.threads.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
-MODES = ("dense", "exact", *PREDICTED_MODES)
+THRESHOLD = "threshold"  # neurons fire where their activation is not small
+MODES = ("dense", "exact", THRESHOLD, *PREDICTED_MODES)
 AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
 
@@ -33,6 +34,8 @@ class SystemConfig:
     exchange: str = "arena"
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
+    thresholds_path: str = ""  # of the mode "threshold"
+    has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
     plan_path: str = ""  # where neurons go; dealt in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
     requires_gpu: bool = False  # there is an error where "cuda" cannot be had; else "cpu" will do
@@ -91,6 +94,7 @@ class ServiceSpec:
     cache: CacheSpec | None = None
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
+    has_down_norms: bool = False  # as of SystemConfig
     model_digest: str = ""  # of the model's files when the system started; "": any
     has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
@@ -153,8 +157,9 @@ class Generation:
     # with whatever else runs: the times are of the whole step, not of this request's part in it.
     per_token_ms: dict[str, float] = field(default_factory=dict)
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
-    neurons_computed: float = 0.0  # up and down
+    neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose
+    ups_computed: float = 0.0  # gate and up: those computed, and those found too small then
     # Of neurons on storage, in those steps; {} where all are in memory. See `StepTimes`.
     reads: dict[str, float] = field(default_factory=dict)
 
@@ -179,6 +184,7 @@ class Generation:
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "neurons_computed": self.neurons_computed,
             "gates_computed": self.gates_computed,
+            "ups_computed": self.ups_computed,
             "per_token_ms": self.per_token_ms,
             "reads": self.reads,
         }

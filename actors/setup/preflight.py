@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES, PREDICTED_MODES, SystemConfig
+from actors.protocol.messages import (
+    AUTO_MODE,
+    EXCHANGES,
+    MODES,
+    PREDICTED_MODES,
+    THRESHOLD,
+    SystemConfig,
+)
 from actors.protocol.ray_memory import free_bytes, kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from actors.protocol.stored_neurons import NeuronStorage
@@ -15,6 +22,7 @@ from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tok
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
 from actors.setup.storage import fit_storage, has_bundles, more_process_bytes, stored_bytes
+from actors.setup.threshold_mode import require_memory_for_thresholds, thresholds_file
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES
@@ -54,6 +62,7 @@ class SystemOptions:
     cpu_memory_bytes: int | None = None
     exchange: str = "arena"
     predictors: Path | None = None
+    thresholds: Path | None = None
     plan: Path | None = None
     device: str = "auto"  # of DEVICES
     weight_dtype: str | None = None  # of --dtype; as stored without it
@@ -74,6 +83,7 @@ def prepare_system(
     system = choose_system(path, config, options)
     storage = _storage(path, system, config, options, extra_bytes)
     if storage is not None:
+        require_memory_for_thresholds(system.mode == THRESHOLD)
         return replace(system, storage=storage), config
     check_memory(path, system, config, options, extra_bytes)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
@@ -143,7 +153,8 @@ def _storage(
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
     """Check the options and fill in what was left open, for the model of `read_model`.
 
-    Errors:  UsageError; ArtifactError for predictors that are missing, damaged or another model's
+    Errors:  UsageError; ArtifactError for predictors or thresholds that are missing, damaged or
+             another model's
     """
     _require_kernels()
     root = Path(os.environ.get(NUMA_ROOT, "/"))
@@ -169,6 +180,8 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         exchange=options.exchange,
         predictors_path=_predictors(path, config, mode, options),
         auto_mode=is_auto,
+        thresholds_path=thresholds_file(path, config, mode, options.thresholds),
+        has_down_norms=mode == THRESHOLD,
         weight_dtype=options.weight_dtype or "",
         pin=options.pin,
         hosts=options.hosts,

@@ -25,6 +25,7 @@ class StepTimes:
     num_tokens: int = 0
     num_neurons: int = 0
     num_gates: int = 0
+    num_ups: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     reads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(READS, 0))
 
@@ -46,9 +47,10 @@ class StepTimes:
         """Count one choice of neurons by the driver."""
         self.parts["predictor"] += busy_ns
 
-    def count_neurons(self, num_neurons: int, num_gates: int) -> None:
-        """Count neurons whose up and down were computed, and those whose gate was."""
+    def count_neurons(self, num_neurons: int, num_ups: int, num_gates: int) -> None:
+        """Count neurons that were computed, those whose up was, and those whose gate was."""
         self.num_neurons += num_neurons
+        self.num_ups += num_ups
         self.num_gates += num_gates
 
     def count_reads(self, found: Sequence[int]) -> None:
@@ -64,6 +66,7 @@ class StepTimes:
         self.num_tokens += other.num_tokens
         self.num_neurons += other.num_neurons
         self.num_gates += other.num_gates
+        self.num_ups += other.num_ups
         for part, busy_ns in other.parts.items():
             self.parts[part] += busy_ns
         self.count_reads(list(other.reads.values()))

@@ -110,23 +110,28 @@ struct Fired {
     float h[MOST_PART * STEP_TOKENS];
 };
 
+constexpr int UP_SHIFT = 16;  // of a part's two counts in one number
+
 // Fills `fired` with neurons first..last-1 for `step_tokens` tokens, zeros beyond `num_tokens`.
-// Returns how many there are.
+// Returns how many there are, and above UP_SHIFT of how many the up row was read.
 template <int STEP_TOKENS>
 DEVICE int list_fired(
     const int* is_fired, const float* h, int first, int last, int num_tokens, int step_tokens,
     Fired<STEP_TOKENS>& fired) {
     int neuron = first + threadIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    bool is_listed = neuron < last && load(is_fired + neuron) != 0;
+    int bits = neuron < last ? load(is_fired + neuron) : 0;
+    bool is_listed = bits & 1;
     u32 lanes = __ballot_sync(ALL_LANES, is_listed);
+    u32 up_lanes = __ballot_sync(ALL_LANES, (bits & 2) != 0);
     __syncthreads();  // the list before this one has been read
-    if (lane == 0) fired.of_warps[warp] = __popc(lanes);
+    if (lane == 0) fired.of_warps[warp] = __popc(lanes) | __popc(up_lanes) << UP_SHIFT;
     __syncthreads();
-    int place = __popc(lanes & ((1u << lane) - 1)), count = 0;
+    int place = __popc(lanes & ((1u << lane) - 1)), counts = 0;
     for (int i = 0; i < WARPS; ++i) {
-        if (i < warp) place += fired.of_warps[i];
-        count += fired.of_warps[i];
+        if (i < warp) place += fired.of_warps[i] & ((1 << UP_SHIFT) - 1);
+        counts += fired.of_warps[i];
     }
+    int count = counts & ((1 << UP_SHIFT) - 1);
     if (is_listed) fired.ids[place] = neuron;
     __syncthreads();
     for (int i = threadIdx.x; i < count * step_tokens; i += THREADS) {
@@ -135,7 +140,7 @@ DEVICE int list_fired(
         fired.h[i] = token < num_tokens ? load(h + row * num_tokens + token) : 0.0f;
     }
     __syncthreads();
-    return count;
+    return counts;
 }
 
 struct DownRows {
@@ -221,10 +226,11 @@ DEVICE void down_parts(
         i64 first = static_cast<i64>(first_part + p) * part_size;
         if (first >= from.num_neurons) break;
         i64 last = first + part_size < from.num_neurons ? first + part_size : from.num_neurons;
-        int count = list_fired(
+        int counts = list_fired(
             from.is_fired, from.h, static_cast<int>(first), static_cast<int>(last), from.num_tokens,
             TOKENS * tiles, fired);
-        if (blockIdx.x == 0 && threadIdx.x == 0) store(fired_counts + first_part + p, count);
+        int count = counts & ((1 << UP_SHIFT) - 1);
+        if (blockIdx.x == 0 && threadIdx.x == 0) store(fired_counts + first_part + p, counts);
         if (!piece.is_inside()) continue;
         float sums[TOKENS][Own::ITEMS] = {};
         add_part<FORMAT, VECTOR, TOKENS>(

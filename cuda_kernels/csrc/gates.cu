@@ -3,7 +3,9 @@
 //
 //     h[n, t] = fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n])
 //
-// With drelu both factors are relu, and a neuron fires where neither is zero.
+// A neuron fires where |fn(gate . x)| passes a threshold and |h|, times the length of its down row
+// where that is known, another; below zero the second one is not asked. With drelu both factors are
+// relu.
 #include "products.cuh"
 
 // As in numba_kernels.checks.
@@ -21,11 +23,15 @@ DEVICE float activate(int code, float threshold, float value) {
     return value <= threshold ? 0.0f : value;
 }
 
+// A NaN passes, so that it is not swallowed.
+DEVICE bool passes(float value, float least) { return !(fabsf(value) <= least); }
+
 struct GateRows {
     const u8* gate;
     const u8* up;  // null in a two-matrix FFN
     const float* gate_bias;
     const float* up_bias;
+    const float* down_norms;  // null: all are one
     const u32* token_masks;  // bit t: whether a neuron is wanted for token t; null: all are
     i64 row_bytes;
     int num_neurons;
@@ -50,11 +56,12 @@ DEVICE u32 rows_that_fire(bool fires, const WarpTile<ROWS, TOKENS>& tile, int ti
     return rows;
 }
 
-// h (N, T): rows of neurons that fire for no token are left as they are; is_fired (N,) says which.
+// h (N, T): rows of neurons that fire for no token are left as they are; is_fired (N,) says which:
+// bit 0, and bit 1 for those whose up row was read.
 template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void gates(
-    const GateRows& from, const Input& in, int code, float threshold, bool keep_all, int tiles,
-    float* h, int* is_fired) {
+    const GateRows& from, const Input& in, int code, float threshold, float least_gate,
+    float least_product, int tiles, float* h, int* is_fired) {
     constexpr int ROWS = rows_of(FORMAT, TOKENS);
     WarpTile<ROWS, TOKENS> tile(tiles, from.num_neurons);
     Rows rows = tile.rows(from.gate, from.row_bytes);
@@ -65,21 +72,28 @@ DEVICE void gates(
     if (is_valid && from.token_masks) is_wanted = load(from.token_masks + row) >> tile.token() & 1;
     if (is_valid && from.gate_bias) value += load(from.gate_bias + row);
     value = is_wanted ? activate(code, threshold, value) : 0.0f;
-    bool fires = is_wanted && (value != 0.0f || keep_all);
-    u32 fired = rows_that_fire(fires, tile, tiles);
-    bool asks_up = code == DRELU && from.up;
-    if (from.up && (fired != 0 || asks_up)) {  // with drelu the block's warps stay together
+    bool fires = is_wanted && passes(value, least_gate);
+    if (!fires) value = 0.0f;
+    u32 fired = rows_that_fire(fires, tile, tiles), asked = fired;
+    bool asks_again = least_product >= 0.0f && from.up;
+    if (from.up && (fired != 0 || asks_again)) {  // a block that asks again stays together
         rows = tile.rows(from.up, from.row_bytes);
         rows.active &= fired;
         float factor =
             products<FORMAT, VECTOR, ROWS, TOKENS>(rows, in, tile.first_token, tile.lane);
         if (is_valid && from.up_bias) factor += load(from.up_bias + row);
-        if (asks_up && factor <= 0.0f) factor = 0.0f;
+        if (code == DRELU && factor <= 0.0f) factor = 0.0f;
         if (fires) value *= factor;
     }
-    if (asks_up) fired = rows_that_fire(fires && (value != 0.0f || keep_all), tile, tiles);
+    if (asks_again) {
+        float norm = is_valid && from.down_norms ? load(from.down_norms + row) : 1.0f;
+        fires = fires && passes(value * norm, least_product);
+        if (!fires) value = 0.0f;
+        fired = rows_that_fire(fires, tile, tiles);
+    }
     if (tile.tile == 0 && tile.lane < tile.num_rows) {
-        store(is_fired + tile.first_row + tile.lane, static_cast<int>(fired >> tile.lane & 1));
+        u32 bits = (fired >> tile.lane & 1) | (asked >> tile.lane & 1) << 1;
+        store(is_fired + tile.first_row + tile.lane, static_cast<int>(bits));
     }
     if (is_valid && fired >> tile.row() & 1) {
         store(h + row * in.num_tokens + tile.token(), value);
@@ -90,10 +104,13 @@ DEVICE void gates(
     ENTRY(THREADS)                                                                                 \
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
         const u8* gate, const u8* up, const float* gate_bias, const float* up_bias,                \
-        const u32* token_masks, i64 row_bytes, int num_neurons, int width, const float* x,              \
-        const u8* values, const float* scales, const float* sums, int num_tokens, int code,        \
-        float threshold, int keep_all, int tiles, float* h, int* is_fired) {                       \
-        GateRows from{gate, up, gate_bias, up_bias, token_masks, row_bytes, num_neurons};               \
+        const float* down_norms, const u32* token_masks, i64 row_bytes, int num_neurons,           \
+        int width, const float* x, const u8* values, const float* scales, const float* sums,       \
+        int num_tokens, int code, float threshold, float least_gate, float least_product,          \
+        int tiles, float* h, int* is_fired) {                                                      \
+        GateRows from{                                                                             \
+            gate, up, gate_bias, up_bias, down_norms, token_masks, row_bytes, num_neurons};        \
         Input in{x, values, scales, sums, num_tokens, width};                                      \
-        gates<FORMAT, VECTOR, TOKENS>(from, in, code, threshold, keep_all, tiles, h, is_fired);    \
+        gates<FORMAT, VECTOR, TOKENS>(                                                             \
+            from, in, code, threshold, least_gate, least_product, tiles, h, is_fired);             \
     }

@@ -45,15 +45,20 @@ DEVICE void sum_runs(
     store(out + cell, total);
 }
 
+// num_fired (2,): neurons that fire, and those whose up row was read: of the two halves of each count.
 DEVICE void count_fired(const int* fired_counts, int num_parts, int* num_fired) {
     if (blockIdx.x > 0 || threadIdx.x >= WARP) return;
-    int count = 0;
-    for (int i = threadIdx.x; i < num_parts; i += WARP) count += load(fired_counts + i);
+    int fired = 0, asked = 0;
+    for (int i = threadIdx.x; i < num_parts; i += WARP) {
+        int counts = load(fired_counts + i);
+        fired += counts & 0xFFFF, asked += counts >> 16;
+    }
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
-        count += __shfl_xor_sync(ALL_LANES, count, offset);
+        fired += __shfl_xor_sync(ALL_LANES, fired, offset);
+        asked += __shfl_xor_sync(ALL_LANES, asked, offset);
     }
-    if (threadIdx.x == 0) store(num_fired, count);
+    if (threadIdx.x == 0) store(num_fired, fired), store(num_fired + 1, asked);
 }
 
 #define SUM_PARTS()                                                                                \

@@ -79,8 +79,9 @@ def decode(
     )
     click.echo(
         f"decode, batch {batch}, {system.mode}: {report['tokens_per_s']:.2f} tokens/s{spread}; "
-        f"{report['density']:.1%} of the neurons computed, {report['gates_computed']:.1%} of the "
-        f"gates\n  ms a step: {parts}\n  {report['bytes_per_token'] / 1e9:.2f} GB a step: "
+        f"{report['density']:.1%} of the neurons computed, {report['ups_computed']:.1%} of the "
+        f"ups, {report['gates_computed']:.1%} of the gates\n  ms a step: {parts}\n"
+        f"  {report['bytes_per_token'] / 1e9:.2f} GB a step: "
         f"{report['gb_per_s']:.1f} GB/s of {read_gb_per_s:.1f} that a plain read gets"
         f"{_read_line(report['reads'])}"
     )
@@ -126,6 +127,7 @@ def batch_report(
         "runs": rates,
         "density": middle.neurons_computed,
         "gates_computed": middle.gates_computed,
+        "ups_computed": middle.ups_computed,
         "per_token_ms": middle.per_token_ms,
         "reads": middle.reads,
         "bytes_per_token": token_bytes,
@@ -219,6 +221,8 @@ def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig
     """What one step reads: attention, head, predictors, and the FFN's rows that were computed."""
     rows = RowBytes.of(config)
     neurons = config.num_layers * config.ffn_size
-    ffn = neurons * (rows.first * result.gates_computed + rows.rest * result.neurons_computed)
+    first = rows.first * result.gates_computed
+    rest = rows.up * result.ups_computed + rows.down * result.neurons_computed
+    ffn = neurons * (first + rest)
     predictors = Path(system.predictors_path).stat().st_size if system.predictors_path else 0
     return int(attention_bytes(config) + head_bytes(config) + predictors + ffn)

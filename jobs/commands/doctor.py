@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jobs.support.doctor_checks import Finding
+    from model.config.model_config import ModelConfig
     from placement.machine.description import Machine
     from placement.machine.survey import MachineSurvey
     from placement.memory import MemoryNeed
@@ -59,13 +60,15 @@ def doctor(
         check_measured,
         check_model,
         check_services,
+        check_thresholds,
     )
     from placement.machine.survey import survey
     from placement.threads.locality import running_services
 
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
-    need = None if model is None else _need(model, context, weight_dtype)
+    found = None if model is None else _model(model, weight_dtype)
+    need = None if found is None else _need(*found, context, weight_dtype)
     machine = survey()
     measured = _measured(measure, fresh)
     if machine_out is not None:
@@ -75,6 +78,8 @@ def doctor(
         findings.extend(check_measured(measured))
     if need is not None:
         findings.append(check_model(machine, need))
+    if found is not None:
+        findings.extend(check_thresholds(*found))
     findings.extend(check_services(running_services()))
     _print_report(machine, measured, findings, need)
     if as_json:
@@ -117,12 +122,19 @@ def _print_json(
     )
 
 
-def _need(model: str, context: int | None, weight_dtype: str | None) -> MemoryNeed:
-    from actors.setup.preflight import SystemOptions, choose_system, read_model, system_need
+def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
+    from actors.setup.preflight import read_model
     from model.files.locate import locate_model
 
     path = locate_model(model)
-    config = read_model(path, weight_dtype)
+    return path, read_model(path, weight_dtype)
+
+
+def _need(
+    path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
+) -> MemoryNeed:
+    from actors.setup.preflight import SystemOptions, choose_system, system_need
+
     options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
     return system_need(choose_system(path, config, options), config)
 

@@ -91,13 +91,15 @@ def _show_end(result: Generation, num_neurons: int, has_text: bool) -> None:
         f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
         f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
         f"tokens/s, {result.neurons_computed:.1%} of {num_neurons} neurons computed"
-        f"{_gates(result)}]",
+        f"{_first_rows(result)}]",
         err=True,
     )
 
 
-def _gates(result: Generation) -> str:
-    """Said where a predictor chose."""
-    if result.gates_computed >= 1:
-        return ""
-    return f", {result.gates_computed:.1%} of their gates"
+def _first_rows(result: Generation) -> str:
+    """Said of rows that were read of more neurons: up where a threshold came after it, gates where
+    a predictor chose them.
+    """
+    ups, gates = result.ups_computed, result.gates_computed
+    text = f", {ups:.1%} of their ups" if ups > result.neurons_computed else ""
+    return f"{text}, {gates:.1%} of their gates" if gates < 1 else text

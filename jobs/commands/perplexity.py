@@ -15,7 +15,7 @@ import numpy as np
 
 from actors.driver.scoring import WindowScores
 from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import SystemConfig
+from actors.protocol.messages import THRESHOLD, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, require_one_mode
 from actors.system import System
 from jobs.support.console import json_option, print_json, transient_progress
@@ -157,7 +157,8 @@ def summary(scores: list[WindowScores], num_neurons: int, mode: str) -> dict[str
     """Figures over all windows' scored tokens; None where there is nothing to say.
 
     ppl = exp(mean nll), ppl_stderr = ppl * standard error of mean nll. Shares are 0..1.
-    neurons_computed: listed by the predictor, or with fired gates where none predicts, per token;
+    neurons_computed: listed by the predictor, or those that fire where none predicts, per token;
+    ups_computed: those whose up row was read;
     recall[l] = fired and listed / fired, precision[l] = fired and listed / listed, of layer l
     """
     nll = np.concatenate([score.nll for score in scores])
@@ -170,6 +171,7 @@ def summary(scores: list[WindowScores], num_neurons: int, mode: str) -> dict[str
         **dict.fromkeys(("ppl_dense", "ln_ppl_ratio", "ln_ppl_ratio_stderr", "mean_kld")),
         **dict.fromkeys(("kld_stderr", "kld_p99", "kld_max", "same_top_p", "same_top_p_stderr")),
         "neurons_computed": 1.0 if mode == "dense" else None,
+        "ups_computed": 1.0 if mode == "dense" else None,
         "recall": None,
         "precision": None,
     }
@@ -206,9 +208,12 @@ def _neurons(scores: list[WindowScores], num_neurons: int) -> dict[str, Any]:
     for score in scores[1:]:
         counts += score.counts  # type: ignore[operator]  # all were audited or none was
     num_all = counts.num_tokens * counts.num_fired.size * num_neurons
+    ups_computed = int(counts.num_up.sum()) / num_all
     if not scores[0].predicts:
-        return {"neurons_computed": int(counts.num_fired.sum()) / num_all}
+        neurons_computed = int(counts.num_fired.sum()) / num_all
+        return {"neurons_computed": neurons_computed, "ups_computed": ups_computed}
     return {
+        "ups_computed": ups_computed,
         "neurons_computed": int(counts.num_listed.sum()) / num_all,
         "recall": _shares(counts.num_fired_listed, counts.num_fired),
         "precision": _shares(counts.num_fired_listed, counts.num_listed),
@@ -253,7 +258,8 @@ def _show(report: dict[str, Any]) -> None:
             f"{_number(report['same_top_p_stderr'], '.3%')}"
         )
     if report["neurons_computed"] is not None:
-        click.echo(f"neurons computed {report['neurons_computed']:.1%}")
+        ups = f", ups {report['ups_computed']:.1%}" if report["mode"] == THRESHOLD else ""
+        click.echo(f"neurons computed {report['neurons_computed']:.1%}{ups}")
     if report["recall"] is not None:
         known = [share for share in report["recall"] if share is not None]
         least = f"{min(known):.2%}" if known else "-"

@@ -10,18 +10,21 @@ import click
 from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import EXCHANGES
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
+from actors.setup.threshold_mode import has_thresholds
+from jobs.profile.calibrate import calibrate
 from jobs.profile.files import ProfileFiles
 from jobs.profile.report import LayerSummary, print_summary
 from jobs.profile.run import run_profile
 from jobs.profile.state import ProfileState, ProfileTask
-from jobs.support.console import json_option, print_json, transient_progress
-from jobs.support.text_file import TextIds, read_text_ids
+from jobs.support.console import json_option, print_json
+from jobs.support.text_file import TextIds, read_text
 from model.config.model_config import ModelConfig
 from model.errors import UsageError
 from model.files.artifact import ModelIdentity
 from model.files.locate import locate_model
 from placement.profile import ActivationProfile, write_profile
 from predictors.inputs import LayerInputs, write_inputs
+from predictors.magnitude.thresholds import DEFAULT_KLD, thresholds_path
 
 _WINDOW = 512
 _NUM_INPUTS = 4096
@@ -29,8 +32,14 @@ _MOST_INPUT_BYTES = 2 << 30  # unless --inputs says how many
 
 _FILE = click.Path(path_type=Path)
 _OPTIONS = [
-    click.option("--text", "text_path", type=_FILE, required=True,
-                 help='UTF-8 text, or JSON lines of {"text": ...} or {"messages": ...}.'),
+    click.option("--text", "text_path", type=_FILE,
+                 help='UTF-8 text, or JSON lines of {"text": ...} or {"messages": ...}; the '
+                 "language reference that comes with Python without it."),
+    click.option("--target-kl", "target_kld", type=click.FloatRange(min=0, min_open=True),
+                 help="What thresholds may cost: the mean KL divergence from the dense model in "
+                 f"nats, {DEFAULT_KLD:g} without it."),
+    click.option("--thresholds-out", type=_FILE, help="The thresholds; in the model's directory "
+                 "without it."),
     click.option("--out", type=_FILE, help="The profile; in the model's directory without it."),
     click.option("--inputs-out", type=_FILE, help="The recorded inputs; there too without it."),
     click.option("--inputs", "num_inputs", type=click.IntRange(min=0), help="Record the FFN inputs "
@@ -61,7 +70,7 @@ def _profile_options(command: Callable[..., Any]) -> Callable[..., Any]:
 class _Reading:
     """What of the text is read, and how."""
 
-    text_path: Path
+    text_path: Path | None
     num_inputs: int | None
     window: int | None
     max_tokens: int | None
@@ -78,6 +87,8 @@ def profile(
     plot: Path | None,
     restart: bool,
     every_s: float,
+    target_kld: float | None,
+    thresholds_out: Path | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -85,17 +96,32 @@ def profile(
 
     Plans and predictors are made from what this writes. A run that was stopped goes on where it
     was when the same command is given again.
+
+    Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
+    calibrated first, for --mode threshold; neurons that pass them are counted.
     """
     reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
     path = locate_model(model)
     config = read_model(path)
+    if has_thresholds(config):
+        _refuse_counting_options()
+        own = thresholds_out or thresholds_path(path)
+        files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
+        options = SystemOptions(mode="dense", **values)
+        calibrate(path, options, files, reading.text_path, reading.max_tokens, target_kld, as_json)
+        return
+    if target_kld is not None or thresholds_out is not None:
+        raise UsageError(
+            "--target-kl and --thresholds-out are for gated models whose activation is never "
+            f"exactly zero, and this one's is {config.activation_fn}; leave them out"
+        )
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
     window = _window(config, reading.window)
     options = SystemOptions(mode="dense", context_length=window, **values)
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, window)
-    text = _read_text(reading.text_path, prompts)
+    text = read_text(reading.text_path, prompts)
     num_opening = 0 if prompts.opening_id is None else 1
     task = _task(text, config, window - num_opening, reading)
     state = ProfileState(files.profile, ModelIdentity.of(path), config, task)
@@ -126,6 +152,17 @@ def profile(
         )
 
 
+def _refuse_counting_options() -> None:
+    context = click.get_current_context()
+    for name in ("num_inputs", "inputs_out", "restart", "every_s", "window"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = next(p.opts[0] for p in context.command.params if p.name == name)
+            raise UsageError(
+                f"{option} is for models some of whose activations are zero; this one's thresholds "
+                "are calibrated instead: leave it out"
+            )
+
+
 def _window(config: ModelConfig, window: int | None) -> int:
     most = config.max_positions
     if window is None:
@@ -133,12 +170,6 @@ def _window(config: ModelConfig, window: int | None) -> int:
     if not 2 <= window <= most:
         raise UsageError(f"--window is {window}; give a number from 2 to {most}")
     return window
-
-
-def _read_text(path: Path, prompts: Prompts) -> TextIds:
-    with transient_progress() as bar:
-        task = bar.add_task("tokenizing", total=1.0)
-        return read_text_ids(path, prompts, lambda share: bar.update(task, completed=share))
 
 
 def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading) -> ProfileTask:

@@ -16,11 +16,12 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class ProfileFiles:
-    """The profile, and where asked for the recorded inputs and the figure."""
+    """The profile, and where asked for the recorded inputs, the figure and the thresholds."""
 
     profile: Path
     inputs: Path | None
     plot: Path | None
+    thresholds: Path | None = None
 
     @classmethod
     def choose(
@@ -31,6 +32,7 @@ class ProfileFiles:
         plot: Path | None,
         *,
         with_inputs: bool,
+        thresholds: Path | None = None,
     ) -> ProfileFiles:
         """The files that were named, else those in the model's directory.
 
@@ -41,19 +43,23 @@ class ProfileFiles:
         if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
             raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
         inputs = (inputs_out or artifact_path(model_path, INPUTS_FILE)) if with_inputs else None
-        files = cls(out or artifact_path(model_path, PROFILE_FILE), inputs, plot)
-        options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot}
+        files = cls(out or artifact_path(model_path, PROFILE_FILE), inputs, plot, thresholds)
+        options = {"--out": files.profile, "--inputs-out": inputs, "--plot": plot,
+                   "--thresholds-out": thresholds}  # fmt: skip
         for option, path in options.items():
             if path is not None:
                 require_writable(option, path)
         if len({path.resolve() for path in files.all}) < len(files.all):
-            raise UsageError("--out, --inputs-out and --plot name the same file; give others")
+            raise UsageError(
+                "--out, --inputs-out, --plot and --thresholds-out name the same file; give others"
+            )
         return files
 
     @property
     def all(self) -> list[Path]:
         """Those that are written."""
-        return [path for path in (self.profile, self.inputs, self.plot) if path is not None]
+        files = self.profile, self.inputs, self.plot, self.thresholds
+        return [path for path in files if path is not None]
 
 
 def require_writable(option: str, path: Path) -> None:

@@ -7,8 +7,12 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
+from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
+from model.config.model_config import ModelConfig
+from model.errors import ArtifactError
 from placement.machine.description import Machine
 from placement.machine.huge_pages import probe_huge_pages
 from placement.machine.survey import MachineSurvey
@@ -47,6 +51,22 @@ def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
     yield _huge_pages(machine)
     yield _shared_memory(machine)
     yield _niceness()
+
+
+def check_thresholds(path: Path, config: ModelConfig) -> Iterator[Finding]:
+    """Yield whether --mode threshold can be had, for models that it is for."""
+    if not has_thresholds(config):
+        return
+    subject = "--mode threshold"
+    try:
+        found = own_thresholds(path, config)
+    except ArtifactError as problem:
+        yield Finding("problem", subject, str(problem))
+        return
+    if found is None:
+        yield Finding("note", subject, "needs thresholds; make them with `hotcold profile`")
+    else:
+        yield Finding("ok", subject, promise(found, config))
 
 
 def check_measured(measured: Machine) -> Iterator[Finding]:

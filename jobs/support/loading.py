@@ -39,7 +39,7 @@ def running_system(
         def show(progress: LoadProgress) -> None:
             on_progress(progress)
             for note in set(progress.notes) - told:
-                bar.console.print(note, markup=False, highlight=False)
+                bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
             told.update(progress.notes)
             bar.update(
                 task,

@@ -10,6 +10,7 @@ from typing import Any
 
 from actors.protocol.messages import PREDICTED_MODES
 from actors.setup.preflight import default_mode, read_model
+from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES
 from model.errors import ArtifactError, HotcoldError
@@ -57,6 +58,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "published_share": published_firing_share(config),
         "mode": mode,
+        "thresholds": _thresholds(path, config),
         "predictors": _predictors(path, config),
         "has_tokenizer": tokenizer is not None,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
@@ -109,7 +111,7 @@ def _sparsity(facts: dict[str, Any]) -> str:
 
 def _mode(facts: dict[str, Any]) -> str:
     if facts["mode"] == "dense":
-        return f"dense: {_NO_ZEROS}"
+        return f"dense: {_NO_ZEROS}" + _threshold_words(facts)
     text = "exact: gates of all neurons, then only those that fire; the same result as dense"
     if facts["predictors"]:
         kinds = " or ".join(f"--mode {kind}" for kind in facts["predictors"])
@@ -117,6 +119,26 @@ def _mode(facts: dict[str, Any]) -> str:
             f". It has predictors: {kinds} skips gates too (--mode auto tries whether it is faster)"
         )
     return text
+
+
+def _threshold_words(facts: dict[str, Any]) -> str:
+    found = facts["thresholds"]
+    if found is None:
+        return ""
+    return f". --mode threshold: {found}"
+
+
+def _thresholds(path: Path, config: ModelConfig) -> str | None:
+    """What --mode threshold promises, or how to have it; None where it is not for such a model."""
+    if not has_thresholds(config):
+        return None
+    try:
+        found = own_thresholds(path, config)
+    except ArtifactError as problem:
+        return str(problem)
+    if found is None:
+        return "needs thresholds, which `hotcold profile` calibrates"
+    return promise(found, config)
 
 
 def _num_parameters(path: Path, config: ModelConfig) -> int:

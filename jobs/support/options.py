@@ -66,11 +66,14 @@ class Addresses(click.ParamType[tuple[str, ...]]):
 
 _SYSTEM = [
     click.option("--mode", type=click.Choice((*MODES, AUTO_MODE)), help="Which neurons to compute: "
-                 "all; up and down only where the gate fired (the same tokens); what a predictor "
-                 "chooses; auto: the faster of the model's default and of predictors made for a "
-                 "recall of 0.99 or more, where such lie beside it."),
+                 "all; up and down only where the gate fired (the same tokens); only where they "
+                 "add more than a threshold; what a predictor chooses; auto: the faster of the "
+                 "model's default and of predictors made for a recall of 0.99 or more, where such "
+                 "lie beside it."),
     click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
                  "--mode sign and lowrank; the model's own without it."),
+    click.option("--thresholds", type=click.Path(path_type=Path), help="The file of thresholds for "
+                 "--mode threshold; the model's own without it."),
     dtype_option,
     click.option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
                  "the one that `hotcold plan` made for these options, if there is one."),

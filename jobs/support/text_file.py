@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.driver.text.prompts import Prompts
+from jobs.support.console import transient_progress
 from model.errors import HotcoldError, UsageError, shown
 from model.text.tokenizer import Tokenizer
 
@@ -75,6 +76,30 @@ def read_text_ids(
     ids_found = np.concatenate(parts)
     _check_vocabulary(path, ids_found, prompts.config.vocab_size)
     return TextIds(ids_found, hashlib.sha256(content).hexdigest(), path.name, num_documents)
+
+
+def read_text(path: Path | None, prompts: Prompts) -> TextIds:
+    """`read_text_ids`, or without a path `reference_ids`, with a progress bar."""
+    if path is None:
+        return reference_ids(prompts)
+    with transient_progress() as bar:
+        task = bar.add_task("tokenizing", total=1.0)
+        return read_text_ids(path, prompts, lambda share: bar.update(task, completed=share))
+
+
+def reference_ids(prompts: Prompts) -> TextIds:
+    """Tokenize the language reference that comes with Python, as one document.
+
+    Errors:  UsageError where the model has no tokenizer
+    """
+    from pydoc_data.topics import topics
+
+    content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    name = Path("Python's reference")
+    *_, (ids, _) = _plain_documents(name, content, prompts.tokenizer)
+    found = np.array(ids, np.int32)
+    _check_vocabulary(name, found, prompts.config.vocab_size)
+    return TextIds(found, hashlib.sha256(content).hexdigest(), str(name), 1)
 
 
 def windows(num_ids: int, size: int) -> list[tuple[int, int]]:

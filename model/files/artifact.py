@@ -32,6 +32,7 @@ COMMANDS = {
     "profile": "hotcold profile",
     "inputs": "hotcold profile",
     "predictors": "hotcold train-predictors",
+    "thresholds": "hotcold profile",
     "plan": "hotcold plan",
 }
 

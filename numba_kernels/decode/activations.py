@@ -24,6 +24,31 @@ def activation(name: str, threshold: float = 0.0) -> Activation:
     return Activation(activation_code(name), np.float32(threshold))
 
 
+class Thresholds(NamedTuple):
+    """Which neurons fire for a token.
+
+    An up row is read where |fn(gate . x)| exceeds `gate`; a down row where, besides,
+    |fn(gate . x) * up| times the norm of the down row exceeds `product`. Below zero: everywhere.
+    """
+
+    gate: np.float32
+    product: np.float32
+
+
+ALL_FIRE = Thresholds(np.float32(-1), np.float32(-1))
+
+
+def not_zero(activation_fn: str) -> Thresholds:
+    """Neurons whose activation is not zero: of the gate, with drelu of up too."""
+    return Thresholds(np.float32(0), np.float32(0 if activation_fn == "drelu" else -1))
+
+
+@njit(nogil=True, cache=True)
+def passes(value, threshold):
+    """Whether |value| exceeds `threshold`; a NaN does, so that it is not swallowed."""
+    return not abs(value) <= threshold
+
+
 @njit(nogil=True, cache=True)
 def activate(function, value):
     """fn of one number, the gate's product; a NaN stays NaN.

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.checks import DRELU
-from numba_kernels.decode.activations import activate, activate_up
+from numba_kernels.decode.activations import activate, activate_up, passes
 from numba_kernels.decode.rows import block_products, rows_ahead, tile_rows
 from numba_kernels.ir.scalar_bits import lowest_bit
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
@@ -109,10 +108,11 @@ def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, 
 
 @njit(nogil=True, cache=True)
 def keep_some_kernel(
-    bias, ids, token_masks, function, keep_all, first, last, products, fired_ids, fired_masks, gates
+    bias, ids, token_masks, function, least, first, last, products, fired_ids, fired_masks, gates
 ):
     """Keep those of candidates first..last-1 that fire for some token, with fn(product + bias).
 
+    They fire where that passes `least`; below zero all are kept, also those that no token wants.
     `products` (N, T) is as in `gate_products_kernel`. fired_ids (N,) int32, fired_masks (N,) uint32
     and gates (N, T) receive, for each neuron that fired, its row, a bit for each token that it
     fired for, and fn(product + bias), zero for other tokens. Returns how many fired; checks
@@ -129,10 +129,12 @@ def keep_some_kernel(
             value = np.float32(0)
             if wanted & bit:
                 value = activate(function, products[candidate - first, t] + shift)
-                if value != 0 or keep_all:
+                if passes(value, least):
                     fires |= bit
+                else:
+                    value = np.float32(0)
             gates[num_fired, t] = value
-        if fires or keep_all:
+        if fires or least < 0:
             fired_ids[num_fired] = n
             fired_masks[num_fired] = fires
             num_fired += 1
@@ -208,15 +210,26 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
 
 
 @njit(nogil=True, cache=True)
-def _drop_silent(gates, lists):
-    """Take the new places whose gates have become zero from each token's list."""
+def contribution(h, down_norms, n):
+    """What neuron n of a token adds to the output, in length; in `h` alone without norms."""
+    return h * down_norms[n] if down_norms.shape[0] else h
+
+
+@njit(nogil=True, cache=True)
+def _drop_small(fired_ids, gates, down_norms, least, lists):
+    """Take the new places that contribute no more than `least` from each token's list.
+
+    Their gates become zero.
+    """
     for t in range(gates.shape[1]):
         places, kept = lists.places[t], lists.carried[t]
         for k in range(lists.carried[t], lists.counts[t]):
             i = places[k]
-            if gates[i, t] != 0:
+            if passes(contribution(gates[i, t], down_norms, fired_ids[i]), least):
                 places[kept] = i
                 kept += 1
+            else:
+                gates[i, t] = 0
         lists.counts[t] = kept
 
 
@@ -237,10 +250,11 @@ def _keep_firing(fired_ids, fired_masks, num_fired, gates):
 
 @njit(nogil=True, cache=True)
 def up_down_of_some(
-    up, bias, down, fired_ids, fired_masks, num_fired, gates, x, function, keep_all, out, lists
-):
+    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, least, out,
+    lists,
+):  # fmt: skip
     """`numba_kernels.decode.ffn.up_down_kernel` for several tokens; gates (N, T)."""
-    drops = function.code == DRELU and up.shape[0] > 0 and not keep_all
+    drops = least >= 0 and up.shape[0] > 0
     size = block_size(down, 1)
     lists.counts[:] = 0
     for first in range(0, num_fired, size):
@@ -250,7 +264,7 @@ def up_down_of_some(
         if up.shape[0]:
             _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists)
             if drops:
-                _drop_silent(gates, lists)
+                _drop_small(fired_ids, gates, down_norms, least, lists)
         for t in range(out.shape[0]):
             lists.counts[t] = _add_fours(
                 down, fired_ids, t, lists.places[t], lists.counts[t], gates, out[t]

@@ -1,5 +1,8 @@
 """The feed-forward network, neuron by neuron: a neuron whose gate does not fire costs its gate row.
 
+Where neurons have norms (`down_norms`), one whose product is too small costs its up row too, and no
+down row: `numba_kernels.decode.activations.Thresholds`.
+
 Three-matrix FFN (ReGLU, SwiGLU):  y = sum over n of fn(gate[n] . x) * (up[n] . x) * down[n]
 dReLU:                             y = sum over n of relu(gate[n] . x) * relu(up[n] . x) * down[n]
 Two-matrix FFN (OPT, Falcon):      y = sum over n of fn(gate[n] . x) * down[n]
@@ -10,9 +13,8 @@ then has no rows.
 import numpy as np
 from numba import njit
 
-from numba_kernels.checks import DRELU
-from numba_kernels.decode.activations import activate, activate_up
-from numba_kernels.decode.batch_ffn import up_down_of_some
+from numba_kernels.decode.activations import activate, activate_up, passes
+from numba_kernels.decode.batch_ffn import contribution, up_down_of_some
 from numba_kernels.decode.rows import rows_ahead
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
 
@@ -42,10 +44,10 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
 
 
 @njit(nogil=True, cache=True)
-def keep_fired_kernel(ids, token_masks, keep_all, first, last, values, fired_ids, fired_masks, h):
+def keep_fired_kernel(ids, token_masks, least, first, last, values, fired_ids, fired_masks, h):
     """Gather those of `gate_values_kernel`'s candidates that fired; returns their number.
 
-    Silent are those whose value is zero, unless `keep_all`, and have it set to zero where
+    Silent are those whose value does not pass `least`, and has been set to zero where
     `token_masks` says so. h (N,) receives the values of those that fired. Checks nothing.
     """
     num_fired, listed = 0, ids.shape[0] > 0
@@ -53,7 +55,7 @@ def keep_fired_kernel(ids, token_masks, keep_all, first, last, values, fired_ids
         value = values[candidate - first]
         if token_masks.shape[0] and not token_masks[candidate] & np.uint32(1):
             value = np.float32(0)
-        if value != 0 or keep_all:
+        if passes(value, least):
             fired_ids[num_fired] = ids[candidate] if listed else candidate
             fired_masks[num_fired] = np.uint32(1)
             h[num_fired] = value
@@ -83,11 +85,11 @@ def _scale_one(up, bias, fired_ids, num_fired, x, function, h):
 
 
 @njit(nogil=True, cache=True)
-def _drop_silent(fired_ids, num_fired, h):
-    """Keep those neurons whose h is not zero, in their order; returns their number."""
+def _drop_small(fired_ids, num_fired, h, down_norms, least):
+    """Keep those neurons that contribute more than `least`, in their order; their number."""
     kept = 0
     for i in range(num_fired):
-        if h[i] != 0:
+        if passes(contribution(h[i], down_norms, fired_ids[i]), least):
             fired_ids[kept], h[kept] = fired_ids[i], h[i]
             kept += 1
     return kept
@@ -116,12 +118,14 @@ def _add_one(down, ids, num_fired, h, out):
 
 @njit(nogil=True, cache=True)
 def up_down_kernel(
-    up, bias, down, fired_ids, fired_masks, num_fired, gates, x, function, keep_all, out, lists
-):
+    up, bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, x, function, least, out,
+    lists,
+):  # fmt: skip
     """out[t] += gate * (up[n] . x[t] + bias[n]) * down[n], n = fired_ids[i]; checks nothing.
 
-    Returns how many fired: with drelu a neuron needs a positive up product too, and those without
-    one leave `fired_ids` and `fired_masks`, unless `keep_all`, and cost no down row.
+    Returns how many fired: where `least` is not below zero, neurons whose product, times
+    down_norms[n] if there are any, does not pass it leave `fired_ids` and `fired_masks` and cost no
+    down row.
 
     Where `up` has no rows, that factor is one. `gates` has T numbers a neuron, fn(gate . x + bias),
     zero for tokens that it does not fire for, and is overwritten. `out` (T, d) is in the order of
@@ -130,11 +134,11 @@ def up_down_kernel(
     if out.shape[0] == 1:
         if up.shape[0]:
             _scale_one(up, bias, fired_ids, num_fired, x, function, gates)
-            if function.code == DRELU and not keep_all:
-                num_fired = _drop_silent(fired_ids, num_fired, gates)
+            if least >= 0:
+                num_fired = _drop_small(fired_ids, num_fired, gates, down_norms, least)
         _add_one(down, fired_ids, num_fired, gates, out[0])
         return num_fired
     return up_down_of_some(
-        up, bias, down, fired_ids, fired_masks, num_fired, by_neuron(gates, out.shape[0]), x,
-        function, keep_all, out, lists,
+        up, bias, down, down_norms, fired_ids, fired_masks, num_fired,
+        by_neuron(gates, out.shape[0]), x, function, least, out, lists,
     )  # fmt: skip

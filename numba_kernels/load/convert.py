@@ -8,6 +8,8 @@ from numba_kernels.formats import is_blocks, is_quantized, row_width
 from numba_kernels.ir.vector_ir import widen_row
 from numba_kernels.load.blocks import dequantize_rows
 
+_ROWS_AT_ONCE = 256
+
 
 @njit(nogil=True, cache=True)
 def widen_kernel(weights, out, first, last):
@@ -44,6 +46,20 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
         rows = np.ascontiguousarray(weights).reshape(-1, weights.shape[-1])
         widen_kernel(rows, out.reshape(-1, width), 0, rows.shape[0])
     return out
+
+
+def row_lengths(weights: np.ndarray) -> np.ndarray:
+    """The Euclidean length of each row.
+
+    Shapes:  weights (N, d) or (N, row bytes), result (N,)
+    Dtypes:  weights as of `to_float32`, result float32
+    Errors:  those of `to_float32`
+    """
+    lengths = np.empty(weights.shape[0], np.float32)
+    for first in range(0, lengths.size, _ROWS_AT_ONCE):
+        rows = to_float32(weights[first : first + _ROWS_AT_ONCE])
+        lengths[first : first + _ROWS_AT_ONCE] = np.sqrt(np.einsum("nd,nd->n", rows, rows))
+    return lengths
 
 
 def to_bfloat16(weights: np.ndarray) -> np.ndarray:

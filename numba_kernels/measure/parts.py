@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import RELU
-from numba_kernels.decode.activations import Activation
+from numba_kernels.decode.activations import Activation, Thresholds
 from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel
 from numba_kernels.decode.vectors import prepared
@@ -27,7 +27,8 @@ def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # ty
     """The FFN of every layer over its ids, all of which fire, as services compute it."""
     for layer in range(ids.shape[0]):
         layer_ffn(
-            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS, True, x, arrays,
-            scratch, Activation(RELU, np.float32(0)), out,
+            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS,
+            Thresholds(np.float32(-1), np.float32(-1)), x, arrays, scratch,
+            Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
         meet(cells, 0, num_threads)

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.checks import RELU
-from numba_kernels.decode.activations import Activation
+from numba_kernels.decode.activations import Activation, Thresholds
 from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel
 from numba_kernels.measure.plain_reads import read_row
@@ -45,7 +45,8 @@ def gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, time
         barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         layer_ffn(
-            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS, False, x, arrays, scratch,
+            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS,
+            Thresholds(np.float32(0), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
         times[i, 1] = now_ns()

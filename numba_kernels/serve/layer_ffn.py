@@ -18,7 +18,7 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.decode.activations import activation
+from numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
@@ -43,13 +43,15 @@ from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
 from numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 MOST_TOKENS = 32  # of a request: bits of a mask
+NO_NORMS = np.empty(0, np.float32)
 
 
 class FfnArrays(NamedTuple):
     """A shard of cold neurons, all layers stacked: layer l has rows offsets[l]:offsets[l + 1].
 
     offsets (L + 1,) int64; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
-    gate_bias, up_bias (N,) or (0,), down_bias (L, d) or (L, 0) float32
+    gate_bias, up_bias (N,) or (0,), down_bias (L, d) or (L, 0) float32;
+    down_norms (N,) or (0,) float32: lengths of the down rows, for thresholds of products
     """
 
     offsets: np.ndarray
@@ -59,13 +61,14 @@ class FfnArrays(NamedTuple):
     gate_bias: np.ndarray
     up_bias: np.ndarray
     down_bias: np.ndarray
+    down_norms: np.ndarray = NO_NORMS
 
 
 class FfnScratch(NamedTuple):
     """Work space: sums (threads, T, d in whole chunks), fired_ids (threads, N) int32, fired_masks
     the same uint32, gates (threads, T * N), values (T * N,), counts (threads,) int64: how many
-    fired, the tokens' lists, the inputs quantized, for quantized weights, and a counter of blocks
-    for each thread.
+    fired, up_counts the same: how many up rows were read, the tokens' lists, the inputs quantized,
+    for quantized weights, and a counter of blocks for each thread.
     T is the most tokens of one request, N the most candidates.
     """
 
@@ -75,6 +78,7 @@ class FfnScratch(NamedTuple):
     gates: np.ndarray
     values: np.ndarray
     counts: np.ndarray
+    up_counts: np.ndarray
     lists: TokenLists
     inputs: QuantizedVectors
     counters: np.ndarray
@@ -89,6 +93,7 @@ def new_scratch(num_threads: int, num_tokens: int, most: int, width: int) -> Ffn
         gates=np.zeros((num_threads, num_tokens * most), np.float32),
         values=np.zeros(num_tokens * most, np.float32),
         counts=np.zeros(num_threads, np.int64),
+        up_counts=np.zeros(num_threads, np.int64),
         lists=empty_lists(num_threads, num_tokens),
         inputs=empty_vectors(num_threads, num_tokens, width),
         counters=new_block_counters(1, num_threads)[0],
@@ -158,14 +163,14 @@ def _work_stealing_gates(
 
 @njit(nogil=True, cache=True)
 def layer_ffn(
-    thread, num_threads, cells, service, layer, is_listed, ids, token_masks, keep_all, x, arrays,
+    thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, arrays,
     scratch, function, out,
 ):  # fmt: skip
     """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
 
     Of the neurons in `ids`, ascending, if `is_listed`, else of all. For several tokens neuron
     ids[i] is silent for each token t whose bit token_masks[i] lacks, where there are masks.
-    `keep_all` keeps neurons that are zero for all tokens. Thread t leaves its neurons that fired in
+    `thresholds` say which neurons fire. Thread t leaves those of its own that did in
     scratch.fired_ids[t, : scratch.counts[t]]. `out` is complete when all threads have returned;
     until then none may begin another request.
 
@@ -196,18 +201,20 @@ def layer_ffn(
     if num_tokens == 1:
         values = scratch.values[begin:end]
         num_fired = keep_fired_kernel(
-            ids, token_masks, keep_all, begin, end, values, fired_ids, fired_masks, gates
+            ids, token_masks, thresholds.gate, begin, end, values, fired_ids, fired_masks, gates
         )
     else:
         products = by_neuron(scratch.values, num_tokens)[begin:]
         num_fired = keep_some_kernel(
-            gate_bias, ids, token_masks, function, keep_all, begin, end, products, fired_ids,
-            fired_masks, by_neuron(gates, num_tokens),
+            gate_bias, ids, token_masks, function, thresholds.gate, begin, end, products,
+            fired_ids, fired_masks, by_neuron(gates, num_tokens),
         )  # fmt: skip
     up_bias = part_of(arrays.up_bias, first, last)
+    down_norms = part_of(arrays.down_norms, first, last)
+    scratch.up_counts[thread] = num_fired
     scratch.counts[thread] = up_down_kernel(
-        up, up_bias, down, fired_ids, fired_masks, num_fired, gates, vectors, function, keep_all,
-        sums, lists,
+        up, up_bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, vectors, function,
+        thresholds.product, sums, lists,
     )  # fmt: skip
     meet(cells, service, num_threads)
     add_up(thread, num_threads, down, out, scratch.sums, arrays.down_bias[layer])
@@ -242,11 +249,15 @@ def sparse_ffn(
     activation_fn: str = "relu",
     threshold: float = 0.0,
     skip_silent: bool = True,
+    thresholds: Thresholds | None = None,
+    down_norms: np.ndarray | None = None,
     num_threads: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The FFN's output over all neurons, or over those in `ids`, and the ids that fired.
 
     With `token_masks`, neuron ids[i] is silent for each token t whose bit token_masks[i] lacks.
+    Neurons fire as `thresholds` say; without them where they are not zero, or with `skip_silent`
+    False always.
 
     out[t] = sum over n of fn(gate[n] . x[t] + gate_bias[n]) * (up[n] . x[t] + up_bias[n]) * down[n]
     drelu: relu of both factors; `threshold` is fatrelu's
@@ -279,8 +290,11 @@ def sparse_ffn(
         gate_bias=optional_floats("gate_bias", gate_bias, num_neurons),
         up_bias=optional_floats("up_bias", up_bias, num_neurons if up.shape[0] else 0),
         down_bias=np.empty((1, 0), np.float32),
+        down_norms=optional_floats("down_norms", down_norms, num_neurons),
     )
     function = activation(activation_fn, threshold)
+    if thresholds is None:
+        thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
     out = np.zeros((x.shape[0], width), np.float32)
     candidates = NO_IDS if ids is None else row_ids("ids", ids, num_neurons)
     masks = NO_MASKS if token_masks is None else np.ascontiguousarray(token_masks)
@@ -294,8 +308,8 @@ def sparse_ffn(
 
     def run(thread: int) -> None:
         layer_ffn(
-            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, not skip_silent,
-            x, arrays, scratch, function, out,
+            thread, num_threads, cells, 0, 0, ids is not None, candidates, masks, thresholds, x,
+            arrays, scratch, function, out,
         )  # fmt: skip
 
     if num_threads == 1:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.serve.doorbell import (
     CLOCK_US,
     INTS_A_CELL,
@@ -29,8 +30,10 @@ CELLS_A_SERVICE = 5
 _MOST_DELAYED_US = 10_000  # of one request; more has other causes, such as a suspended machine
 
 # request words
-OPERATION, LAYER, NUM_TOKENS, SKIP_SILENT, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(8)
-NUM_REQUEST_WORDS = 8
+OPERATION, LAYER, NUM_TOKENS, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(7)
+# Which neurons fire (`Thresholds`), as the bits of float64 numbers: see `read_thresholds`.
+GATE_THRESHOLD, PRODUCT_THRESHOLD = 7, 8
+NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 
 # operations
@@ -39,10 +42,11 @@ SHIP, STREAM = 6, 7  # a CPU service's neurons into the arena, and from there th
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
-DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `arrive`
+DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `finish_request`
 # Of stored neurons, all so far: bytes, what threads waited for them, parts wanted and not in memory
 BYTES_READ, READ_WAIT_NS, PARTS_WANTED, PARTS_MISSED = range(6, 10)
-NUM_REPLY_WORDS = 10
+NUM_UP = 10  # of neurons whose up row was read; NUM_COMPUTED: whose down row was
+NUM_REPLY_WORDS = 16  # whole cache lines
 OK, FAILED = 0, 1
 
 # Where WATCHED is set, FFN requests count who was computed, in buckets of neighbours in the
@@ -60,7 +64,7 @@ IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an h
 class Wires(NamedTuple):
     """The shared arrays of one system; S services, at most T tokens a step, width d.
 
-    cells (S * 5 * 16,) int32; requests (S, 8), replies (S, 10) int64
+    cells (S * 5 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: where each token of the step stands, and in which sequence
     page_tables (slots, pages a sequence) int32: page p holds a sequence's positions from p * 64 on
     hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
@@ -85,6 +89,26 @@ class Wires(NamedTuple):
     logits: np.ndarray
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
+
+
+def write_thresholds(requests: np.ndarray, thresholds: Thresholds) -> None:
+    """Tell it to all of `requests` (S, words), or to one (words,)."""
+    words = requests.view(np.float64)
+    words[..., GATE_THRESHOLD] = thresholds.gate
+    words[..., PRODUCT_THRESHOLD] = thresholds.product
+
+
+def told_thresholds(request: np.ndarray) -> Thresholds:
+    """What `write_thresholds` told in a request (words,) int64."""
+    words = request.view(np.float64)
+    return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
+
+
+@njit(nogil=True, cache=True)
+def read_thresholds(request):
+    """As `told_thresholds`, within compiled code."""
+    words = request.view(np.float64)
+    return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
 
 
 @njit(nogil=True, cache=True)

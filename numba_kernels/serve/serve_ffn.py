@@ -18,12 +18,13 @@ from numba_kernels.serve.mailbox import (
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
+    NUM_UP,
     OPERATION,
     PING,
-    SKIP_SILENT,
     WATCHED,
     finish_request,
     next_request,
+    read_thresholds,
 )
 
 
@@ -48,11 +49,12 @@ def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, f
         token_masks = wires.active_masks[service, :num_ids]
     layer_ffn(
         thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
-        request[SKIP_SILENT] == 0, wires.ffn_input[:num_tokens], arrays, scratch, function,
+        read_thresholds(request), wires.ffn_input[:num_tokens], arrays, scratch, function,
         wires.partials[service, :num_tokens],
     )  # fmt: skip
     if thread == 0:
         wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
+        wires.replies[service, NUM_UP] = scratch.up_counts.sum()
         if request[WATCHED]:
             first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
             count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch)

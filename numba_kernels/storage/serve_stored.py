@@ -13,16 +13,17 @@ from numba_kernels.serve.mailbox import (
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
+    NUM_UP,
     OPERATION,
     PARTS_MISSED,
     PARTS_WANTED,
     PING,
     READ_WAIT_NS,
-    SKIP_SILENT,
     STATUS,
     WATCHED,
     finish_request,
     next_request,
+    read_thresholds,
 )
 from numba_kernels.serve.serve_ffn import count_neurons
 from numba_kernels.storage.neuron_slots import NUM_MISSED, NUM_WANTED
@@ -40,7 +41,7 @@ def _stored_request(thread, num_threads, service, wires, stored, scratch, bucket
         token_masks = wires.active_masks[service, :num_ids]
     done = stored_layer_ffn(
         thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
-        request[SKIP_SILENT] == 0, wires.ffn_input[:num_tokens], stored, scratch, function,
+        read_thresholds(request), wires.ffn_input[:num_tokens], stored, scratch, function,
         wires.partials[service, :num_tokens],
     )  # fmt: skip
     if thread != 0:
@@ -53,6 +54,7 @@ def _stored_request(thread, num_threads, service, wires, stored, scratch, bucket
         reply[STATUS] = FAILED
         return
     reply[NUM_COMPUTED] = scratch.counts.sum()
+    reply[NUM_UP] = scratch.up_counts.sum()
     if request[WATCHED]:
         offsets = stored.arrays.offsets
         first, last = offsets[layer], offsets[layer + 1]

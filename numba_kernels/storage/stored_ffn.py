@@ -114,10 +114,10 @@ def _read_marked(stored):
 
 
 @njit(nogil=True, cache=True)
-def _read_gates(stored, first, num_neurons, is_listed, ids, keep_all):
+def _read_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
     """Bring the candidates' gates into slots, `stored.gate_slots`; by one thread alone."""
     parts = GATE
-    if keep_all or (is_listed and stored.options[READS_WHOLE]):
+    if keeps_all or (is_listed and stored.options[READS_WHOLE]):
         parts = GATE | REST
     for i in range(ids.shape[0] if is_listed else num_neurons):
         row = first + (ids[i] if is_listed else i)
@@ -166,7 +166,7 @@ def _work_stealing_gates(
 
 @njit(nogil=True, cache=True)
 def stored_layer_ffn(
-    thread, num_threads, cells, service, layer, is_listed, ids, token_masks, keep_all, x, stored,
+    thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, stored,
     scratch, function, out,
 ):  # fmt: skip
     """`numba_kernels.serve.layer_ffn.layer_ffn` of stored neurons; False where reads failed.
@@ -181,7 +181,7 @@ def stored_layer_ffn(
         stored.slots.state[EPOCH] += 1
         failure[0] = 0
         if not has_gates:
-            _read_gates(stored, first, num_neurons, is_listed, ids, keep_all)
+            _read_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
     if not has_gates:
         meet(cells, service, num_threads)
         if failure[0] != 0:
@@ -205,15 +205,16 @@ def stored_layer_ffn(
     if num_tokens == 1:
         values = scratch.values[begin:end]
         num_fired = keep_fired_kernel(
-            ids, token_masks, keep_all, begin, end, values, fired_ids, fired_masks, gates
+            ids, token_masks, thresholds.gate, begin, end, values, fired_ids, fired_masks, gates
         )
     else:
         products = by_neuron(scratch.values, num_tokens)[begin:]
         num_fired = keep_some_kernel(
-            part_of(stored.gate_bias, first, last), ids, token_masks, function, keep_all, begin,
-            end, products, fired_ids, fired_masks, by_neuron(gates, num_tokens),
+            part_of(stored.gate_bias, first, last), ids, token_masks, function, thresholds.gate,
+            begin, end, products, fired_ids, fired_masks, by_neuron(gates, num_tokens),
         )  # fmt: skip
     scratch.counts[thread] = num_fired
+    scratch.up_counts[thread] = num_fired
     meet(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
@@ -223,8 +224,8 @@ def stored_layer_ffn(
         return False
     slots = stored.rest_slots[thread]
     num_fired = up_down_kernel(
-        arrays.up, arrays.up_bias, arrays.down, slots, fired_masks, num_fired, gates, vectors,
-        function, keep_all, sums, lists,
+        arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks, num_fired,
+        gates, vectors, function, thresholds.product, sums, lists,
     )  # fmt: skip
     for i in range(num_fired):  # with drelu fewer than fired before
         fired_ids[i] = stored.slots.row_of[slots[i]] - first

@@ -55,17 +55,23 @@ class PredictorCost:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of a neuron's first row, and of its other rows together."""
+    """Bytes of a neuron's first row, of its up row (0 in a two-matrix FFN), and of its down row."""
 
     first: int
-    rest: int
+    up: int
+    down: int
+
+    @property
+    def rest(self) -> int:
+        """Of all but the first row."""
+        return self.up + self.down
 
     @classmethod
     def of(cls, config: ModelConfig) -> RowBytes:
         """The rows of `config`, in its dtypes."""
         first = row_bytes(config, config.hidden_size, "gate")
         down = row_bytes(config, config.hidden_size, "down")
-        return cls(first, down + first if config.has_gate else down)
+        return cls(first, first if config.has_gate else 0, down)
 
 
 def read_bytes(

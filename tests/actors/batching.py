@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from actors.protocol.messages import THRESHOLD, GenerateRequest, Generation, SystemConfig
 from model.sampling import SamplingParams
+from numba_kernels.decode.activations import Thresholds
 from predictors.lowrank import LowRankLayer
 from predictors.predictor import NeuronPredictor
 from predictors.sign import SignLayer
@@ -30,16 +31,19 @@ def batching(
     """A driver of up to 8 requests at once on two services of two threads."""
     kind = mode if mode in ("sign", "lowrank") else ""
     settings = {"num_slots": 8, "kv_positions": 8 * context} | options
+    settings["has_down_norms"] = mode == THRESHOLD
     with InProcessSystem(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
         config = SystemConfig(
             str(checkpoint.path),
-            "exact" if kind else mode,
+            "exact" if kind else "dense" if mode == THRESHOLD else mode,
             context_length=context,
             kv_positions=system.kv_positions,
         )
         driver = Driver(config, system.exchange)
         if kind:
             driver.engine.predictor = random_predictor(system, kind)
+        if mode == THRESHOLD:
+            driver.engine.thresholds = some_thresholds(system)
         try:
             yield system, driver
         finally:
@@ -69,6 +73,11 @@ def random_predictor(system: InProcessSystem, kind: str) -> NeuronPredictor:
     shards = system.layer_shards()
     sizes = np.array([[ids[at].size for ids in shards] for at in range(config.num_layers)])
     return NeuronPredictor([make() for _ in range(config.num_layers)], sizes, "ffn_input")
+
+
+def some_thresholds(system: InProcessSystem) -> list[Thresholds]:
+    """Such that each stage leaves out some neurons of these models, others for every token."""
+    return [Thresholds(np.float32(0.12), np.float32(0.3))] * system.config.num_layers
 
 
 def random_request(seed: int, longest: int = 300, most_tokens: int = 24) -> GenerateRequest:

@@ -48,6 +48,7 @@ class CudaInProcess(InProcessSystem):
             cache=CacheSpec(self.num_pages(), self.num_positions, self.kv_dtype),
             neuron_ids=self.hot_ids(),
             weight_dtype=self.weight_dtype,
+            has_down_norms=self.has_down_norms,
             gpu=GpuShare(0, self.first_layer, self.has_head, layout),
         )
 

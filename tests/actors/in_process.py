@@ -27,6 +27,7 @@ from model.config.build import read_config
 from model.errors import ServiceError
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import load_embedding
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from predictors.predictor import NeuronPredictor
 
@@ -93,6 +94,7 @@ class InProcessSystem:
     hot: Callable[[int, int], list[np.ndarray]] | None = None  # of (layers, neurons): hot ids
     specs: list[ServiceSpec] | None = None  # instead of num_services, num_threads and hot
     weight_dtype: str = ""
+    has_down_norms: bool = False
     bundle_bytes: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
@@ -145,6 +147,7 @@ class InProcessSystem:
             lambda num_bytes: None,
             self.weight_dtype,
             neuron_ids=self.hot_ids(),
+            has_down_norms=self.has_down_norms,
         )
 
     def _cpus(self) -> list[Service]:
@@ -158,6 +161,7 @@ class InProcessSystem:
                 index == 1,
                 lambda num_bytes: None,
                 self.weight_dtype,
+                has_down_norms=self.has_down_norms,
             )
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]
@@ -192,11 +196,16 @@ class InProcessSystem:
             return [[ids] * self.config.num_layers for ids in self.shards()]
         return [[ids[~np.isin(ids, layer)] for layer in hot] for ids in self.shards()]
 
-    def engine(self, mode: str, predictor: NeuronPredictor | None = None) -> Engine:
+    def engine(
+        self,
+        mode: str,
+        predictor: NeuronPredictor | None = None,
+        thresholds: Sequence[Thresholds] | None = None,
+    ) -> Engine:
         """A new engine on these services."""
         embedding = load_embedding(Checkpoint(self.path), self.config)
         num_hot = hot_counts(self.config, self.layer_shards())
-        return Engine(self.config, embedding, self.exchange, mode, predictor, num_hot)
+        return Engine(self.config, embedding, self.exchange, mode, predictor, num_hot, thresholds)
 
     def logits(
         self,
@@ -205,9 +214,10 @@ class InProcessSystem:
         sizes: Sequence[int],
         slot: int = 0,
         predictor: NeuronPredictor | None = None,
+        thresholds: Sequence[Thresholds] | None = None,
     ) -> np.ndarray:
         """Logits (T, V) of `ids` run in steps of `sizes` tokens, in turn."""
-        engine, first = self.engine(mode, predictor), 0
+        engine, first = self.engine(mode, predictor, thresholds), 0
         parts: list[np.ndarray] = []
         while first < len(ids):
             last = min(first + sizes[len(parts) % len(sizes)], len(ids))

@@ -196,20 +196,24 @@ class NumpyKernels:
         self._device.run(run)
 
     def hot_ffn(
-        self, gate, gate_bias, up, up_bias, down, down_bias, x, function, keep_all, scratch, out,
-        num_fired,
+        self, gate, gate_bias, up, up_bias, down, down_bias, x, function, thresholds,
+        down_norms, scratch, out, num_fired,
     ):  # fmt: skip
         assert x.shape[0] <= 32
         assert scratch.size >= self.ffn_scratch_items(x.shape[0], gate.num_rows, x.shape[1])
 
         def run() -> None:
             h = activated(function, x @ as_floats(gate).T + (gate_bias if gate_bias.size else 0))
-            fires = h != 0
+            fires = ~(np.abs(h) <= thresholds.gate)
+            num_fired[:] = np.count_nonzero(fires.any(axis=0))
             if up is not None:
                 factors = x @ as_floats(up).T + (up_bias if up_bias.size else 0)
                 h = h * activated_up(function, factors)
-                fires &= activated_up(function, factors) != 0 if function.code == DRELU else True
-            num_fired[0] = h.shape[1] if keep_all else np.count_nonzero(fires.any(axis=0))
+                if thresholds.product >= 0:
+                    sizes = np.abs(h) * (down_norms if down_norms.size else 1)
+                    fires &= ~(sizes <= thresholds.product)
+                    num_fired[0] = np.count_nonzero(fires.any(axis=0))
+            h = np.where(fires, h, np.float32(0))
             out[:] = h @ as_floats(down) + (down_bias if down_bias.size else 0)
 
         self._device.run(run)

@@ -46,6 +46,7 @@ def all_pages_are_free(driver: Driver) -> bool:
         *(("llama-gqa", mode, False) for mode in ("dense", "exact", "sign", "lowrank")),
         *(("llama-gqa", mode, True) for mode in ("exact", "sign")),
         *(("llama-mlp-bias", mode, False) for mode in ("dense", "sign")),
+        ("llama-silu", "threshold", False),
     ],
 )
 def test_tokens_do_not_depend_on_company(
@@ -94,7 +95,7 @@ def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
         assert [asked.end().ids for asked in running] == alone
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank"])
+@pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank", "threshold"])
 def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
     """Steps of 1 to 32 tokens of several sequences: the same bits as one token a step."""
     checkpoint = tiny("llama-relu")

@@ -131,7 +131,7 @@ def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
         row, place = 4 * system.config.hidden_size, log.pop(0)
         assert place.startswith("in ")  # where the token stands, once a step
         layer = [f"in {row}", "graph", f"out {2 * row}"]
-        hot = ["graph", f"out {row}", "out 4"]
+        hot = ["graph", f"out {row}", "out 8"]
         head = [f"in {row}", "graph", f"out {4 * system.config.vocab_size}"]
         assert log == layer + hot + layer + layer + hot + head
         assert system.device.num_captured == num_captured

@@ -24,7 +24,7 @@ from actors.protocol.failures import (
     NotFiniteError,
     ServiceLost,
 )
-from actors.protocol.messages import Generation, ServiceSpec, SystemConfig
+from actors.protocol.messages import THRESHOLD, Generation, ServiceSpec, SystemConfig
 from model.errors import ServiceError
 from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import (
@@ -38,7 +38,14 @@ from numba_kernels.serve.mailbox import (
     Wires,
     cell,
 )
-from tests.actors.batching import CONTEXT, ask, complete, random_predictor, random_request
+from tests.actors.batching import (
+    CONTEXT,
+    ask,
+    complete,
+    random_predictor,
+    random_request,
+    some_thresholds,
+)
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -112,11 +119,12 @@ def recovering(
     checkpoint: TinyCheckpoint, mode: str, policy: RecoveryPolicy
 ) -> Iterator[tuple[Driver, Faulty, Emptying]]:
     with InProcessSystem(
-        checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT
-    ) as system:
+        checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT,
+        has_down_norms=mode == THRESHOLD,
+    ) as system:  # fmt: skip
         faulty, emptying = Faulty(system.exchange), Emptying(system)
         exchange = RecoveringExchange(faulty, emptying, policy)
-        plain = "exact" if mode == "sign" else mode
+        plain = {"sign": "exact", THRESHOLD: "dense"}.get(mode, mode)
         config = SystemConfig(
             str(checkpoint.path), plain, context_length=CONTEXT, kv_positions=8 * CONTEXT
         )
@@ -124,6 +132,8 @@ def recovering(
         if mode == "sign":
             driver.engine.predictor = random_predictor(system, mode)
             driver.engine.predictor.use_threads(system.exchange.wires, 0, 2, 32)
+        if mode == THRESHOLD:
+            driver.engine.thresholds = some_thresholds(system)
         exchange.start()
         try:
             yield driver, faulty, emptying
@@ -131,7 +141,7 @@ def recovering(
             driver.close()
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "sign"])
+@pytest.mark.parametrize("mode", ["dense", "exact", "sign", THRESHOLD])
 def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str) -> None:
     """Greedy and drawn, long prompts and short: services die and answer NaN."""
     requests = [random_request(seed) for seed in range(10)]
@@ -222,11 +232,11 @@ def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
         withdraw_request(system.exchange.wires, 1)
     row = system.exchange.wires.requests[1]
-    row[:] = range(10, 18)
+    row[:] = range(10, 10 + row.size)
     service = system._cpus()[0]
     service.attach(system.layout, system.arena)
     service.try_out()
-    assert row.tolist() == [PING, *range(11, 18)]
+    assert row.tolist() == [PING, *range(11, 10 + row.size)]
     row[OPERATION] = STOP
     system.exchange.ask([1])
     assert service.join(60)

@@ -265,7 +265,7 @@ def test_a_window_leaves_nothing_behind(llama: InProcessSystem) -> None:
 
 def test_a_layer_where_nothing_fires_has_no_recall() -> None:
     zero = np.zeros(2, np.int64)
-    counts = NeuronCounts(4, np.array([0, 8]), zero, np.array([0, 4]))
+    counts = NeuronCounts(4, np.array([0, 8]), zero, np.array([0, 4]), zero)
     one = np.ones(3)
     score = WindowScores(one * 800, one, one, one > 0, predicts=True, counts=counts)
     report = summary([score, score], 10, "sign")

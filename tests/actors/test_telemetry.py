@@ -56,11 +56,11 @@ def firing(
     found: list[np.ndarray] = []
     compute = reference._ffn
 
-    def recording(config, weights, layer, x):
+    def recording(config, weights, layer, x, thresholds):
         part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
         products = reference._linear(x, weights.gate[part], weights.gate_bias[part])
         found.append((products > 0).numpy())
-        return compute(config, weights, layer, x)
+        return compute(config, weights, layer, x, thresholds)
 
     with monkeypatch.context() as patch:
         patch.setattr(reference, "_ffn", recording)

@@ -267,6 +267,8 @@ CASES = [
     option("--cpu-actors", "99", "--cpu-actors", "from 1 to"),
     option("--context", str(10**9), "--context", f"to {MAX_POSITIONS}"),
     option("--mode", "xyz", "--mode", "dense", "exact", status=USAGE),
+    option("--mode", "threshold", "never exactly zero", "this one's is relu of a gate"),
+    option("--thresholds", "file", "go with --mode threshold, not with exact"),
     option("--exchange", "xyz", "--exchange", "arena", status=USAGE),
     option("--top-p", "7"),
     option("--temperature", "nan"),

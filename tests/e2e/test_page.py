@@ -281,11 +281,11 @@ def fired_neurons(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> int:
     found: list[int] = []
     compute = reference._ffn
 
-    def counting(config, weights, layer, x):
+    def counting(config, weights, layer, x, thresholds):
         part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
         gates = reference._linear(x[-1:], weights.gate[part], weights.gate_bias[part])
         found.append(int((gates > 0).sum()))
-        return compute(config, weights, layer, x)
+        return compute(config, weights, layer, x, thresholds)
 
     monkeypatch.setattr(reference, "_ffn", counting)
     reference.reference_logits(DEMO, ids)

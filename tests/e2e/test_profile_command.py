@@ -120,14 +120,14 @@ def test_part_of_a_text_without_inputs(
     assert "warning" not in err
 
 
-def test_silu_is_never_zero(
+def test_gelu_without_a_gate_is_never_zero(
     local_ray: None, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
-    path = make_tiny("llama-silu", tmp_path)
+    path = make_tiny("falcon-gelu", tmp_path)
     add_tokenizer(path)
     report, err = run(capsys, path, "--text", text)
-    assert "silu, which is never exactly zero" in err and len(err.splitlines()) == 1
-    assert report["sparsity"] == [0.0] * 3
+    assert "gelu, which is never exactly zero" in err and len(err.splitlines()) == 1
+    assert max(report["sparsity"]) < 0.01
 
 
 @pytest.mark.slow

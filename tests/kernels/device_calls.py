@@ -21,7 +21,13 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.decode.activations import Activation, activation
+from numba_kernels.decode.activations import (
+    ALL_FIRE,
+    Activation,
+    Thresholds,
+    activation,
+    not_zero,
+)
 from numba_kernels.formats import is_quantized, row_width
 from tests.kernels.quantized_rows import KINDS
 
@@ -102,7 +108,11 @@ class DeviceCalls:
         activation_fn: str = "relu",
         threshold: float = 0.0,
         skip_silent: bool = True,
+        thresholds: Thresholds | None = None,
+        down_norms: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
+        if thresholds is None:
+            thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
         gate = weight_rows("gate", gate)
         num_neurons, width = gate.shape[0], row_width(gate.dtype, gate.shape[1])
         up = None if up is None else weight_rows("up", up, width)
@@ -115,6 +125,7 @@ class DeviceCalls:
         biases = [
             optional_floats("gate_bias", gate_bias, num_neurons),
             optional_floats("up_bias", up_bias, 0 if up is None else num_neurons),
+            optional_floats("down_norms", down_norms, num_neurons),
         ]
         function = activation(activation_fn, threshold)
         own = np.arange(num_neurons, dtype=np.int32)
@@ -131,8 +142,8 @@ class DeviceCalls:
         ):  # a device computes all neurons: those that are not listed, for no token
             wanted = np.zeros(num_neurons, np.uint32)
             wanted[own] = 0xFFFFFFFF if token_masks is None else token_masks
-        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, function, not skip_silent)
-        return out, own[is_fired[own]] if skip_silent else own
+        out, is_fired = self._ffn((gate, up, down), biases, x, wanted, function, thresholds)
+        return out, own if thresholds == ALL_FIRE else own[is_fired[own]]
 
     def _ffn(
         self,
@@ -141,22 +152,23 @@ class DeviceCalls:
         x: np.ndarray,
         wanted: np.ndarray | None,
         function: Activation,
-        keep_all: bool,
+        thresholds: Thresholds,
     ) -> tuple[np.ndarray, np.ndarray]:
         gate, up, down = (m if m is None else self._matrix(m) for m in matrices)
         layout = FfnLayout(len(x), len(matrices[0]), x.shape[1])
         items = self.kernels.ffn_scratch_items(len(x), len(matrices[0]), x.shape[1])
         scratch = self.to_device(np.full(items, np.nan, np.float32))
-        out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.zeros(1, np.int32))
+        out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.zeros(2, np.int32))
         self.kernels.hot_ffn(
             gate, self.to_device(biases[0]), up, self.to_device(biases[1]), down, None,
-            self.to_device(x), function, keep_all, scratch, out, count,
+            self.to_device(x), function, thresholds, self.to_device(biases[2]), scratch, out, count,
             None if wanted is None else self.to_device(wanted),
         )  # fmt: skip
         first = layout.offsets[1]
-        is_fired = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32) != 0
-        require(self.to_host(count)[0] == is_fired.sum(), "num_fired differs from the flags")
-        return self.to_host(out), is_fired
+        flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)
+        found = [np.count_nonzero(flags & bit) for bit in (1, 2)]
+        require(self.to_host(count).tolist() == found, "num_fired differs from the flags")
+        return self.to_host(out), flags & 1 != 0
 
     def decode_attention(
         self,

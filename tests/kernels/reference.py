@@ -67,18 +67,24 @@ def sparse_ffn(
     activation_fn: str = "relu",
     threshold: float = 0.0,
     skip_silent: bool = True,
+    thresholds: tuple[float, float] | None = None,
+    down_norms: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output over `ids`, and those of them that fire for some token."""
     ids = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
     h = rows_times_vectors(gate, x, gate_bias)[:, ids]
     h = activate(h, activation_fn, threshold)
-    fires = h != 0
+    fires = h != 0 if thresholds is None else np.abs(h) > thresholds[0]
     if up is not None:
         factors = rows_times_vectors(up, x, up_bias)[:, ids]
         if activation_fn == "drelu":
             factors = np.maximum(factors, 0)
             fires &= factors != 0
         h = h * factors
+        if thresholds is not None:
+            fires &= np.abs(h) * (1 if down_norms is None else down_norms[ids]) > thresholds[1]
+    if thresholds is not None:
+        h = np.where(fires, h, 0)
     fired = ids[fires.any(axis=0)] if skip_silent else ids
     return h @ widened(down)[ids], fired
 

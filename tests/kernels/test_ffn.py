@@ -12,6 +12,7 @@ import pytest
 
 from model.config.model_config import SPARSE_ACTIVATION_FNS
 from numba_kernels.checks import ACTIVATION_CODES
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
@@ -34,6 +35,8 @@ class Case:
     activation_fn: str = "relu"
     threshold: float = 0.0
     token_masks: np.ndarray | None = None
+    thresholds: Thresholds | None = None
+    down_norms: np.ndarray | None = None
 
     def run(self, package: Any, skip_silent: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Call the package's sparse_ffn."""
@@ -50,6 +53,8 @@ class Case:
             activation_fn=self.activation_fn,
             threshold=self.threshold,
             skip_silent=skip_silent,
+            thresholds=self.thresholds,
+            down_norms=self.down_norms,
         )
 
     def sizes(self) -> np.ndarray:

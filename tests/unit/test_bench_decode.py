@@ -16,6 +16,7 @@ def generation(num_tokens: int, queued_s: float, prefill_s: float, decode_s: flo
     return Generation(
         "", [1] * num_tokens, "length", 4, prefill_s, decode_s, queued_s,
         per_token_ms={"ffn": 3.0, "total": 4.0}, neurons_computed=0.5, gates_computed=1.0,
+        ups_computed=0.5,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_seconds_of_a_neuron(mode: str, has_gate: bool, gpu: float, cpu: float) 
 
 
 def test_a_predictor_never_picks_more_than_always() -> None:
-    rows, cpu = RowBytes(100, 200), [PlanDevice("cpu0", False, 0, 0, 1.0, 1.0)]
+    rows, cpu = RowBytes(100, 80, 120), [PlanDevice("cpu0", False, 0, 0, 1.0, 1.0)]
     seconds = neuron_seconds(rows, cpu, np.array([[0.9]]), "sign", np.array([5.0]))
     np.testing.assert_allclose(seconds, [[[(100 + 0.9 * 200) / 1e9]]])
 

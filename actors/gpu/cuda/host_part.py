@@ -14,7 +14,14 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import AnswerFailed
 from actors.protocol.step_sizes import ProductChoice
 from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import CELLS_A_SERVICE, NUM_COMPUTED, OPERATION, STOP, Wires
+from numba_kernels.serve.mailbox import (
+    CELLS_A_SERVICE,
+    NUM_COMPUTED,
+    NUM_UP,
+    OPERATION,
+    STOP,
+    Wires,
+)
 
 _JOIN_S = 10.0
 
@@ -53,7 +60,8 @@ class HostPart:
             self._exchange.ask([index])
         except AnswerFailed as error:
             raise RuntimeError(str(error)) from error
-        self._outer.replies[index, NUM_COMPUTED] = own.replies[index, NUM_COMPUTED]
+        counts = [NUM_COMPUTED, NUM_UP]
+        self._outer.replies[index, counts] = own.replies[index, counts]
 
     def stop(self) -> None:
         """End its threads."""

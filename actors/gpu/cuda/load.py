@@ -33,7 +33,12 @@ class CudaLoading:
         self._gpu: GpuShare = spec.gpu
         self._cache: CacheSpec = spec.cache
         no_neurons = [np.empty(0, np.int32)] * config.num_layers
-        share = Share(self._gpu.first_layer, self._gpu.has_head, spec.neuron_ids or no_neurons)
+        share = Share(
+            self._gpu.first_layer,
+            self._gpu.has_head,
+            spec.neuron_ids or no_neurons,
+            spec.has_down_norms,
+        )
         path = Path(spec.model_path)
         self._model = CudaModel(device, path, config, share, self._cache, spec.weight_dtype)
         self._service = CudaService("gpu", spec.index, device, self._model, self._gpu.layout)

@@ -27,6 +27,7 @@ from model.weights.tensor_reader import TensorReader
 from numba_kernels.decode.activations import activation
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from numba_kernels.formats import is_quantized, row_width
+from numba_kernels.load.convert import row_lengths
 
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
     name: name for name in QUANTIZED_NAMES
@@ -67,6 +68,7 @@ class FfnPart:
     up: DeviceMatrix | None
     up_bias: Any
     down: DeviceMatrix
+    down_norms: Any  # (N,) float32: lengths of down's rows; (0,): they are not asked for
 
     @property
     def num_neurons(self) -> int:
@@ -87,12 +89,13 @@ class HeadPart:
 @dataclass(frozen=True)
 class Share:
     """What of a model a GPU is to hold: attention from layer `first_layer` on, the head or not, and
-    the neurons `neuron_ids` of each layer.
+    the neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
     """
 
     first_layer: int
     has_head: bool
     neuron_ids: Sequence[np.ndarray]
+    has_down_norms: bool = False
 
 
 class CudaModel:
@@ -187,6 +190,8 @@ class CudaModel:
             upload(part.up.data, _bits(weights.up))
             upload(part.up_bias, weights.up_bias)
         upload(part.down.data, _bits(weights.down))
+        if self.share.has_down_norms:
+            upload(part.down_norms, row_lengths(weights.down))
 
     def _like(self, array: np.ndarray) -> Any:
         return self._device.empty(array.shape, array.dtype)
@@ -236,6 +241,7 @@ class CudaModel:
             up=self._matrix(weights.up, size) if has_up else None,
             up_bias=biases(weights.up_bias),
             down=self._matrix(weights.down, size),
+            down_norms=self._device.empty((size * self.share.has_down_norms,), np.float32),
         )
 
     def _head(self, weights: HeadWeights) -> HeadPart:

@@ -111,7 +111,8 @@ class NeuronUpload:
 
         gate, down = matrix(0, ffn.gate), matrix(2, ffn.down)
         assert gate is not None and down is not None
-        return FfnPart(gate, bias(3), matrix(1, ffn.up), bias(4), down)
+        no_norms = place[:0].view(np.float32)  # products over all neurons ask for none
+        return FfnPart(gate, bias(3), matrix(1, ffn.up), bias(4), down, no_norms)
 
 
 def _round_bytes(layout: ArenaLayout) -> int:

@@ -27,6 +27,7 @@ from actors.gpu.cuda.token_positions import TokenPositions
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from cuda_kernels.device import GPU_FAILED, DeviceFailure
+from numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
@@ -37,12 +38,13 @@ from numba_kernels.serve.mailbox import (
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
+    NUM_UP,
     OPERATION,
     PING,
     ROUND,
-    SKIP_SILENT,
     STREAM,
     next_request,
+    told_thresholds,
 )
 
 
@@ -50,7 +52,7 @@ from numba_kernels.serve.mailbox import (
 class _Begun:
     """Hot neurons that are under way: for which question, and what remains to do at the end."""
 
-    question: tuple[int, int, bool]  # layer, tokens, all neurons
+    question: tuple[int, int, Thresholds]  # layer, tokens, which neurons fire
     event: Any
     land: Callable[[], None]
 
@@ -83,7 +85,7 @@ class CudaService(Service):
         self._graphs = GraphCache(device)
         self._places = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
-        self._num_fired = device.pinned((1,), np.int32)
+        self._num_fired = device.pinned((2,), np.int32)
         sizes = [0 if part is None else part.num_neurons for part in model.ffn]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
@@ -113,7 +115,7 @@ class CudaService(Service):
                 last = tokens - 1
                 self._prompts.attention(layers[0], x, place[0], place[1], work.tables, last)
             if hot:
-                work.hot(hot[-1], 1, True)
+                work.hot(hot[-1], 1, ALL_FIRE)
                 part, out = self._model.ffn[hot[-1]], device.empty(x.shape, np.float32)
                 assert part is not None
                 self._prompts.hot(part, x, out, add=False)
@@ -165,11 +167,11 @@ class CudaService(Service):
         num_tokens = int(request[NUM_TOKENS])
         try:
             if operation == ATTENTION:
-                self._attention(layer, num_tokens, keep_all=not request[SKIP_SILENT])
+                self._attention(layer, num_tokens, told_thresholds(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
-                self._hot(layer, num_tokens, keep_all=not request[SKIP_SILENT])
+                self._hot(layer, num_tokens, told_thresholds(request))
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
             elif operation == STREAM:
@@ -183,16 +185,16 @@ class CudaService(Service):
                 raise DeviceFailure(f"{GPU_FAILED}: {told}") from error
             raise
 
-    def _attention(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+    def _attention(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         self._begun = None
         if self._model.attention[layer] is None:
             self._ask_host()
         elif num_tokens <= KERNEL_TOKENS:
-            self._attention_of_few(layer, num_tokens, keep_all)
+            self._attention_of_few(layer, num_tokens, thresholds)
         else:
             self._attention_of_many(layer, num_tokens)
 
-    def _attention_of_few(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+    def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         wires, work, whole = self.wires, self._work, whole_step(num_tokens)
         self.times.mark("")
         self._places.put(wires, num_tokens)
@@ -209,15 +211,15 @@ class CudaService(Service):
         self.times.mark("copies")
         done = self._device.record(spin=True)  # nothing else of the system works meanwhile
         if self._model.ffn[layer] is not None:
-            self._begun = self._begin_hot(layer, num_tokens, keep_all)
+            self._begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(done)
         land()
 
-    def _begin_hot(self, layer: int, num_tokens: int, keep_all: bool) -> _Begun:
+    def _begin_hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> _Begun:
         work, whole = self._work, whole_step(num_tokens)
-        key = "hot", layer, whole, keep_all
+        key = "hot", layer, whole, thresholds
         self.times.mark("")
-        self._graphs.run(key, lambda: work.hot(layer, whole, keep_all))
+        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds))
         self.times.mark("hot neurons")
         target = self.wires.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
@@ -226,18 +228,18 @@ class CudaService(Service):
         self.times.mark("copies")
         # Threads of CPU services work now: a thread that spins would take a core from them.
         event = self._device.record(spin=False)
-        return _Begun((layer, num_tokens, keep_all), event, land)
+        return _Begun((layer, num_tokens, thresholds), event, land)
 
-    def _hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+    def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         begun, self._begun = self._begun, None
-        if begun is None or begun.question != (layer, num_tokens, keep_all):
+        if begun is None or begun.question != (layer, num_tokens, thresholds):
             x, whole = self.wires.ffn_input[:num_tokens], whole_step(num_tokens)
             self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
-            begun = self._begin_hot(layer, num_tokens, keep_all)
+            begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
-        self.wires.replies[self.index, NUM_COMPUTED] = self._num_fired[0]
+        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired
 
     def _head(self, first: int, last: int) -> None:
         if self._model.head is None:
@@ -301,7 +303,7 @@ class CudaService(Service):
         if counts:
             first = int(self._offsets[layer])
             self.fired_counts[first : first + size] += self._counts[:size]
-        self.wires.replies[self.index, NUM_COMPUTED] = size
+        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = size
 
     def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
         """A round of a layer's neurons; the last one ends with the whole FFN's output."""

@@ -18,6 +18,7 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from cuda_kernels.protocol import DeviceKernels
 from model.config.layer_order import layer_input, mixed_and_ffn_input
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from numba_kernels.serve.serve_attention import AttentionShape, adds_late
 
@@ -50,7 +51,7 @@ class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
     hidden, then, for T tokens, `mixed_and_input` with rows 0 (mixed) and 1 (ffn_input) of T * d;
-    partial (T, d), logits (T, V), num_fired (1,) int32. positions, slots (32,) and page_tables
+    partial (T, d), logits (T, V), num_fired (2,) int32. positions, slots (32,) and page_tables
     (slots, pages) int32 are one array, `place`.
     """
 
@@ -71,7 +72,7 @@ class StepWork:
         self._heads = floats(tokens, config.attention_size)
         self.mixed_and_input = floats(2, tokens * width)
         self.input = self.mixed_and_input[1]
-        self.partial, self.num_fired = floats(tokens, width), device.empty((1,), np.int32)
+        self.partial, self.num_fired = floats(tokens, width), device.empty((2,), np.int32)
         self._projected = floats(tokens, config.embed_size)
         self.logits = floats(tokens, config.vocab_size if model.head else 0)
         tables = layout.num_slots, layout.pages_a_slot
@@ -147,7 +148,7 @@ class StepWork:
         weight = self._model.norms[layer].attention_weight
         self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
 
-    def hot(self, layer: int, num_tokens: int, keep_all: bool) -> None:
+    def hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         """ffn_input → partial, num_fired."""
         part = self._model.ffn[layer]
         assert part is not None
@@ -161,7 +162,8 @@ class StepWork:
             no_bias,
             self.outputs(num_tokens)[1],
             self._model.activation,
-            keep_all,
+            thresholds,
+            part.down_norms,
             self._ffn_scratch,
             self.partial[:num_tokens],
             self.num_fired,

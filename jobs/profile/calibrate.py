@@ -1,0 +1,92 @@
+"""What `hotcold profile` does for models whose activations are never zero."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from actors.driver.text.prompts import Prompts
+from actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
+from actors.setup.threshold_mode import ffn_share, require_memory_for_thresholds
+from jobs.profile.files import ProfileFiles
+from jobs.support.console import print_json
+from jobs.support.loading import running_system
+from jobs.support.text_file import read_text
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity
+from placement.profile import ActivationProfile, write_profile
+from predictors.magnitude.thresholds import DEFAULT_KLD, Calibrated, write_thresholds
+
+
+def calibrate(
+    path: Path,
+    options: SystemOptions,
+    files: ProfileFiles,
+    text_path: Path | None,
+    max_tokens: int | None,
+    target_kld: float | None,
+    as_json: bool,
+) -> None:
+    """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
+    from jobs.profile.calibration import WINDOW, Calibration, Windows, calibration_bar  # torch
+
+    length = min(WINDOW, read_model(path).max_positions)
+    options = replace(options, context_length=length)
+    system, config = prepare_system(path, options)
+    require_memory_for_thresholds(system.storage is not None)
+    prompts = Prompts(path, config, length)
+    text = read_text(text_path, prompts)
+    windows = Windows.of(text, prompts, config, max_tokens)
+    check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
+    started = time.monotonic()
+    system = replace(system, has_down_norms=True)
+    with running_system(system) as running, calibration_bar(config, windows) as step:
+        run = Calibration(running, path, config, windows, step)
+        calibrated, found = run.run(target_kld or DEFAULT_KLD, text)
+    identity = ModelIdentity.of(path)
+    assert files.thresholds is not None
+    write_profile(files.profile, identity, found)
+    write_thresholds(files.thresholds, identity, calibrated)
+    if files.plot is not None:
+        from jobs.profile.plot import plot_profile
+
+        plot_profile(files.plot, found, identity.name)
+    _report(calibrated, found, config, files, time.monotonic() - started, as_json)
+
+
+def _report(
+    calibrated: Calibrated,
+    found: ActivationProfile,
+    config: ModelConfig,
+    files: ProfileFiles,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    share = ffn_share(calibrated, config)
+    ups, downs = float(calibrated.up_share.mean()), float(calibrated.down_share.mean())
+    click.echo(
+        f"{found.num_tokens} tokens of {found.text_name}, {seconds:.1f} s: mean KL divergence from "
+        f"dense {calibrated.mean_kld:.3g} nats\n"
+        f"all gates, {ups:.1%} of the up rows and {downs:.1%} of the down rows are read: "
+        f"{share:.1%} of the FFN's bytes"
+    )
+    for file in files.all:
+        click.echo(f"wrote {file}")
+    click.echo("--mode threshold uses them")
+    if as_json:
+        print_json(
+            {
+                "tokens": found.num_tokens,
+                "seconds": round(seconds, 3),
+                "target_kld": calibrated.target_kld,
+                "mean_kld": calibrated.mean_kld,
+                "up_share": calibrated.up_share.tolist(),
+                "down_share": calibrated.down_share.tolist(),
+                "ffn_bytes_share": share,
+                "path": str(files.profile),
+                "thresholds_path": str(files.thresholds),
+            }
+        )

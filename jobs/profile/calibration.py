@@ -1,0 +1,191 @@
+"""Thresholds for a model whose activations are never zero: each layer is tried alone, then all.
+
+First the dense model reads some windows of a text, and every pair of thresholds is counted on what
+came into its layers. Then what an error of one layer costs is measured by the running system, layer
+by layer, and the budget is dealt to them. Last the whole is measured, and dealt anew where it costs
+too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actors.driver.text.prompts import Prompts
+from actors.system import System
+from jobs.support.console import transient_progress
+from jobs.support.text_file import TextIds
+from model.config.model_config import ModelConfig
+from model.errors import UsageError
+from model.files.checkpoint import Checkpoint
+from numba_kernels.decode.activations import Thresholds
+from placement.profile import ActivationProfile
+from placement.solver.cost import RowBytes
+from predictors.magnitude.allocation import Choice, alike, allocate
+from predictors.magnitude.curve import LayerCurve, layer_magnitudes
+from predictors.magnitude.thresholds import Calibrated, LayerThresholds
+
+WINDOW = 256  # positions, an opening token included
+_MOST_WINDOWS = 4
+_UNSCORED = 16  # first positions, whose tokens have little before them
+_LEAST_IDS = 32
+_LOGITS_BYTES = 512 << 20  # dense logits that the driver keeps
+_ALONE = 0.05  # share of c^2 that a layer leaves out when it is tried alone
+_MOST_ROUNDS = 6
+_ENOUGH = 0.9  # of the target
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Parts of a text, each with the opening token of texts if there is one."""
+
+    ids: list[list[int]]
+    num_opening: int
+
+    @classmethod
+    def of(cls, text: TextIds, prompts: Prompts, config: ModelConfig, most: int | None) -> Windows:
+        """Spread evenly over the text; at most `most` of its tokens. Errors: UsageError."""
+        opening = [] if prompts.opening_id is None else [prompts.opening_id]
+        size = min(WINDOW, config.max_positions) - len(opening)
+        count = max(1, min(_MOST_WINDOWS, _LOGITS_BYTES // (4 * size * config.vocab_size)))
+        num_ids = min(text.ids.size, count * size if most is None else most)
+        if num_ids < min(_LEAST_IDS, size):
+            raise UsageError(
+                f"{text.name}: {num_ids} tokens are too few to calibrate thresholds; give at least "
+                f"{min(_LEAST_IDS, size)}"
+            )
+        count = min(count, -(-num_ids // size))
+        size = min(size, num_ids // count)
+        starts = [(text.ids.size - size) * i // max(1, count - 1) for i in range(count)]
+        return cls([opening + text.ids[i : i + size].tolist() for i in starts], len(opening))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the text, in all windows."""
+        return sum(len(ids) - self.num_opening for ids in self.ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of dense logits that the driver keeps."""
+        return sum(len(ids) for ids in self.ids)
+
+
+class Calibration:
+    """One run of it, on a system whose services have the lengths of down rows."""
+
+    def __init__(
+        self,
+        running: System,
+        path: Path,
+        config: ModelConfig,
+        windows: Windows,
+        step: Callable[[], None],
+    ) -> None:
+        """`config` has the formats that weights are loaded in; `step` is called after each step."""
+        self._running, self._config, self._windows, self._step = running, config, windows, step
+        self._checkpoint = Checkpoint(path)
+        rows = RowBytes.of(config)
+        self._up_weight = rows.up / rows.rest
+
+    def run(self, target_kld: float, text: TextIds) -> tuple[Calibrated, ActivationProfile]:
+        """The thresholds that cost `target_kld` nats or a little less, and who passes them."""
+        inputs = self._inputs()
+        curves = []
+        for found in layer_magnitudes(self._checkpoint, self._config, inputs):
+            curves.append(LayerCurve.of(found))
+            self._step()
+        choices, mean_kld = self._deal(curves, self._sensitivities(curves), target_kld)
+        calibrated = Calibrated(
+            _layer_thresholds([choice.thresholds for choice in choices]),
+            mean_kld,
+            target_kld,
+            np.array([choice.up_share for choice in choices]),
+            np.array([choice.down_share for choice in choices]),
+            text.digest,
+        )
+        counts = self._counts(inputs, choices)
+        profile = ActivationProfile(counts, inputs.shape[1], text.name, text.digest)
+        return calibrated, profile
+
+    def _inputs(self) -> np.ndarray:
+        """The FFN inputs of all windows' tokens: (L, T, d) float16 bits."""
+        found = []
+        for ids in self._windows.ids:
+            own = ids[self._windows.num_opening :]
+            found.append(self._running.call("profile_window", own, list(range(len(own)))))
+            self._step()
+        return np.concatenate(found, axis=1)
+
+    def _sensitivities(self, curves: list[LayerCurve]) -> list[float]:
+        """What an error of each layer costs, in nats, from a trial of that layer alone."""
+        silent = Thresholds(np.float32(0), np.float32(0))
+        found = []
+        for layer, curve in enumerate(curves):
+            choice = alike(curve, self._up_weight, _ALONE)
+            trial = [silent] * len(curves)
+            trial[layer] = choice.thresholds
+            cost = self._kld(trial, self._windows.ids[:1])
+            found.append(max(cost, 1e-12) / max(choice.error, 1e-30))
+            self._step()
+        return found
+
+    def _deal(
+        self, curves: list[LayerCurve], sensitivities: list[float], target_kld: float
+    ) -> tuple[list[Choice], float]:
+        """Deal budgets out until one costs no more than the target, and nearly as much."""
+        budget = target_kld
+        best: tuple[list[Choice], float] | None = None
+        for _ in range(_MOST_ROUNDS):
+            choices = allocate(curves, sensitivities, self._up_weight, budget)
+            measured = self._kld([choice.thresholds for choice in choices], self._windows.ids)
+            self._step()
+            if measured <= target_kld and (best is None or measured > best[1]):
+                best = choices, measured
+            if _ENOUGH * target_kld <= measured <= target_kld:
+                break
+            budget *= min(4.0, (1 + _ENOUGH) / 2 * target_kld / max(measured, 1e-12))
+        if best is None:
+            raise UsageError(
+                f"no thresholds keep a KL divergence of {target_kld:g}; give a larger --target-kl"
+            )
+        return best
+
+    def _kld(self, thresholds: list[Thresholds], windows: list[list[int]]) -> float:
+        found = _layer_thresholds(thresholds)
+        parts = [
+            self._running.call("try_thresholds", ids, min(_UNSCORED, len(ids) // 2), found)
+            for ids in windows
+        ]
+        return max(0.0, float(np.concatenate(parts).mean()))
+
+    def _counts(self, inputs: np.ndarray, choices: list[Choice]) -> np.ndarray:
+        """For how many tokens a neuron's up and down rows are read, on average of the two."""
+        counts = []
+        magnitudes = layer_magnitudes(self._checkpoint, self._config, inputs)
+        for found, choice in zip(magnitudes, choices, strict=True):
+            thresholds = choice.thresholds
+            up, down = found.rows_read(float(thresholds.gate), float(thresholds.product))
+            counts.append((up + down + 1) // 2)
+            self._step()
+        return np.array(counts, np.int64)
+
+
+def _layer_thresholds(thresholds: list[Thresholds]) -> LayerThresholds:
+    gate, product = np.array(thresholds, np.float32).T.copy()
+    return LayerThresholds(gate, product)
+
+
+@contextmanager
+def calibration_bar(config: ModelConfig, windows: Windows) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, and what moves it by a step of `Calibration`."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    total = len(windows.ids) + 3 * config.num_layers + _MOST_ROUNDS
+    with transient_progress(*columns) as bar:
+        task = bar.add_task("calibrating", total=total)
+        yield lambda: bar.advance(task)

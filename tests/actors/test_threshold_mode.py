@@ -1,0 +1,201 @@
+"""Threshold mode in services and driver, against the two stages written down in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+
+from actors.driver.driver import Driver
+from actors.driver.scoring import ThresholdTrials, score_window
+from actors.protocol.messages import THRESHOLD, SystemConfig
+from jobs.commands.perplexity import summary
+from model import reference
+from model.files.artifact import ModelIdentity
+from model.reference import reference_logits
+from numba_kernels.decode.activations import Thresholds
+from predictors.magnitude.thresholds import (
+    Calibrated,
+    LayerThresholds,
+    read_thresholds,
+    thresholds_path,
+    write_thresholds,
+)
+from tests.actors.batching import ask, complete, random_request
+from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.in_process import InProcessSystem
+from tests.conftest import TinyCheckpoint
+from tests.quantized_models import make_model
+from tests.tiny_models import make_tiny
+from tests.unit.test_reference import relative_difference
+
+Tiny = Callable[..., TinyCheckpoint]
+VARIANTS = ["llama-silu", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
+IDS = np.random.default_rng(7).integers(0, 101, 24)
+
+
+def same_everywhere(num_layers: int, gate: float, product: float) -> list[Thresholds]:
+    return [Thresholds(np.float32(gate), np.float32(product))] * num_layers
+
+
+class Margins:
+    """Watches the reference compare: how near the nearest number comes to its threshold."""
+
+    def __init__(self) -> None:
+        self.least = np.inf
+        self.shares: list[float] = []
+
+    def __call__(self, values: torch.Tensor, threshold: float) -> torch.Tensor:
+        near = (values.abs() / max(threshold, 1e-30) - 1).abs().min()
+        self.least = min(self.least, float(near))
+        passes = values.abs() > threshold
+        self.shares.append(float(passes.double().mean()))
+        return passes
+
+
+def reference_of(
+    path: Path, ids: np.ndarray, num_layers: int, gate: float, product: float
+) -> tuple[np.ndarray, list[Thresholds], list[float]]:
+    """Logits with thresholds next to those asked for, which no number comes near to rounding."""
+    for _ in range(20):
+        chosen, margins = same_everywhere(num_layers, gate, product), Margins()
+        with mock.patch.object(reference, "_exceeds", margins):
+            found = reference_logits(
+                path, ids, thresholds=[(float(t.gate), float(t.product)) for t in chosen]
+            )
+        if margins.least > 1e-5:
+            return found, chosen, margins.shares
+        gate, product = gate * 1.003, product * 1.003
+    raise AssertionError("every threshold is next to some number")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_the_reference(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    with InProcessSystem(path, 2, 2, has_down_norms=True) as system:
+        layers = system.config.num_layers
+        expected, thresholds, shares = reference_of(path, IDS, layers, 0.12, 0.3)
+        dense = system.logits("dense", IDS, [1])
+        assert relative_difference(expected, dense) > 0.01
+        assert min(shares) > 0.1 and max(shares) < 0.95
+        for sizes in ([1], [2, 7, 5], [24]):
+            found = system.logits(THRESHOLD, IDS, sizes, thresholds=thresholds)
+            assert relative_difference(found, expected) < 1e-4
+        zeros = same_everywhere(layers, 0, 0)
+        for sizes in ([1], [5]):
+            found = system.logits(THRESHOLD, IDS, sizes, thresholds=zeros)
+            np.testing.assert_array_equal(found, system.logits("dense", IDS, sizes))
+
+
+@pytest.mark.parametrize("kind", [InProcessSystem, CudaInProcess])
+@pytest.mark.parametrize("variant", ["llama-silu", "gemma3"])
+def test_hot_neurons_keep_to_thresholds(tiny: Tiny, variant: str, kind: Any) -> None:
+    path = tiny(variant).path
+    with kind(path, 2, 1, hot=a_third, has_down_norms=True) as system:
+        expected, thresholds, _ = reference_of(path, IDS, system.config.num_layers, 0.12, 0.3)
+        for sizes in ([1], [4]):
+            found = system.logits(THRESHOLD, IDS, sizes, thresholds=thresholds)
+            assert relative_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
+def test_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
+    """Lengths are of the rows as they lie in memory; how far products round is the format's."""
+    with mock.patch.dict("tests.tiny_models.VARIANTS"):
+        path = make_model("q-llama", tmp_path / "model")
+    thresholds = same_everywhere(3, 0.1, 0.2)
+    with InProcessSystem(path, 2, 1, weight_dtype=weight_dtype, has_down_norms=True) as system:
+        alone = system.logits(THRESHOLD, IDS, [1], thresholds=thresholds)
+        together = system.logits(THRESHOLD, IDS, [8], thresholds=thresholds)
+        dense = system.logits("dense", IDS, [1])
+    np.testing.assert_array_equal(alone, together)
+    assert 0.003 < relative_difference(alone, dense) < 0.5
+
+
+def test_rows_that_are_read_are_counted(tiny: Tiny) -> None:
+    path = tiny("llama-silu").path
+    with InProcessSystem(path, 2, 2, hot=a_third, has_down_norms=True) as system:
+        config = system.config
+        _, thresholds, shares = reference_of(path, IDS, config.num_layers, 0.12, 0.3)
+        engine = system.engine(THRESHOLD, thresholds=thresholds)
+        for at, token in enumerate(IDS.tolist()):
+            engine.step([token], [at], [0])
+        all_neurons = config.num_layers * config.ffn_size * IDS.size
+        up_share = np.mean(shares[::2])  # the reference compares gates, then products
+        assert engine.times.num_ups == round(float(up_share) * all_neurons)
+        assert engine.times.num_neurons < engine.times.num_ups < engine.times.num_gates
+        assert engine.times.num_gates == all_neurons
+        window = IDS.tolist()
+        found = score_window(engine, window, 3, audit=True)
+        report = summary([found], config.ffn_size, THRESHOLD)
+        scored = (IDS.size - 1) / IDS.size
+        assert report["ups_computed"] == pytest.approx(up_share, abs=1 - scored)
+        assert 0 < report["neurons_computed"] < report["ups_computed"] < 1
+        assert report["recall"] is None
+
+
+def test_what_thresholds_cost_equals_the_reference(tiny: Tiny) -> None:
+    path = tiny("qwen3").path
+    with InProcessSystem(path, 1, 2, has_down_norms=True) as system:
+        expected, thresholds, _ = reference_of(path, IDS, system.config.num_layers, 0.12, 0.3)
+        log_p, log_q = (
+            log_softmax(rows, axis=-1) for rows in (reference_logits(path, IDS), expected)
+        )
+        kld = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)[3:-1]
+        trials = ThresholdTrials(system.engine("dense"))
+        for _ in range(2):  # the second time dense logits are there
+            found = trials.kld(IDS.tolist(), 3, thresholds)
+            np.testing.assert_allclose(found, kld, rtol=1e-3, atol=1e-6)
+        zeros = same_everywhere(system.config.num_layers, 0, 0)
+        assert np.abs(trials.kld(IDS.tolist(), 3, zeros)).max() < 1e-12
+
+
+def written(path: Path, num_layers: int, thresholds: Sequence[Thresholds]) -> Path:
+    """A file of thresholds beside the model."""
+    gate, product = np.array(thresholds, np.float32).T
+    shares = np.full(num_layers, 0.5)
+    found = Calibrated(LayerThresholds(gate, product), 0.02, 0.03, shares, shares / 2, "0" * 64)
+    write_thresholds(thresholds_path(path), ModelIdentity.of(path), found)
+    return thresholds_path(path)
+
+
+def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
+    path = make_tiny("qwen3", tmp_path / "model")
+    requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
+    options: dict[str, Any] = {"num_slots": 8, "kv_positions": 8 * 120, "has_down_norms": True}
+    with InProcessSystem(path, 2, 2, num_positions=120, **options) as system:
+        file = written(path, 3, same_everywhere(3, 0.12, 0.3))
+        config = SystemConfig(
+            str(path), THRESHOLD, context_length=120, kv_positions=8 * 120,
+            thresholds_path=str(file), has_down_norms=True,
+        )  # fmt: skip
+        driver = Driver(config, system.exchange)
+        alone = [complete(driver, request).ids for request in requests]
+        running = [ask(driver, request) for request in requests]
+        assert [asked.end().ids for asked in running] == alone
+        driver.close()
+        dense = Driver(
+            SystemConfig(str(path), "dense", context_length=120, kv_positions=8 * 120),
+            system.exchange,
+        )
+        assert [complete(dense, request).ids for request in requests] != alone
+        dense.close()
+
+
+def test_the_file_holds_what_was_written(tmp_path: Path) -> None:
+    from model.config.build import read_config
+
+    path = make_tiny("llama-silu", tmp_path / "model")
+    config = read_config(path)
+    thresholds = [Thresholds(np.float32(i + 0.1), np.float32(2 * i)) for i in range(3)]
+    file = written(path, 3, thresholds)
+    found = read_thresholds(file, ModelIdentity.of(path), config)
+    assert found.thresholds.of_layers() == thresholds
+    assert (found.mean_kld, found.target_kld) == (0.02, 0.03)
+    assert found.ffn_share(10, 10, 20) == pytest.approx((10 + 5 + 5) / 40)

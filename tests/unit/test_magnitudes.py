@@ -1,0 +1,141 @@
+"""Thresholds dealt to layers: what they leave out, counted beside brute force."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.config.build import read_config
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from numba_kernels.decode.activations import Thresholds
+from predictors.magnitude.allocation import alike, allocate, choose
+from predictors.magnitude.curve import LayerCurve, Magnitudes, layer_magnitudes
+from predictors.magnitude.thresholds import (
+    Calibrated,
+    LayerThresholds,
+    read_thresholds,
+    write_thresholds,
+)
+from tests.conftest import TinyCheckpoint
+from tests.patched_models import load_model
+
+
+def some_magnitudes(seed: int, scale: float = 1.0) -> Magnitudes:
+    random = np.random.default_rng(seed)
+    gates = np.abs(random.standard_normal((20, 60))).astype(np.float32)
+    ups = np.abs(random.standard_normal((20, 60))).astype(np.float32)
+    return Magnitudes(gates, gates * ups * np.float32(scale))
+
+
+def test_a_curve_counts_what_every_pair_leaves_out() -> None:
+    found = some_magnitudes(1)
+    curve = LayerCurve.of(found)
+    assert curve.gate_thresholds[0] == curve.product_thresholds[0] == 0
+    assert (np.diff(curve.gate_thresholds) > 0).all()
+    for i, j in [(0, 0), (0, 250), (280, 0), (290, 260), (319, 319), (250, 300)]:
+        up = found.gates > np.float32(curve.gate_thresholds[i])
+        down = up & (found.contributions > np.float32(curve.product_thresholds[j]))
+        assert curve.up_shares[i] == pytest.approx(up.mean())
+        assert curve.down_shares[i, j] == pytest.approx(down.mean())
+        error = (np.where(down, 0, found.contributions).astype(np.float64) ** 2).sum() / 20
+        assert curve.errors[i, j] == pytest.approx(error, abs=1e-9)
+        ups, downs = found.rows_read(curve.gate_thresholds[i], curve.product_thresholds[j])
+        assert ups.tolist() == up.sum(axis=0).tolist()
+        assert downs.tolist() == down.sum(axis=0).tolist()
+    assert curve.errors[0, 0] == 0 and curve.errors[319, 319] > 0.8 * curve.errors.max()
+
+
+def test_no_other_pairs_read_less_at_that_cost() -> None:
+    """Of all pairs of two layers, on a coarse grid of the same curves."""
+    curves = [coarse(LayerCurve.of(some_magnitudes(seed, seed))) for seed in (1, 3)]
+    sensitivities, up_weight = [1.0, 0.2], 0.5
+    pairs = list(itertools.product(range(24), repeat=2))
+    for budget in (0.01, 1.0, 20.0):
+        choices = allocate(curves, sensitivities, up_weight, budget)
+        cost = sum(s * c.error for s, c in zip(sensitivities, choices, strict=True))
+        read = sum(up_weight * c.up_share + (1 - up_weight) * c.down_share for c in choices)
+        assert cost <= budget
+        best = min(
+            sum(reads)
+            for reads in (
+                [up_weight * c.up_shares[i] + (1 - up_weight) * c.down_shares[i, j]
+                 for c, (i, j) in zip(curves, chosen, strict=True)]
+                for chosen in itertools.product(pairs[::5], repeat=2)
+                if sum(s * c.errors[place] for s, c, place
+                       in zip(sensitivities, curves, chosen, strict=True)) <= cost
+            )
+        )  # fmt: skip
+        assert read <= best + 1e-9
+
+
+def coarse(curve: LayerCurve) -> LayerCurve:
+    few = np.linspace(150, 319, 24).astype(int)
+    return LayerCurve(
+        curve.gate_thresholds[few], curve.product_thresholds[few], curve.up_shares[few],
+        curve.down_shares[np.ix_(few, few)], curve.errors[np.ix_(few, few)],
+    )  # fmt: skip
+
+
+def test_a_layer_alone_and_no_budget() -> None:
+    curve = LayerCurve.of(some_magnitudes(2))
+    chosen = alike(curve, 0.5, 0.05)
+    assert 0.03 < chosen.error / curve.errors.max() <= 0.05
+    assert chosen.down_share < chosen.up_share < 1
+    nothing = choose(curve, 0.5, 1e30)
+    assert nothing.error == 0 and nothing.thresholds.gate < 1e-3
+    assert allocate([curve], [1.0], 0.5, 0.0)[0].error == 0
+
+
+@pytest.mark.parametrize("variant", ["llama-silu", "gemma3"])
+def test_magnitudes_are_those_of_transformers(
+    variant: str, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    path = tiny(variant).path
+    model, config = load_model(path, torch.float32), read_config(path)
+    random = np.random.default_rng(2)
+    inputs = random.standard_normal((config.num_layers, 9, config.hidden_size)).astype(np.float16)
+    found = layer_magnitudes(Checkpoint(path), config, inputs.view(np.uint16))
+    for layer, magnitudes in enumerate(found):
+        mlp = model.model.layers[layer].mlp
+        x = torch.from_numpy(inputs[layer].astype(np.float32))
+        with torch.no_grad():
+            gates = mlp.act_fn(mlp.gate_proj(x))
+            h = gates * mlp.up_proj(x)
+            lengths = (h[:, :, None] * mlp.down_proj.weight.T).norm(dim=2)
+        np.testing.assert_allclose(magnitudes.gates, gates.abs().numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(magnitudes.contributions, lengths.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gate", "product", "up_share", "down_share"])
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_wrong_numbers_are_refused(
+    name: str, wrong: float, tmp_path: Path, tiny: Callable[..., TinyCheckpoint]
+) -> None:
+    config = read_config(tiny("llama-silu").path)
+    layers, identity = config.num_layers, ModelIdentity("any", "0" * 64)
+    numbers = LayerThresholds(*np.ones((2, layers), np.float32))
+    good = Calibrated(numbers, 0.02, 0.03, np.ones(layers), np.ones(layers), "0" * 64)
+    write_thresholds(tmp_path / "t", identity, good)
+    found = read_thresholds(tmp_path / "t", identity, config)
+    one = Thresholds(np.float32(1), np.float32(1))
+    assert found.thresholds.of_layers() == [one] * layers
+    spoiled: Any = {"gate": numbers.gate, "product": numbers.product}
+    spoiled |= {"up_share": good.up_share, "down_share": good.down_share}
+    spoiled[name] = np.full_like(spoiled[name], wrong)
+    numbers = LayerThresholds(spoiled.pop("gate"), spoiled.pop("product"))
+    bad = replace(good, thresholds=numbers, **spoiled)
+    write_thresholds(tmp_path / "t", identity, bad)
+    with pytest.raises(ArtifactError, match=f"its {name} is wrong"):
+        read_thresholds(tmp_path / "t", identity, config)
+    other = replace(config, num_layers=layers + 1)
+    with pytest.raises(ArtifactError, match="make it again"):
+        read_thresholds(tmp_path / "t", identity, other)
