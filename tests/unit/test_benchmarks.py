@@ -1,9 +1,11 @@
 """Benchmarks' tables say what their reports say."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from tests.benchmark_programs import rows_of, table_of
+from tests.documents import ROOT
 
 
 def _plan_round(planned: float, measured: float, ffn_ms: float) -> dict[str, Any]:
@@ -57,3 +59,22 @@ def test_demo_table_compares_with_dense_and_exact(tmp_path: Path) -> None:
         ["sign 0.95", "+10.00%", "0.013", "97.5%", "94.0%", "25.0%", "1.25", "900", "2.00", "3"],
     ]
     assert "right answers of 5" in table and "dense on held-out text: 100.00" in table
+
+
+def test_quality_table_has_a_row_for_each_model_format_and_mode(tmp_path: Path) -> None:
+    row = {"format": "q4", "mode": "threshold", "ffn_bytes_share": 0.804, "ppl": 12.345}
+    row |= {"mean_kld": 0.29161, "same_top": 0.7514, "right": 21}
+    dense = row | {"mode": "dense", "ffn_bytes_share": 1.0, "mean_kld": 0.0}
+    model = {"model": "small", "questions": 40, "rows": [dense, row]}
+    report = {"machine": "a machine", "date": "a day", "python": "3.1", "models": [model]}
+    assert rows_of(table_of("quality", report, tmp_path)) == [
+        ["small", "q4", "`dense`", "100%", "12.35", "0.0000", "75.1%", "21 of 40"],
+        ["small", "q4", "`threshold`", "80%", "12.35", "0.2916", "75.1%", "21 of 40"],
+    ]
+
+
+def test_the_quiz_asks_each_question_once() -> None:
+    lines = (ROOT / "benchmarks" / "questions.jsonl").read_text().splitlines()
+    quiz = [json.loads(line) for line in lines]
+    assert 30 <= len({each["question"] for each in quiz}) == len(quiz) <= 50
+    assert all(each["answers"] and each["question"].endswith("?") for each in quiz)
