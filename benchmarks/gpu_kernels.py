@@ -26,9 +26,9 @@ from cuda_kernels.kernels import CudaKernels
 from cuda_kernels.launch import cupy_copies
 from cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
 from cuda_kernels.timing import graph_seconds
-from numba_kernels.decode.activations import activation
+from numba_kernels.decode.activations import activation, not_zero
 
-_RELU = activation("relu")
+_RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
 _LEAST_BYTES = 1 << 30
 _RANDOM_ROWS = 1021  # repeated; a prime, so that blocks of rows differ
@@ -160,19 +160,20 @@ class Bench:
         out = self.to_device(np.empty((num_tokens, width), np.float32))
         items = self.kernels.ffn_scratch_items(num_tokens, height, width)
         scratch = self.to_device(np.empty(items, np.float32))
-        counts = self.to_device(np.zeros(num_layers, np.int32))
+        counts = self.to_device(np.zeros((num_layers, 2), np.int32))  # who fires; whose up is read
+        no_norms = self.to_device(np.empty(0, np.float32))
         bias = self.to_device(np.full(height, self._bias_for(first, density), np.float32))
 
         def work() -> None:
             for layer, x in enumerate(xs):
                 gate, up, down = matrices[3 * layer : 3 * layer + 3]
                 self.kernels.hot_ffn(
-                    gate, bias, up, None, down, None, x, _RELU, False, scratch, out,
-                    counts[layer : layer + 1],
+                    gate, bias, up, None, down, None, x, _RELU, _FIRES, no_norms, scratch,
+                    out, counts[layer],
                 )  # fmt: skip
 
         seconds = graph_seconds(work) / num_layers
-        num_fired = float(self.to_host(counts).mean())
+        num_fired = float(self.to_host(counts)[:, 0].mean())
         num_bytes = (height + 2 * num_fired) * first.row_bytes
         shape = f"{width}x{height}"
         found = self._figure("hot_ffn", first.format, shape, num_tokens, seconds, num_bytes)

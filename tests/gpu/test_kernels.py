@@ -15,7 +15,7 @@ import pytest
 
 from cuda_kernels.device import list_gpus
 from cuda_kernels.matrix import DeviceMatrix
-from numba_kernels.decode.activations import activation
+from numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
     test_company,
@@ -106,13 +106,12 @@ def test_a_graph_gives_the_same_bits(device: DeviceCalls, kind: str) -> None:
     gate, up, down = (device_matrix(matrix, device.to_device) for matrix in values)
     x, out = cupy.asarray(random_floats(4, 4, width)), cupy.empty((4, width), np.float32)
     scratch = cupy.empty(device.kernels.ffn_scratch_items(4, height, width), np.float32)
-    count = cupy.empty(1, np.int32)
-
-    relu = activation("relu")
+    count, no_norms = cupy.empty(2, np.int32), cupy.empty(0, np.float32)
+    relu, fires = activation("relu"), not_zero("relu")
 
     def run() -> None:
         device.kernels.hot_ffn(
-            gate, None, up, None, down, None, x, relu, False, scratch, out, count
+            gate, None, up, None, down, None, x, relu, fires, no_norms, scratch, out, count
         )
 
     run()

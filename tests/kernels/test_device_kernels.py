@@ -9,7 +9,7 @@ import pytest
 
 from cuda_kernels.matrix import DeviceMatrix, row_bytes
 from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
-from numba_kernels.decode.activations import activation
+from numba_kernels.decode.activations import activation, not_zero
 from numba_kernels.formats import QUANTIZED
 from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
@@ -221,10 +221,10 @@ def run_hot_ffn(
     kernels, put = device.kernels, device.to_device
     gate, up, down = (device_matrix(matrix, put) for matrix in rows)
     scratch = put(np.full(kernels.ffn_scratch_items(32, 400, x.shape[1]), np.nan, np.float32))
-    out, count = put(np.full_like(x, np.nan)), put(np.full(1, -1, np.int32))
+    out, count = put(np.full_like(x, np.nan)), put(np.full(2, -1, np.int32))
     kernels.hot_ffn(
-        gate, put(gate_bias), up, None, down, put(down_bias), put(x), RELU, False, scratch, out,
-        count,
+        gate, put(gate_bias), up, None, down, put(down_bias), put(x), RELU, not_zero("relu"),
+        put(np.empty(0, np.float32)), scratch, out, count,
     )  # fmt: skip
     return device.to_host(out), int(device.to_host(count)[0])
 
