@@ -113,6 +113,8 @@ def end_threads(service: Service | None) -> None:
     cells, words = service.wires.cells, service.wires.requests[service.index]
     bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
     before, rung = words.copy(), cells[bells].copy()
+    if words[OPERATION] == STOP:  # they may be ending, and would not hear another request
+        service.join(60)
     if any(thread.is_alive() for thread in service._threads):
         words[OPERATION] = STOP
         asked = np.array([service.index], np.int64)
