@@ -328,14 +328,9 @@ def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:
     page.wait_for_function(
         "document.querySelector('#live canvas').ariaLabel.includes('mean token')"
     )
-    mean, steps = page.evaluate(
-        """() => [
-            document.querySelector('#live [data-count=computed]').innerText,
-            Number(document.querySelector('#live [data-steps]').dataset.steps),
-        ]"""
-    )
-    assert float(mean.replace(",", "")) > 0
-    assert "." in mean or steps <= 1  # the mean of one step is that step
+    mean = page.inner_text('#live [data-count="computed"]').replace(",", "")
+    assert "." in mean  # tenths, whatever the mean is
+    assert float(mean) > 0
     for name in ("driver", "gpu", "cpu0", "cpu1"):  # silent while the machine is busy
         page.wait_for_function(
             "t => document.querySelector('#live [data-show=actors]').innerText.includes(t)",

@@ -81,7 +81,8 @@ function showLegend(totals) {
       const item = make("li", "");
       const mark = make("i", "");
       mark.style.background = `var(--${kind})`;
-      const number = totals[index].toLocaleString("en", { maximumFractionDigits: round });
+      const digits = { minimumFractionDigits: round, maximumFractionDigits: round };
+      const number = totals[index].toLocaleString("en", digits);
       const count = make("span", number);
       count.dataset.count = kind;
       item.append(mark, `${words}: `, count);
