@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,10 +35,8 @@ class LongWinded:
 
 
 @contextmanager
-def served_page(system: Any, model_name: str) -> Iterator[str]:
+def served_page(system: Any, model_name: str, keys: Sequence[str] = ()) -> Iterator[str]:
     """The page's address, until the end."""
-    import uvicorn
-
     from ui.api.backend import Backend, ServerSettings
     from ui.gate import Gate
     from ui.page.page import build_page
@@ -46,18 +44,27 @@ def served_page(system: Any, model_name: str) -> Iterator[str]:
 
     backend = Backend(system, system.call("describe"), ServerSettings(model_name))
     app = create_app(backend, build_page(backend))
-    gate = Gate(app, keys=[], local=True, max_body_bytes=backend.settings.max_body_bytes)
-    config = uvicorn.Config(gate, host="127.0.0.1", port=0, log_level="warning")
+    gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
+    with served(gate) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+@contextmanager
+def served(app: Any, **options: Any) -> Iterator[int]:
+    """The port at which uvicorn serves an ASGI app in a thread, until the end."""
+    import uvicorn
+
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 60
     while not server.started:
         if not thread.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("the page's server did not start")
+            raise RuntimeError("the server did not start")
         time.sleep(0.02)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         server.force_exit = True

@@ -58,13 +58,11 @@ def written(made: Draft, path: Path) -> Path:
 
 def theirs(path: Path) -> Any:
     """transformers' tokenizer of the file."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        convert_gguf_tokenizer,
-        get_gguf_tokenizer,
+    read = pytest.importorskip(
+        "transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers < 5.17"
     )
-
-    architecture, vocabulary, _ = get_gguf_tokenizer(str(path))
-    return convert_gguf_tokenizer(architecture, vocabulary)[0]
+    architecture, vocabulary, _ = read.get_gguf_tokenizer(str(path))
+    return read.convert_gguf_tokenizer(architecture, vocabulary)[0]
 
 
 def byte_level_file(path: Path, pre: str, **keys: Any) -> Path:

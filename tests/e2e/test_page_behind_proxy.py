@@ -1,0 +1,112 @@
+"""The chat page where a proxy ends TLS, as docs/api.md shows one: the browser knows https alone."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.protocol.messages import SystemConfig
+from actors.system import System
+from tests.e2e.browser import chromium, find_chromium
+from tests.e2e.page_server import served, served_page
+
+pytestmark = pytest.mark.timeout(300)
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+KEY = "a-key-of-more-than-enough-letters"
+PATIENCE_MS = 120_000
+
+
+def proxy_to(address: str) -> Any:
+    """An ASGI app that passes requests on as Caddy does: the same Host, X-Forwarded-* added."""
+    import httpx
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import StreamingResponse
+    from starlette.routing import Route
+
+    client = httpx.AsyncClient(base_url=address, timeout=None)
+
+    async def pass_on(request: Request) -> StreamingResponse:
+        host = request.headers["host"]
+        added = [("x-forwarded-proto", "https"), ("x-forwarded-host", host)]
+        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+        asked = client.build_request(
+            request.method, url, headers=[*request.headers.items(), *added],
+            content=await request.body(),
+        )  # fmt: skip
+        found = await client.send(asked, stream=True)
+
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                async for part in found.aiter_raw():
+                    yield part
+            finally:
+                await found.aclose()
+
+        answer = StreamingResponse(content(), found.status_code)
+        answer.raw_headers = list(found.headers.raw)
+        return answer
+
+    return Starlette(routes=[Route("/{path:path}", pass_on, methods=["GET", "HEAD", "POST"])])
+
+
+@pytest.fixture(scope="module")
+def address(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the proxy, before a page that asks for a key."""
+    import trustme
+
+    folder = tmp_path_factory.mktemp("certificate")
+    made = trustme.CA().issue_cert("localhost")
+    made.private_key_pem.write_to_path(folder / "key.pem")
+    made.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
+    files = {"ssl_keyfile": folder / "key.pem", "ssl_certfile": folder / "certificate.pem"}
+    config = SystemConfig(str(DEMO), num_cpu_actors=1, num_threads=1, context_length=1024)
+    with (
+        System.start(config) as system,
+        served_page(system, "demo", [KEY]) as behind,
+        served(proxy_to(behind), **files) as port,
+    ):
+        yield f"https://localhost:{port}/"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        find_chromium()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with chromium() as found:
+        yield found
+
+
+def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
+    told: list[str] = []
+    context = browser.new_context(
+        ignore_https_errors=True, http_credentials={"username": "any", "password": KEY}
+    )
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.on("request", lambda request: told.append(request.url))
+    page.on("pageerror", lambda error: told.append(f"error: {error}"))
+    page.goto(address)
+    page.wait_for_selector("#conversations input:checked")
+    page.fill("#question textarea", "What does os.path.join do?")
+    page.press("#question textarea", "Enter")
+    page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
+    assert page.locator("#chat .message.bot").last.inner_text().strip()
+    # Nothing went past the proxy, and nothing in the clear.
+    assert [each for each in told if not each.startswith((address, "data:", "blob:"))] == []
+    context.close()
+
+
+def test_without_the_key_nothing_is_told(address: str) -> None:
+    import httpx
+
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    for path in ("", "v1/models", "config"):
+        assert httpx.get(address + path, verify=unverified).status_code == 401
