@@ -113,13 +113,14 @@ _ACTORS = [
     ),
     Fault(
         "hot-neurons-are-not-asked",
-        "actors", "engine", _UPDATE,
-        "return GPU if self.num_hot[layer] else 1", "return 1",
+        "numba_kernels", "layer_walk", _UPDATE,
+        "walk[FIRST] = GPU if facts.num_hot[walk[AT_LAYER]] else GPU + 1",
+        "walk[FIRST] = GPU + 1",
         ("test_hot_and_cold_equal_all_cold",),
     ),
     Fault(
         "nan-of-an-ffn-is-not-seen",
-        "actors", "engine", _CHECK,
+        "numba_kernels", "layer_walk", _CHECK,
         "if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):",
         "if not finite_pair(wires.ffn_input, wires.ffn_input, num_tokens):",
         ("test_bad_numbers_of_hot_neurons_are_the_gpus",),
@@ -184,8 +185,8 @@ _ACTORS = [
     ),
     Fault(
         "request-numbers-grow-for-ever",
-        "actors", "doorbell_exchange", _UPDATE,
-        "number + 1 if number < _LAST_NUMBER else _FIRST_NUMBER", "number + 1",
+        "numba_kernels", "mailbox", _UPDATE,
+        "number + 1 if number < LAST_NUMBER else FIRST_NUMBER", "number + 1",
         ("test_request_numbers_start_anew",),
     ),
     Fault(

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from actors.driver.active_request import ActiveRequest, Generator, Stream
-from actors.driver.engine import GPU, Engine
+from actors.driver.engine import Engine
 from actors.driver.profiling import ProfilingEngine
 from actors.driver.readers import LOOK_S, Reader, Readers
 from actors.driver.request_events import OpenStreams, RequestEvent
@@ -50,6 +50,7 @@ from model.errors import HotcoldError, ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import load_embedding
+from numba_kernels.serve.layer_walk import GPU
 from predictors.magnitude.thresholds import LayerThresholds
 from predictors.predictor import NeuronPredictor
 from predictors.predictor_file import read_predictors

@@ -1,6 +1,8 @@
 """One step of the model: token ids in, logits out, two exchanges a layer.
 
-A step may be run layer by layer: `place`, then `run_layer` for each, then `logits`.
+The layers' order is told in `numba_kernels.serve.layer_walk`, which comes back to the engine for
+what compiled code cannot do. A step may be run layer by layer: `place`, then `run_layer` for each,
+then `logits`.
 """
 
 import time
@@ -17,29 +19,24 @@ from actors.telemetry.step_times import StepTimes
 from model.config.model_config import ModelConfig
 from model.weights.embedding import EmbeddingWeights
 from numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
-from numba_kernels.decode.finite import finite_pair, finite_rows
-from numba_kernels.decode.merge import merge_normed, merge_partials
+from numba_kernels.decode.finite import finite_rows
 from numba_kernels.decode.norm import norm_kind
+from numba_kernels.serve import layer_walk
+from numba_kernels.serve.layer_walk import GPU, LayerFacts, begin_walk, new_walk, walk_layers
 from numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
-    ATTENTION,
     BUSY_NS,
     BYTES_READ,
-    FFN,
     FIRST_LOGIT,
     HEAD,
-    LAYER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
     PARTS_MISSED,
-    write_thresholds,
+    threshold_words,
 )
 from predictors.predictor import NeuronPredictor
-
-GPU = 0  # the service of attention, head and hot neurons; the CPU services follow
 
 
 class Engine:
@@ -71,7 +68,7 @@ class Engine:
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
-        self.thresholds = thresholds or _own_thresholds(config, mode)
+        self._thresholds = thresholds or _own_thresholds(config, mode)
         # Called before steps that services answer by matrix products, which they may not have yet.
         self.prepare_products: Callable[[], None] = lambda: None
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
@@ -79,11 +76,32 @@ class Engine:
         self.times = StepTimes()
         self.num_steps = 0
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
+        self._walk = new_walk()
 
     def use_services(self, num_hot: np.ndarray) -> None:
         """Ask all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
+        config = self.config
         self.num_hot = num_hot
-        self._num_services = self.exchange.wires.requests.shape[0]
+        self._facts = LayerFacts(
+            thresholds=threshold_words(self._thresholds),
+            num_hot=num_hot.astype(np.int64),
+            ffn_size=config.ffn_size,
+            output_norm=self.embedding.ffn_output_norm,
+            norm_kind=norm_kind(config.norm_kind),
+            norm_epsilon=np.float32(config.norm_eps),
+            residual_scale=np.float32(config.residual_scale),
+            services=np.arange(self.exchange.wires.requests.shape[0]),
+        )
+
+    @property
+    def thresholds(self) -> Sequence[Thresholds]:
+        """Which neurons of each layer fire."""
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Sequence[Thresholds]) -> None:
+        self._thresholds = thresholds
+        self._facts = self._facts._replace(thresholds=threshold_words(thresholds))
 
     def step(
         self,
@@ -105,8 +123,7 @@ class Engine:
         num_tokens = len(token_ids)
         with self.times.step(num_tokens):
             self.place(token_ids, positions, slots)
-            for layer in range(self.config.num_layers):
-                self.run_layer(layer, num_tokens)
+            self._run_layers(range(self.config.num_layers), num_tokens)
             self.num_steps += 1
             self._count_reads()
             return self.logits(num_tokens, num_logits)
@@ -149,38 +166,37 @@ class Engine:
         Between layers only `hidden`, `positions` and `slots` matter.
         Errors:  those of `step`
         """
-        wires, times = self.exchange.wires, self.times
-        request = wires.requests[GPU]
-        request[OPERATION], request[LAYER], request[NUM_TOKENS] = ATTENTION, layer, num_tokens
-        write_thresholds(request, self.thresholds[layer])  # a GPU begins with its hot ones unasked
-        if self.predictor is not None and self._predicts(num_tokens):
-            name, number = self._predictor_input(), self.exchange.next_number
-            self.predictor.announce(layer, num_tokens, name, number)
-        times.add("attention", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        first, partials = self._first_ffn(layer), wires.partials
-        if self._uploads_neurons(layer, num_tokens):
-            ffn_with_upload(self.exchange, times, layer, num_tokens)
-            times.count_neurons(*[self.config.ffn_size] * 3)
-            first, partials = GPU, partials[:1]
-        else:
-            self._ffn(layer, num_tokens)
-        self._merge(layer, partials, first, num_tokens)
-        # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
-        if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
-            raise bad_layer(wires, layer, num_tokens, first)
+        self._run_layers(range(layer, layer + 1), num_tokens)
 
-    def _merge(self, layer: int, partials: np.ndarray, first: int, num_tokens: int) -> None:
-        """hidden = mixed + the FFN's output, normed and scaled where the model does so."""
-        wires, config = self.exchange.wires, self.config
-        weight = self.embedding.ffn_output_norm[layer]
-        if not weight.size and config.residual_scale == 1:
-            merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
-            return
-        kind, epsilon = norm_kind(config.norm_kind), np.float32(config.norm_eps)
-        scale = np.float32(config.residual_scale)
-        merge_normed(
-            wires.mixed, partials, first, num_tokens, kind, weight, epsilon, scale, wires.hidden
-        )
+    def _run_layers(self, layers: range, num_tokens: int) -> None:
+        walk, exchange = self._walk, self.exchange
+        begin_walk(walk, layers, num_tokens, self._predicts(num_tokens), self._asks_ffn(num_tokens))
+        while reason := walk_layers(walk, exchange.asking, exchange.wires, self._facts):
+            self._come_back(reason, int(walk[layer_walk.AT_LAYER]), num_tokens)
+        self.times.add_layers(walk)
+
+    def _come_back(self, reason: int, layer: int, num_tokens: int) -> None:
+        """Do what a walk leaves to Python."""
+        walk, exchange = self._walk, self.exchange
+        if reason == layer_walk.ASK:
+            walk[layer_walk.ASK_WAITED_NS] = exchange.ask(self._asked())
+        elif reason == layer_walk.RESUME:
+            walk[layer_walk.ASK_WAITED_NS] += exchange.resume(self._asked())
+        elif reason == layer_walk.ANNOUNCE:
+            name, number = self._predictor_input(), exchange.next_number
+            assert self.predictor is not None
+            self.predictor.announce(layer, num_tokens, name, number)
+        elif reason == layer_walk.CHOOSE:
+            self._choose(layer, num_tokens)
+        elif reason == layer_walk.COMPUTE:
+            self._ffn(layer, num_tokens)
+        else:
+            first = int(walk[layer_walk.FIRST])
+            raise bad_layer(exchange.wires, layer, num_tokens, first)
+
+    def _asked(self) -> range:
+        """The services that the walk asks."""
+        return range(int(self._walk[layer_walk.FIRST]), int(self._walk[layer_walk.END]))
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
@@ -195,55 +211,41 @@ class Engine:
             raise bad_logits(wires, num_tokens, num_logits)
         return wires.logits[:num_logits]
 
-    def _ffn(self, layer: int, num_tokens: int) -> None:
-        """Ask for the layer's partial outputs."""
-        chosen = self._choose(layer, num_tokens)
-        num_gates = self.config.ffn_size
-        if chosen is not None:
-            num_gates = int(chosen.sum() + self.num_hot[layer])
-        num_computed, num_up = self._ask_ffn(FFN, layer, num_tokens, chosen)
-        self.times.count_neurons(num_computed, num_up, num_gates)
-
-    def _ask_ffn(
-        self, operation: int, layer: int, num_tokens: int, num_ids: np.ndarray | None
-    ) -> tuple[int, int]:
-        """Ask for all neurons, or of CPU service s num_ids[s] listed ones, and for all hot ones.
-
-        Returns how many neurons were computed, and how many neurons' up was.
-        """
-        wires, first = self.exchange.wires, self._first_ffn(layer)
-        requests, replies = wires.requests[first:], wires.replies[first:]
-        requests[:, OPERATION] = operation
-        requests[:, LAYER], requests[:, NUM_TOKENS] = layer, num_tokens
-        write_thresholds(requests, self.thresholds[layer])
-        requests[:, NUM_IDS] = ALL_NEURONS
-        if num_ids is not None:
-            wires.requests[1:, NUM_IDS] = num_ids
-        waited_ns = self.exchange.ask(range(first, self._num_services))
-        self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
-        return int(replies[:, NUM_COMPUTED].sum()), int(replies[:, NUM_UP].sum())
-
-    def _uploads_neurons(self, layer: int, num_tokens: int) -> bool:
+    def _asks_ffn(self, num_tokens: int) -> bool:
+        """Whether `_ffn` asks for the FFN of such steps, instead of the walk."""
         least = self.neuron_upload_tokens
-        if not least or num_tokens < max(least, MATRIX_TOKENS):
-            return False
-        return bool(self.num_hot[layer] < self.config.ffn_size)
+        return bool(least) and num_tokens >= max(least, MATRIX_TOKENS)
 
-    def _first_ffn(self, layer: int) -> int:
-        """The first service that holds neurons of the layer."""
-        return GPU if self.num_hot[layer] else 1
+    def _ffn(self, layer: int, num_tokens: int) -> None:
+        """Let the partial outputs of `_asked` be the layer's FFN; the request words are written."""
+        if self.num_hot[layer] == self.config.ffn_size:
+            self._ask_ffn(self.config.ffn_size)
+            return
+        ffn_with_upload(self.exchange, self.times, layer, num_tokens)
+        self.times.count_neurons(*[self.config.ffn_size] * 3)
+        self._walk[layer_walk.FIRST], self._walk[layer_walk.END] = GPU, GPU + 1
 
-    def _choose(self, layer: int, num_tokens: int) -> np.ndarray | None:
-        """List the neurons that are expected to fire; their numbers, or None for all neurons."""
-        if self.predictor is None or not self._predicts(num_tokens):
-            return None
+    def _ask_ffn(self, num_gates: int) -> tuple[int, int]:
+        """Ask `_asked`; returns how many neurons were computed, and how many neurons' up was."""
+        services = self._asked()
+        waited_ns = self.exchange.ask(services)
+        replies = self.exchange.wires.replies[services.start : services.stop]
+        self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
+        num_computed, num_up = replies[:, [NUM_COMPUTED, NUM_UP]].sum(axis=0).tolist()
+        self.times.count_neurons(num_computed, num_up, num_gates)
+        return num_computed, num_up
+
+    def _choose(self, layer: int, num_tokens: int) -> None:
+        """List the neurons that are expected to fire, or leave it at all of them."""
         wires, started = self.exchange.wires, time.monotonic_ns()
+        assert self.predictor is not None
         x: np.ndarray = getattr(wires, self._predictor_input())
         chosen = self.predictor.choose(
             layer, x[:num_tokens], wires.active_ids[1:], wires.active_masks[1:]
         )
+        if chosen is not None:
+            wires.requests[1:, NUM_IDS] = chosen
         self.times.add_predictor(time.monotonic_ns() - started)
-        return chosen
 
     def _predicts(self, num_tokens: int) -> bool:
         return self.predictor is not None and num_tokens <= KERNEL_TOKENS

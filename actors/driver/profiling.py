@@ -9,7 +9,7 @@ from actors.exchange.doorbell_exchange import Exchange
 from actors.protocol.messages import ServiceSpec
 from model.config.model_config import ModelConfig
 from model.weights.embedding import EmbeddingWeights
-from numba_kernels.serve.mailbox import COUNT_FFN
+from numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
 
 
 class ProfilingEngine(Engine):
@@ -68,15 +68,20 @@ class ProfilingEngine(Engine):
     def _multiplies(self, num_tokens: int) -> bool:
         return self._counts or super()._multiplies(num_tokens)
 
+    def _asks_ffn(self, num_tokens: int) -> bool:
+        return self._counts or super()._asks_ffn(num_tokens)
+
     def _ffn(self, layer: int, num_tokens: int) -> None:
         if not self._counts:
             super()._ffn(layer, num_tokens)
             return
+        wires = self.exchange.wires
         if self._rows.size:
             first = self._num_recorded
-            inputs = self.exchange.wires.ffn_input[self._rows]
+            inputs = wires.ffn_input[self._rows]
             self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        self._ask_ffn(COUNT_FFN, layer, num_tokens, None)
+        wires.requests[self._asked(), OPERATION] = COUNT_FFN
+        self._ask_ffn(self.config.ffn_size)
 
 
 def as_float16_bits(values: np.ndarray) -> np.ndarray:

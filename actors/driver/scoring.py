@@ -15,7 +15,7 @@ from actors.protocol.messages import THRESHOLD
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from numba_kernels.decode.activations import Thresholds
 from numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
-from numba_kernels.serve.mailbox import FFN
+from numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,25 @@ class AuditedEngine(Engine):
         """What was counted so far."""
         return NeuronCounts(self._num_tokens, *self._counts.copy())
 
+    def _asks_ffn(self, num_tokens: int) -> bool:
+        return True
+
     def _ffn(self, layer: int, num_tokens: int) -> None:
         """As the engine's. A reply counts a neuron once a step, so steps are of one token."""
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
-        chosen = self._choose(layer, num_tokens)
-        num_fired_listed, num_up = self._ask_ffn(FFN, layer, num_tokens, chosen)
+        wires, cpus = self.exchange.wires, slice(1, None)
+        num_ids, num_listed = wires.requests[cpus, NUM_IDS], self.config.ffn_size
+        is_listed = num_ids[0] != ALL_NEURONS
+        if is_listed:
+            num_listed = int(num_ids.sum() + self.num_hot[layer])
+        num_fired_listed, num_up = self._ask_ffn(num_listed)
         num_fired = num_fired_listed
-        num_listed = self.config.ffn_size
-        if chosen is not None:
-            num_listed = int(chosen.sum() + self.num_hot[layer])
-            partials = self.exchange.wires.partials[:, :num_tokens]
+        if is_listed:
+            partials = wires.partials[:, :num_tokens]
             answer = partials.copy()
-            num_fired, _ = self._ask_ffn(FFN, layer, num_tokens, None)
+            num_ids[:] = ALL_NEURONS
+            num_fired, _ = self._ask_ffn(self.config.ffn_size)
             partials[:] = answer
         self._counts[:, layer] += (num_listed, num_fired_listed, num_fired, num_up)
         self._num_tokens += layer == 0

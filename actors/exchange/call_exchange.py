@@ -23,6 +23,7 @@ from numba_kernels.serve.mailbox import (
     FFN,
     FIRST_LOGIT,
     HEAD,
+    NO_DOORBELLS,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
@@ -117,7 +118,7 @@ class CallExchange:
         self._watch = watch
         self._names = names
         self._handles = handles
-        self.next_number = 0  # no doorbell rings
+        self.asking, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         """Call all, wait for all. See `Exchange.ask`."""
@@ -145,6 +146,10 @@ class CallExchange:
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started
+
+    def resume(self, services: Sequence[int]) -> int:
+        """No doorbell was rung."""
+        raise NotImplementedError
 
     def try_replace(self, service: int, cause: str) -> bool:
         """No remedy of its own: see `actors.exchange.recovering_exchange`."""

@@ -11,11 +11,20 @@ from typing import Protocol
 import numpy as np
 
 from actors.protocol.failures import AnswerFailed, ServiceLost
-from numba_kernels.serve.mailbox import FAILED, LOOK_NS, OK, STATUS, Wires, ask_all, await_all
-
-# Numbers of requests: the doorbells are 32-bit words. A fresh service is tried out with a number
-# that it alone uses, so that its answer is not taken for another's, nor another's for its own.
-OWN_NUMBER, _FIRST_NUMBER, _LAST_NUMBER = 1, 2, 2**31 - 1  # after the last comes the first
+from numba_kernels.serve.mailbox import (
+    FAILED,
+    FIRST_NUMBER,
+    LOOK_NS,
+    NEXT_NUMBER,
+    NUM_DONE,
+    NUMBER,
+    PATIENCE_NS,
+    STATUS,
+    Wires,
+    ask_services,
+    await_all,
+    new_asking,
+)
 
 
 class Exchange(Protocol):
@@ -24,6 +33,11 @@ class Exchange(Protocol):
     @property
     def wires(self) -> Wires:
         """What is asked and answered stands here."""
+        ...
+
+    @property
+    def asking(self) -> np.ndarray:
+        """For `ask_services` of compiled code, which may ask so too; else NO_DOORBELLS."""
         ...
 
     @property
@@ -38,6 +52,10 @@ class Exchange(Protocol):
         Errors:  ServiceLost naming a service that died or hangs, AnswerFailed naming one that
                  failed at this request and goes on
         """
+        ...
+
+    def resume(self, services: Sequence[int]) -> int:
+        """Go on with a question of compiled code that has not gone well; else as `ask`."""
         ...
 
     def try_replace(self, service: int, cause: str) -> bool:
@@ -66,35 +84,41 @@ class Watch(Protocol):
 class ArenaExchange:
     """Doorbells in shared memory: all services on this host."""
 
-    def __init__(self, wires: Wires, watch: Watch, first_number: int = _FIRST_NUMBER) -> None:
+    def __init__(self, wires: Wires, watch: Watch, first_number: int = FIRST_NUMBER) -> None:
         """`first_number` is that of the first request; services start having seen none."""
         self.wires = wires
+        self.asking = new_asking(first_number, LOOK_NS)
         self._watch = watch
-        self._number = first_number
 
     @property
     def next_number(self) -> int:
         """See `Exchange.next_number`."""
-        return self._number
+        return int(self.asking[NEXT_NUMBER])
 
     def ask(self, services: Sequence[int]) -> int:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
         started = time.monotonic_ns()
-        wires, number = self.wires, self._number
-        self._number = number + 1 if number < _LAST_NUMBER else _FIRST_NUMBER
-        asked = np.asarray(services, np.int64)
-        wires.replies[asked, STATUS] = OK
-        answered, lost, num_looks = ask_all(wires.cells, asked, number, LOOK_NS), None, 0
+        wires, asked = self.wires, np.asarray(services, np.int64)
+        if not ask_services(self.asking, wires.cells, wires.replies, asked):
+            self.resume(services)
+        return time.monotonic_ns() - started
+
+    def resume(self, services: Sequence[int]) -> int:
+        """See `Exchange.resume`."""
+        started = time.monotonic_ns()
+        cells, number, patience_ns = self.wires.cells, self.asking[NUMBER], self.asking[PATIENCE_NS]
+        asked, answered = np.asarray(services, np.int64), int(self.asking[NUM_DONE])
+        lost, num_looks = None, 0
         while answered < asked.size:
             num_looks += 1
             try:
                 self._watch.check(asked[answered:].tolist(), num_looks)
             except ServiceLost as error:
                 lost, asked = error, asked[asked != error.service]
-            answered = await_all(wires.cells, asked, answered, number, LOOK_NS)
+            answered = await_all(cells, asked, answered, number, patience_ns)
         if lost is not None:
             raise lost
-        raise_failures(wires, self._watch, services)
+        raise_failures(self.wires, self._watch, services)
         return time.monotonic_ns() - started
 
     def try_replace(self, service: int, cause: str) -> bool:

@@ -18,7 +18,7 @@ from actors.exchange.service_process import ServiceProcess
 from actors.exchange.watch import LOOK_S, RELAY_LOOKS, STARTING_LOOKS, Pulse
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import RequestError, ServiceLost, service_error
-from numba_kernels.serve.mailbox import Wires
+from numba_kernels.serve.mailbox import NO_DOORBELLS, Wires
 
 _OF_ALL = "ffn_input"  # what every service of a request reads
 
@@ -83,12 +83,17 @@ class HostsExchange:
         self.wires: Wires = local.wires
         self._local = local
         self._relays = relays
+        self.asking = NO_DOORBELLS  # of all services
         self._remote = {service for relay in relays for service in relay.services}
 
     @property
     def next_number(self) -> int:
         """See `Exchange.next_number`; of the own host's doorbells."""
         return self._local.next_number
+
+    def resume(self, services: Sequence[int]) -> int:
+        """See `Exchange.resume`; compiled code rings no doorbell here."""
+        return self._local.resume(services)
 
     def try_replace(self, service: int, cause: str) -> bool:
         """No remedy of its own: see `actors.exchange.recovering_exchange`."""

@@ -5,8 +5,10 @@ GPU service has lost, its KV cache, is for the caller to bring back.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from actors.exchange.doorbell_exchange import Exchange
 from actors.exchange.recovery import RecoveryPolicy
@@ -49,6 +51,11 @@ class RecoveringExchange:
         return self.inner.wires
 
     @property
+    def asking(self) -> np.ndarray:
+        """See `Exchange.asking`."""
+        return self.inner.asking
+
+    @property
     def next_number(self) -> int:
         """See `Exchange.next_number`."""
         return self.inner.next_number
@@ -67,12 +74,11 @@ class RecoveringExchange:
         Errors:  CacheLost when the GPU service was replaced: what was asked has not been answered;
                  AnswerFailed; ServiceError when a service is given up
         """
-        try:
-            return self.inner.ask(services)
-        except (ServiceLost, AnswerFailed) as error:
-            if not self._is_ready:
-                raise
-            return self._ask_again(services, error)
+        return self._mended(self.inner.ask, services)
+
+    def resume(self, services: Sequence[int]) -> int:
+        """See `Exchange.resume`. Errors: those of `ask`."""
+        return self._mended(self.inner.resume, services)
 
     def try_replace(self, service: int, cause: str) -> bool:
         """Replace a service that answers what is not finite; False where that was done lately."""
@@ -88,6 +94,14 @@ class RecoveringExchange:
         self.wires.requests[:, OPERATION] = operations  # a fresh service was tried out
         if service == _GPU:
             raise CacheLost(f"the KV cache was lost: {cause}; start again")
+
+    def _mended(self, ask: Callable[[Sequence[int]], int], services: Sequence[int]) -> int:
+        try:
+            return ask(services)
+        except (ServiceLost, AnswerFailed) as error:
+            if not self._is_ready:
+                raise
+            return self._ask_again(services, error)
 
     def _ask_again(self, services: Sequence[int], error: ServiceLost | AnswerFailed) -> int:
         started = time.monotonic_ns()

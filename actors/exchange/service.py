@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.doorbell_exchange import OWN_NUMBER, ArenaExchange
+from actors.exchange.doorbell_exchange import ArenaExchange
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.step_sizes import ProductChoice
 from model.errors import ServiceError
@@ -23,6 +23,7 @@ from numba_kernels.serve.mailbox import (
     NO_COUNTERS,
     NUM_ANSWERED,
     OPERATION,
+    OWN_NUMBER,
     PING,
     REQUEST,
     STATUS,

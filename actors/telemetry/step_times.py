@@ -5,6 +5,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from numba_kernels.serve.layer_walk import (
+    ATTENTION_BUSY_NS,
+    ATTENTION_WAITED_NS,
+    FFN_BUSY_NS,
+    FFN_WAITED_NS,
+    SUM_COMPUTED,
+    SUM_GATES,
+    SUM_UPS,
+)
+
 PARTS = ("attention", "head", "ffn", "predictor")
 # Of neurons on storage: what all services read, how long the slowest waited for it, and the parts
 # of neurons that were wanted and those that were not in memory.
@@ -16,7 +28,7 @@ class StepTimes:
     """Sums over some steps, in nanoseconds except for the counts.
 
     A part's time is what its slowest service was busy; `exchange` is what the driver waited beyond
-    that; the rest of `total` is the driver's own Python.
+    that; the rest of `total` is the driver's own: Python, and sums of partial outputs.
     """
 
     total: int = 0
@@ -42,6 +54,12 @@ class StepTimes:
         """Count one exchange: what the driver waited, and what the slowest service worked."""
         self.parts[part] += int(busy_ns)
         self.exchange += waited_ns - int(busy_ns)
+
+    def add_layers(self, walk: np.ndarray) -> None:
+        """Count what a walk through layers has counted; see `numba_kernels.serve.layer_walk`."""
+        self.add("attention", int(walk[ATTENTION_WAITED_NS]), int(walk[ATTENTION_BUSY_NS]))
+        self.add("ffn", int(walk[FFN_WAITED_NS]), int(walk[FFN_BUSY_NS]))
+        self.count_neurons(int(walk[SUM_COMPUTED]), int(walk[SUM_UPS]), int(walk[SUM_GATES]))
 
     def add_predictor(self, busy_ns: int) -> None:
         """Count one choice of neurons by the driver."""

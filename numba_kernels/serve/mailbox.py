@@ -6,6 +6,7 @@ service does its part; the last to arrive writes the reply and rings DONE with t
 request changes nothing that it reads, so asking again gives the same answer.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,14 @@ NUM_BUCKETS = 64
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
+# What asking has come to, words of `new_asking`. Its one owner is the exchange.
+NEXT_NUMBER, NUMBER, NUM_DONE, PATIENCE_NS = range(4)
+NUM_ASKING_WORDS = 8  # a cache line
+# The doorbells are 32-bit words. A fresh service is tried out with a number that it alone uses, so
+# that its answer is not taken for another's, nor another's for its own.
+OWN_NUMBER, FIRST_NUMBER, LAST_NUMBER = 1, 2, 2**31 - 1  # after the last comes the first
+NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_asking`, where none can be rung
+
 NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
 SPINS = 100
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
@@ -91,15 +100,14 @@ class Wires(NamedTuple):
     counted_steps: np.ndarray
 
 
-def write_thresholds(requests: np.ndarray, thresholds: Thresholds) -> None:
-    """Tell it to all of `requests` (S, words), or to one (words,)."""
-    words = requests.view(np.float64)
-    words[..., GATE_THRESHOLD] = thresholds.gate
-    words[..., PRODUCT_THRESHOLD] = thresholds.product
+def threshold_words(thresholds: Sequence[Thresholds]) -> np.ndarray:
+    """The words GATE_THRESHOLD and PRODUCT_THRESHOLD of each: (len(thresholds), 2) int64."""
+    pairs = np.array([(each.gate, each.product) for each in thresholds], np.float64)
+    return pairs.reshape(-1, 2).view(np.int64)
 
 
 def told_thresholds(request: np.ndarray) -> Thresholds:
-    """What `write_thresholds` told in a request (words,) int64."""
+    """Which neurons a request (words,) int64 says that fire."""
     words = request.view(np.float64)
     return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
 
@@ -194,3 +202,32 @@ def await_all(cells, services, first, number, timeout_ns):
         if not await_done(cells, services[i], number, timeout_ns):
             return i
     return services.shape[0]
+
+
+def new_asking(first_number: int, patience_ns: int) -> np.ndarray:
+    """What has been asked of services that have seen nothing: see `ask_services`.
+
+    NEXT_NUMBER, of the next question; NUMBER, of the last; NUM_DONE, how many of its services, in
+    order, have answered; PATIENCE_NS, after which a silent one is looked after.
+    """
+    asking = np.zeros(NUM_ASKING_WORDS, np.int64)
+    asking[NEXT_NUMBER], asking[PATIENCE_NS] = first_number, patience_ns
+    return asking
+
+
+@njit(nogil=True, cache=True)
+def ask_services(asking, cells, replies, services):
+    """Ask all `services` what is in their request words; returns whether that has gone well.
+
+    If not, one of them is silent, and `await_all` may be called again; or one has FAILED.
+    """
+    number = asking[NEXT_NUMBER]
+    asking[NUMBER] = number
+    asking[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
+    for service in services:
+        replies[service, STATUS] = OK
+    asking[NUM_DONE] = ask_all(cells, services, number, asking[PATIENCE_NS])
+    is_well = asking[NUM_DONE] == services.shape[0]
+    for service in services:
+        is_well = is_well and replies[service, STATUS] == OK
+    return is_well

@@ -28,7 +28,7 @@ from model.errors import ServiceError
 from model.files.checkpoint import Checkpoint
 from model.weights.embedding import load_embedding
 from numba_kernels.decode.activations import Thresholds
-from numba_kernels.serve.mailbox import OPERATION, STOP
+from numba_kernels.serve.mailbox import NO_DOORBELLS, OPERATION, STOP
 from predictors.predictor import NeuronPredictor
 
 _MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
@@ -61,7 +61,7 @@ class CopyingExchange:
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
         self.wires = layout.wires(layout.new_arena())
         self._services = services
-        self.next_number = 0
+        self.asking, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         """See `Exchange.ask`."""
@@ -71,9 +71,22 @@ class CopyingExchange:
             pickle.loads(answer).write(self.wires, index)
         return 0
 
+    def resume(self, services: Sequence[int]) -> int:
+        """See `Exchange.resume`."""
+        raise NotImplementedError
+
     def try_replace(self, service: int, cause: str) -> bool:
         """See `Exchange.try_replace`."""
         return False
+
+
+class AskingByPython:
+    """Another exchange, asked by Python alone: each question is a call of `ask`."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self.wires, self.next_number = inner.wires, inner.next_number
+        self.asking = NO_DOORBELLS
+        self.ask, self.resume, self.try_replace = inner.ask, inner.resume, inner.try_replace
 
 
 @dataclass
@@ -131,6 +144,10 @@ class InProcessSystem:
             self.exchange = ArenaExchange(wires, self.watch, self.first_number)
         tables = self.exchange.wires.page_tables  # until a driver writes others
         tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
+
+    def ask_by_python(self) -> None:
+        """Let engines that are made from now on ask each question through `exchange.ask`."""
+        self.exchange = AskingByPython(self.exchange)
 
     def num_pages(self) -> int:
         """Of the KV cache: `kv_positions`, or a whole context for every slot."""

@@ -9,9 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.driver.engine import Engine
 from actors.protocol.failures import RequestError, is_lost_device
 from actors.protocol.step_sizes import KERNEL_TOKENS
-from numba_kernels.serve.mailbox import NUM_COMPUTED
+from numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    COUNT_FFN,
+    FFN,
+    GATE_THRESHOLD,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    PRODUCT_THRESHOLD,
+    threshold_words,
+)
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
@@ -137,6 +150,16 @@ def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
         assert system.device.num_captured == num_captured
 
 
+def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
+    """Ask for all neurons of layer 0."""
+    requests = engine.exchange.wires.requests
+    requests[:, OPERATION], requests[:, LAYER], requests[:, NUM_TOKENS] = operation, 0, num_tokens
+    requests[:, NUM_IDS] = ALL_NEURONS
+    thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
+    requests[:, thresholds] = threshold_words(engine.thresholds)[0]
+    engine.exchange.ask(range(requests.shape[0]))
+
+
 def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) -> None:
     """Another mode, other tokens, or a layer asked again are computed again."""
     checkpoint = tiny("llama-relu")
@@ -144,12 +167,12 @@ def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) 
         engine, wires = system.engine("exact"), system.exchange.wires
         engine.step(checkpoint.ids[:2].tolist(), [0, 1], [0, 0])
         wires.ffn_input[:2] = np.random.default_rng(0).standard_normal(wires.ffn_input[:2].shape)
-        engine._ask_ffn(4, 0, 2, None)
+        ask_ffn(engine, FFN, 2)
         expected = wires.partials[0, :2].copy()
         assert 0 < wires.replies[0, NUM_COMPUTED] < 30
         dense = system.engine("dense")
         for asking in (engine, engine, dense):
-            asking._ask_ffn(4, 0, 2, None)
+            ask_ffn(asking, FFN, 2)
             np.testing.assert_array_equal(wires.partials[0, :2], expected)
         assert wires.replies[0, NUM_COMPUTED] == 30
 
@@ -173,7 +196,7 @@ def test_services_count_who_fires(tiny: Tiny) -> None:
             for sizes in (KERNEL_TOKENS + 8, 5):
                 engine.place(checkpoint.ids[:sizes].tolist(), range(sizes), [0] * sizes)
                 engine.run_layer(0, sizes)
-                engine._ask_ffn(5, 0, sizes, None)
+                ask_ffn(engine, COUNT_FFN, sizes)
             counts.append(system.services[0].fired_counts.copy())  # type: ignore[attr-defined]
     np.testing.assert_array_equal(counts[0], counts[1])
     assert counts[0].sum() > 0

@@ -27,6 +27,7 @@ PLACE_BYTES = 4096  # half a dozen neurons
 
 def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
     """An engine that brings neurons for all prompts, and a record of what it asks of services."""
+    system.ask_by_python()
     engine = system.engine("exact")
     asked: list[tuple[int, ...]] = []
     engine.neuron_upload_tokens = 1

@@ -86,6 +86,7 @@ def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> No
     checkpoint = tiny(variant)
     ids = checkpoint.ids.tolist()
     with InProcessSystem(checkpoint.path, 2, 2) as system:
+        system.ask_by_python()
         engine = system.engine("exact")
         for first, last in ((0, 34), (34, 39), (39, 40)):
             step, ask = range(first, last), system.exchange.ask
@@ -260,7 +261,7 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
     with InProcessSystem(checkpoint.path, 2, 2, first_number=last - 20) as system:
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
-        assert system.exchange._number < last - 20  # type: ignore[attr-defined]
+        assert system.exchange.next_number < last - 20
 
 
 def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:

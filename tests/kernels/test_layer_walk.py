@@ -1,0 +1,267 @@
+"""The driver's way through the layers, beside services whose answers are plain arithmetic."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from actors.protocol.arena import ArenaLayout
+from numba_kernels.decode.activations import Thresholds
+from numba_kernels.serve import layer_walk
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.layer_walk import LayerFacts, begin_walk, new_walk, walk_layers
+from numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    ATTENTION,
+    BUSY_NS,
+    DONE,
+    FAILED,
+    FFN,
+    LAYER,
+    NO_COUNTERS,
+    NO_DOORBELLS,
+    NUM_COMPUTED,
+    NUM_DONE,
+    NUM_IDS,
+    NUM_TOKENS,
+    NUM_UP,
+    NUMBER,
+    OPERATION,
+    STATUS,
+    STOP,
+    Wires,
+    ask_services,
+    await_all,
+    cell,
+    finish_request,
+    new_asking,
+    next_request,
+    threshold_words,
+    told_thresholds,
+)
+
+LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
+LONG = 120_000_000_000
+NUM_HOT = np.array([0, 4, 0])  # the GPU service holds neurons of layer 1
+THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
+
+
+def new_wires() -> Wires:
+    layout = ArenaLayout(SERVICES, TOKENS, WIDTH, 30, 4, 1, 1, 1)
+    return layout.wires(layout.new_arena())
+
+
+@dataclass
+class Model:
+    """Services that scale: layer l's attention by attention[l], service s's FFN by ffn[s, l]."""
+
+    norm: bool = False
+    wires: Wires = field(default_factory=new_wires)
+    asked: list[tuple[int, int, int]] = field(default_factory=list)  # service, operation, layer
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(3)
+        self.attention = random.standard_normal(LAYERS).astype(np.float32)
+        self.ffn = random.standard_normal((SERVICES, LAYERS)).astype(np.float32)
+        shape = (LAYERS, WIDTH if self.norm else 0)
+        self.norm_weight = random.standard_normal(shape).astype(np.float32)
+        self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
+        self.walk = new_walk()
+        self.facts = LayerFacts(
+            threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
+            np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
+        )  # fmt: skip
+
+    def begin(self, predicts: bool = False, own_ffn: bool = False) -> None:
+        self.wires.hidden[:] = self.first
+        begin_walk(self.walk, range(LAYERS), TOKENS, predicts, own_ffn)
+
+    def go_on(self, asking: np.ndarray) -> int:
+        return int(walk_layers(self.walk, asking, self.wires, self.facts))
+
+    def answer(self, service: int) -> None:
+        """What a service does, by its request words."""
+        wires, request, reply = (
+            self.wires,
+            self.wires.requests[service],
+            self.wires.replies[service],
+        )
+        operation, layer = int(request[OPERATION]), int(request[LAYER])
+        self.asked.append((service, operation, layer))
+        assert request[NUM_TOKENS] == TOKENS
+        assert told_thresholds(request) == THRESHOLDS[layer]
+        if operation == ATTENTION:
+            wires.mixed[:] = wires.hidden * self.attention[layer]
+            wires.ffn_input[:] = wires.mixed + 1
+        else:
+            wires.partials[service] = wires.ffn_input * self.ffn[service, layer]
+            reply[NUM_COMPUTED], reply[NUM_UP] = 10 + service, 20 + service
+        reply[BUSY_NS] = 1000 * (service + 1)
+
+    def answer_asked(self) -> None:
+        services = range(self.walk[layer_walk.FIRST], self.walk[layer_walk.END])
+        for service in services:
+            self.answer(service)
+        self.walk[layer_walk.ASK_WAITED_NS] += 5000
+
+    def expected(self) -> np.ndarray:
+        """The hidden states after all layers, in plain NumPy."""
+        hidden = self.first
+        for layer in range(LAYERS):
+            mixed = hidden * self.attention[layer]
+            ffn_input = mixed + np.float32(1)
+            first = 0 if NUM_HOT[layer] else 1
+            partials = [ffn_input * self.ffn[s, layer] for s in range(first, SERVICES)]
+            if self.norm:
+                total = sum(partials[1:], start=partials[0]).astype(np.float64)
+                scale = 1 / np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5)
+                normed = 0.5 * total * scale * self.norm_weight[layer]
+                hidden = (mixed + normed).astype(np.float32)
+            else:
+                hidden = sum(partials, start=mixed)
+        return hidden
+
+
+@contextmanager
+def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
+    """Threads that answer questions that come by doorbells."""
+    wires = model.wires
+
+    def serve(service: int) -> None:
+        seen = np.int32(0)
+        while True:
+            seen = np.int32(next_request(wires.cells, service, seen))
+            is_last = wires.requests[service, OPERATION] == STOP
+            if not is_last:
+                answer(service)
+            finish_request(wires.cells, wires.replies, NO_COUNTERS, service, seen, 1, 0)
+            if is_last:
+                return
+
+    running = [threading.Thread(target=serve, args=(s,), daemon=True) for s in range(SERVICES)]
+    for thread in running:
+        thread.start()
+    yield
+    wires.requests[:, OPERATION] = STOP
+    assert ask_services(new_asking(2**30, LONG), wires.cells, wires.replies, np.arange(SERVICES))
+    for thread in running:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in running)
+
+
+LAYER_1 = [(0, ATTENTION, 1), (0, FFN, 1), (1, FFN, 1), (2, FFN, 1)]  # which has hot neurons
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_python_is_told_whom_to_ask(norm: bool) -> None:
+    model = Model(norm)
+    model.begin()
+    while reason := model.go_on(NO_DOORBELLS):
+        assert reason == layer_walk.ASK
+        model.answer_asked()
+    rtol = 1e-5 if norm else 0
+    np.testing.assert_allclose(model.wires.hidden, model.expected(), rtol)
+    plain = [[(0, ATTENTION, at), (1, FFN, at), (2, FFN, at)] for at in (0, 2)]
+    assert model.asked == [*plain[0], *LAYER_1, *plain[1]]
+    walk = model.walk
+    assert walk[layer_walk.ATTENTION_BUSY_NS] == LAYERS * 1000
+    assert walk[layer_walk.FFN_BUSY_NS] == LAYERS * 3000
+    assert walk[layer_walk.ATTENTION_WAITED_NS] == walk[layer_walk.FFN_WAITED_NS] == 15000
+    assert walk[layer_walk.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    assert walk[layer_walk.SUM_UPS] == LAYERS * (21 + 22) + 20
+    assert walk[layer_walk.SUM_GATES] == LAYERS * 30
+
+
+@pytest.mark.parametrize("patience_ns", [LONG, 0])
+def test_by_doorbells_the_same(patience_ns: int) -> None:
+    """Without patience the walk comes back while services still work, and goes on later."""
+    model, lock = Model(), threading.Lock()
+    cells, asking = model.wires.cells, new_asking(2**31 - 4, patience_ns)
+
+    def answer(service: int) -> None:
+        with lock:
+            model.answer(service)
+
+    with serving(model, answer):
+        model.begin()
+        while reason := model.go_on(asking):
+            assert reason == layer_walk.RESUME and not patience_ns
+            services = np.arange(model.walk[layer_walk.FIRST], model.walk[layer_walk.END])
+            assert asking[NUM_DONE] < services.size
+            await_all(cells, services, asking[NUM_DONE], asking[NUMBER], LONG)
+    np.testing.assert_array_equal(model.wires.hidden, model.expected())
+    assert model.walk[layer_walk.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    assert sorted(model.asked[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
+    assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
+
+
+def test_a_service_that_failed_is_told_at_once() -> None:
+    model = Model()
+
+    def answer(service: int) -> None:
+        model.answer(service)
+        if model.asked[-1] == (2, FFN, 1):
+            model.wires.replies[service, STATUS] = FAILED
+
+    with serving(model, answer):
+        model.begin()
+        asking = new_asking(2, LONG)
+        assert model.go_on(asking) == layer_walk.RESUME
+        assert asking[NUM_DONE] == SERVICES
+        assert model.walk[layer_walk.AT_LAYER] == 1
+        model.wires.replies[:, STATUS] = 0
+        assert model.go_on(asking) == layer_walk.DONE
+    np.testing.assert_array_equal(model.wires.hidden, model.expected())
+
+
+def test_a_predictor_is_asked_before_and_after_attention() -> None:
+    model, reasons = Model(), []
+    model.begin(predicts=True)
+    while reason := model.go_on(NO_DOORBELLS):
+        reasons.append(reason)
+        if reason == layer_walk.ASK:
+            model.answer_asked()
+        elif reason == layer_walk.CHOOSE:
+            requests = model.wires.requests[1:]
+            assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
+            if model.walk[layer_walk.AT_LAYER]:
+                requests[:, NUM_IDS] = 5, 6
+    layer = [layer_walk.ANNOUNCE, layer_walk.ASK, layer_walk.CHOOSE, layer_walk.ASK]
+    assert reasons == layer * LAYERS
+    assert model.walk[layer_walk.SUM_GATES] == 30 + (4 + 11) + 11
+
+
+def test_python_may_compute_the_ffn() -> None:
+    """Then it may say whose partial outputs are the sum, and counts by itself."""
+    model, num_layers = Model(), 0
+    model.begin(own_ffn=True)
+    while reason := model.go_on(NO_DOORBELLS):
+        if reason == layer_walk.ASK:
+            assert model.walk[layer_walk.END] == 1
+            model.answer_asked()
+            continue
+        assert reason == layer_walk.COMPUTE
+        num_layers += 1
+        model.walk[layer_walk.FIRST], model.walk[layer_walk.END] = 0, 1
+        model.wires.partials[0], model.wires.partials[1:] = 2, np.nan
+        before = model.wires.mixed + np.float32(2)
+    assert num_layers == LAYERS
+    np.testing.assert_array_equal(model.wires.hidden, before)
+    assert not model.walk[layer_walk.FFN_WAITED_NS] and not model.walk[layer_walk.SUM_GATES]
+
+
+@pytest.mark.parametrize("name", ["ffn_input", "partials"])
+def test_what_is_not_finite_stops_the_walk(name: str) -> None:
+    model = Model()
+    model.begin()
+    while (reason := model.go_on(NO_DOORBELLS)) == layer_walk.ASK:
+        model.answer_asked()
+        if model.asked[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
+            getattr(model.wires, name)[..., 1, 7] = np.nan
+    assert reason == layer_walk.NOT_FINITE
+    assert model.walk[layer_walk.AT_LAYER] == 1
