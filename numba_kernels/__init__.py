@@ -13,6 +13,7 @@ Compiled kernels are kept on disk as `kernel_cache` says.
 
 import numba
 
+from numba_kernels.called_kernels import compile_called_kernels
 from numba_kernels.kernel_cache import share_compilers
 
 numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
@@ -25,4 +26,5 @@ numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
         "ZipCacheLocator",
     ]
 )
+compile_called_kernels()
 share_compilers()

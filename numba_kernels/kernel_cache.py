@@ -6,16 +6,18 @@ the same sources under another path, which would compile everything again. So co
 this package are in one folder named after a hash of all its sources, wherever they stand.
 
 The services of a system start at the same time and need the same kernels. One process compiles a
-function, and the others wait for what it writes: it takes half of the time, and Numba's index of a
-function's kernels, which it reads, changes and writes again, is changed by one process at a time.
+function for given types, and the others wait for what it writes: it takes half of the time.
+Meanwhile others compile it for other types. Numba's index of a function's kernels, which it reads,
+changes and writes again, is changed by one process at a time.
 """
 
 import fcntl
 import functools
 import gc
 import hashlib
+import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import numba.core.dispatcher
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
+from numba_kernels.called_kernels import is_called
 from numba_kernels.own_cache import cache_home, own_folder
 
 _ROOM = "numba"
@@ -69,26 +72,47 @@ def _cache_of(py_func: Any) -> Any:
 
 
 class OneCompilerCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of a function, which at most one process at a time adds to."""
+    """Numba's cache of a function, to which at most one process at a time adds some types."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """See numba.core.caching; what is not there is nobody else's to compile from now on."""
         found = super().load_overload(sig, target_context)
-        if found is None and isinstance(self._impl.locator, SourceHashLocator) and _locks:
-            _locks[-1].enter_context(_locked(Path(self._cache_path) / self._impl.filename_base))
+        if found is None and self._is_shared and _locks:
+            _locks[-1].enter_context(_locked(self._file(_digest_of(sig))))
             found = super().load_overload(sig, target_context)
         return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """See numba.core.caching."""
+        with _locked(self._file("index")) if self._is_shared else nullcontext():
+            super().save_overload(sig, data)
+
+    @property
+    def _is_shared(self) -> bool:
+        return isinstance(self._impl.locator, SourceHashLocator)
+
+    def _file(self, name: str) -> Path:
+        return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), is_called())
 
 
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
 
 
+def _digest_of(sig: Any) -> str:
+    """The same for the same types, and a caller's or Python's variant, in every process."""
+    types = re.sub(" at 0x[0-9a-f]+", "", str(sig))
+    return hashlib.sha256(f"{is_called()} {types}".encode()).hexdigest()[:16]
+
+
 @contextmanager
-def _locked(function: Path) -> Iterator[None]:
-    """Hold a function's lock; without one where the file system has none."""
+def _locked(what: Path) -> Iterator[None]:
+    """Hold a lock; without one where the file system has none."""
     with ExitStack() as opened:
         with suppress(OSError):
-            file = opened.enter_context(function.with_name(f"{function.name}.lock").open("w"))
+            file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -106,7 +130,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def share_compilers() -> None:
-    """Let every function that Numba compiles from now on hold its lock until it is written."""
+    """Let every function that Numba compiles from now on hold its locks until it is written."""
     compile_function = numba.core.dispatcher.Dispatcher.compile
 
     def compile_alone(self: Any, sig: Any) -> Any:

@@ -122,6 +122,46 @@ def test_a_kernel_is_compiled_by_one_process_of_many(tmp_path: Path) -> None:
     assert [sum(each) for each in zip(*found, strict=True)] == [4, 2]
 
 
+def started(code: str, folder: Path) -> subprocess.Popen[str]:
+    """Python with an empty cache in `folder`, which runs `code`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(PACKAGE.parent)},
+    )  # fmt: skip
+
+
+def test_nobody_waits_for_other_types(tmp_path: Path) -> None:
+    """One process stops while it compiles for float16; another compiles for bfloat16 meanwhile."""
+    code = """
+import sys
+import numpy as np
+from numba.core import event
+from numba_kernels.load import convert
+class Stop(event.Listener):
+    def on_start(self, _):
+        event.unregister("numba:compile", self)
+        print("begun", flush=True)
+        sys.stdin.readline()
+    def on_end(self, _):
+        pass
+if STOPS:
+    event.register("numba:compile", Stop())
+convert.widen_kernel(np.zeros((2, 2), np.{}), np.zeros((2, 2), np.float32), 0, 2)
+print(sum(convert.widen_kernel.stats.cache_misses.values()), flush=True)
+"""
+    with started("STOPS = True" + code.format("uint16"), tmp_path) as first:
+        assert first.stdout is not None and first.stdout.readline() == "begun\n"
+        with started("STOPS = False" + code.format("int16"), tmp_path) as other:
+            try:
+                assert other.communicate(timeout=100)[0] == "1\n"
+            finally:
+                other.kill()
+        assert first.communicate("\n")[0] == "1\n"
+    for dtype in ("uint16", "int16"):
+        with started("STOPS = False" + code.format(dtype), tmp_path) as again:
+            assert again.communicate()[0] == "0\n"
+
+
 def test_a_function_that_cannot_be_compiled_locks_nobody_out(tmp_path: Path) -> None:
     code = """
 from numba.core.errors import TypingError

@@ -58,9 +58,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "client": {"system", "exchange", "protocol"},
     },
     "numba_kernels": {
-        "": {"kernel_cache"},
+        "": {"called_kernels", "kernel_cache"},
+        "called_kernels": set(),
         "formats": set(),
-        "kernel_cache": {"own_cache"},
+        "kernel_cache": {"called_kernels", "own_cache"},
         "own_cache": set(),
         "checks": {"formats"},
         "ir": {"formats"},

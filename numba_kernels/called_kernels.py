@@ -1,0 +1,133 @@
+"""Kernels that other kernels call are compiled as far as their callers need them.
+
+Numba makes a whole program of every function: optimized machine code, with an entry for Python and
+one for C. A caller uses none of these: it links the function's LLVM code, optimizes it together
+with its own, and compiles it again. So of a function that a kernel calls nothing but its LLVM code
+is made, and kept on disk. For Python the same function is compiled to the end, as another kernel.
+
+A kernel is always made of such code, so its bits do not depend on what was compiled before it.
+This leans on parts of Numba that are its own; a later Numba than those tried compiles as it does.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher, _FunctionCompiler
+from numba.core.registry import cpu_target
+from numba.core.sigutils import normalize_signature
+
+_NEWEST_NUMBA = (0, 68)
+_CALLED = "called"  # how LLVM code is kept, beside Numba's own "object" and "bitcode"
+_ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
+_being_compiled: list[Dispatcher] = []  # each for the one before it
+_waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
+
+
+def is_called() -> bool:
+    """Whether what is compiled now is for a function that calls it, not for Python."""
+    return len(_being_compiled) > 1
+
+
+class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """A function's code. Without an entry it becomes machine code when its address is wanted."""
+
+    _is_called = False
+
+    def _optimize_final_module(self) -> None:
+        self._is_called = not any(_is_own_entry(each) for each in self._final_module.functions)
+        if not self._is_called:
+            super()._optimize_final_module()
+
+    def _finalize_final_module(self) -> None:
+        if not self._is_called:
+            super()._finalize_final_module()
+            _set_waiting(self._codegen)
+            return
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """See numba.core.codegen."""
+        self._ensure_finalized()
+        if self._is_called and name in {each.name for each in self.get_defined_functions()}:
+            self._get_module_for_linking()  # is a copy, which stays as it is
+            self._is_called = False
+            super()._optimize_final_module()
+            self._finalize_final_module()
+        return int(super().get_pointer_to_function(name))
+
+    def serialize_using_object_code(self) -> tuple[Any, ...]:
+        """See numba.core.codegen."""
+        if not self._is_called:
+            return tuple(super().serialize_using_object_code())
+        return self.name, _CALLED, self._get_module_for_linking().as_bitcode()
+
+    @classmethod
+    def _unserialize(cls, codegen: Any, state: tuple[Any, ...]) -> Any:
+        name, kind, data = state
+        if kind != _CALLED:
+            return super()._unserialize(codegen, state)
+        self = codegen.create_library(name)
+        self._final_module = self._shared_module = llvm.parse_bitcode(data)
+        self._is_called = self._finalized = self._disable_inspection = True
+        return self
+
+
+def _is_own_entry(function: Any) -> bool:
+    """Whether it is an entry for Python of the library itself, not of one that was linked."""
+    is_external = function.linkage == llvm.Linkage.external
+    return is_external and not function.is_declaration and function.name.startswith(_ENTRY)
+
+
+def _set_waiting(codegen: Any) -> None:
+    for name in [name for name in _waiting if codegen._engine.is_symbol_defined(name)]:
+        type(codegen).set_env(codegen, name, _waiting.pop(name))
+
+
+def compile_called_kernels() -> None:
+    """Let Numba compile so from now on."""
+    if numba.version_info.short > _NEWEST_NUMBA:
+        return
+    codegen = cpu_target.target_context.codegen()
+    compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
+    customize_flags = _FunctionCompiler._customize_flags
+
+    def compile_variant(self: Any, sig: Any) -> Any:
+        """Compile for Python or for a caller; each has what was compiled for it."""
+        args = tuple(normalize_signature(sig)[0])
+        with global_compiler_lock:
+            _being_compiled.append(self)
+            try:
+                known, key = self.__dict__.setdefault("variants", {}), (args, is_called())
+                if key not in known:
+                    self.overloads.pop(args, None)
+                    compile_function(self, sig)
+                    known[key] = self.overloads[args]
+            finally:
+                _being_compiled.pop()
+            self.overloads[args] = known[key]  # which callers ask for what they call
+            return known[key].entry_point
+
+    def without_entries(self: Any, flags: Any) -> Any:
+        flags = customize_flags(self, flags)
+        flags.no_cfunc_wrapper = True  # nobody calls them through an address
+        flags.no_cpython_wrapper = flags.no_cpython_wrapper or is_called()
+        return flags
+
+    def keep(self: Any, compiled: Any) -> None:
+        if is_called():
+            self.overloads[tuple(compiled.signature.args)] = compiled
+        else:
+            add_overload(self, compiled)
+
+    def set_env(name: str, environment: Any) -> None:
+        _waiting[name] = environment
+        _set_waiting(codegen)
+
+    Dispatcher.compile, Dispatcher.add_overload = compile_variant, keep
+    _FunctionCompiler._customize_flags = without_entries
+    codegen._library_class, codegen.set_env = KernelLibrary, set_env

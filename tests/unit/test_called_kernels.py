@@ -1,0 +1,116 @@
+"""Kernels that kernels call are LLVM code for their callers, and whole programs for Python."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import njit
+
+from numba_kernels import called_kernels, kernel_cache
+from numba_kernels.called_kernels import KernelLibrary
+
+PACKAGE = Path(kernel_cache.__file__).parent
+
+
+@njit
+def half(x):
+    if x < 0:
+        raise ValueError("less than nothing", x)
+    return x / 2
+
+
+@njit
+def quarter(x):
+    return half(half(x))
+
+
+def test_python_may_call_what_kernels_called_before() -> None:
+    assert quarter(8.0) == 2.0
+    assert half(8.0) == 4.0
+    assert quarter(8.0) == 2.0
+
+
+def test_kernels_may_call_what_python_called_before() -> None:
+    assert half(8) == 4.0
+    assert quarter(8) == 2.0
+    assert half(8) == 4.0
+
+
+@pytest.mark.parametrize("function", [quarter, half])
+def test_errors_of_called_kernels_are_raised(function) -> None:
+    with pytest.raises(ValueError, match="less than nothing"):
+        function(-1.0)
+
+
+def test_called_kernels_have_no_machine_code() -> None:
+    assert quarter(np.float32(8)) == 2.0
+    (called,) = {library for library, is_called in variants(half) if is_called}
+    (whole,) = {library for library, is_called in variants(quarter) if not is_called}
+    assert isinstance(called, KernelLibrary) and isinstance(whole, KernelLibrary)
+    assert called.serialize_using_object_code()[1] == "called"
+    assert whole.serialize_using_object_code()[1] == "object"
+
+
+def variants(function) -> list[tuple[object, bool]]:
+    """Libraries of what was compiled from float32, and whether it was for a caller."""
+    found = function.variants.items()
+    return [(each.library, key[1]) for key, each in found if str(key[0]) == "(float32,)"]
+
+
+def test_an_address_makes_machine_code() -> None:
+    """Numba asks for some functions by their address, such as what it counts references with."""
+    half(np.int8(8))
+    quarter(np.int8(8))
+    found = {key: each for key, each in half.variants.items() if key[1]}
+    compiled = next(each for key, each in found.items() if str(key[0]) == "(int8,)")
+    name, library = compiled.fndesc.mangled_name, compiled.library
+    assert library.get_pointer_to_function("no such function") == 0
+    assert library.get_pointer_to_function(name) != 0
+    assert library.serialize_using_object_code()[1] == "object"
+    assert quarter(np.int8(8)) == 2.0
+
+
+# Prints what two kernels answer, one of which the other calls, asked in the order that is given.
+ASKING = """
+import sys
+import numpy as np
+from numba_kernels.decode import rows
+rng = np.random.default_rng(0)
+weights, x = rng.random((8, 96), np.float32), rng.random((3, 96), np.float32)
+def many():
+    return rows.rows_times_vectors(weights, x)
+def tiles():
+    out = np.zeros((3, 8), np.float32)
+    rows.block_products(weights, x, out, 0, 8, 0, 8)
+    return out
+for name in sys.argv[1:]:
+    print(name, globals()[name]().tobytes().hex())
+"""
+
+
+def asked(cache: Path, *names: str) -> list[str]:
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", ASKING, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return sorted(done.stdout.splitlines())
+
+
+def test_bits_do_not_depend_on_the_order_of_compiling(tmp_path: Path) -> None:
+    names = ("many", "tiles")
+    orders = itertools.permutations(names)
+    answers = [asked(tmp_path / str(n), *order) for n, order in enumerate(orders)]
+    kept = [asked(tmp_path / "0", *names), asked(tmp_path / "1", *names)]
+    assert all(answer == answers[0] for answer in answers + kept)
+
+
+def test_a_later_numba_compiles_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(called_kernels, "_NEWEST_NUMBA", (0, 1))
+    before = called_kernels.Dispatcher.compile
+    called_kernels.compile_called_kernels()
+    assert called_kernels.Dispatcher.compile is before
