@@ -308,6 +308,12 @@ _ACTORS = [
         "and num_tokens >= MATRIX_TOKENS:", "and num_tokens > MATRIX_TOKENS:",
         ("test_chunks_depend_on_the_length_alone",),
     ),
+    Fault(
+        "later-trial-wins",
+        "actors", "kept_trial", _UPDATE,
+        "return replace(first, is_kept=first.tokens_per_s != tried.tokens_per_s)", "return tried",
+        ("test_of_two_that_try_at_the_same_time_both_take_the_first_ones",),
+    ),
 ]  # fmt: skip
 
 _NUMBA_KERNELS = [
@@ -490,6 +496,19 @@ _NUMBA_KERNELS = [
         "length, pages = wires.positions[t] + 1, wires",
         "length, pages = max(1, wires.positions[t]), wires",
         ("test_in_process::test_only_the_logits_asked_for",),
+    ),
+    Fault(
+        "all-types-under-one-lock",
+        "numba_kernels", "kernel_cache", _LOCK,
+        "_locked(self._file(_digest_of(sig)))", '_locked(self._file("all"))',
+        ("test_nobody_waits_for_other_types",),
+    ),
+    Fault(
+        "called-kernels-for-python",
+        "numba_kernels", "called_kernels", _INDEX,
+        "known, key = self.__dict__.setdefault(\"variants\", {}), (args, is_called())",
+        "known, key = self.__dict__.setdefault(\"variants\", {}), (args, False)",
+        ("test_called_kernels_have_no_machine_code",),
     ),
 ]  # fmt: skip
 

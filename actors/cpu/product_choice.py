@@ -25,6 +25,7 @@ import torch
 
 from actors.cpu.pair_products import PairProducts, WordProducts
 from actors.protocol.step_sizes import ProductChoice
+from model.files.whole_file import write_first
 from numba_kernels.decode.rows import rows_times_vectors
 from numba_kernels.formats import Q8, row_items
 from numba_kernels.ir.bfloat16_ir import has_pair_products
@@ -69,14 +70,10 @@ def _choose() -> ProductChoice:
 
 def _keep(path: Path, choice: ProductChoice) -> None:
     """Write the choice, whole, unless somebody has kept one that can be read."""
-    own = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         if _read(path) is None:
             path.unlink(missing_ok=True)
-        own.write_text(json.dumps(choice._asdict()))
-        with suppress(FileExistsError):
-            os.link(own, path)
-        own.unlink()
+        write_first(path, json.dumps(choice._asdict()).encode())
 
 
 def _kept_path() -> Path:

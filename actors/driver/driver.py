@@ -38,10 +38,12 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
+from actors.setup.auto_mode import trial_key
 from actors.setup.hot_neurons import hot_counts
 from actors.setup.preflight import default_mode
 from actors.setup.shards import num_kv_pages
 from actors.setup.threshold_mode import system_thresholds
+from actors.telemetry.kept_trial import kept_trial
 from actors.telemetry.mode_trial import ModeTrial, compare_modes
 from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
 from model.config.build import read_config
@@ -236,6 +238,7 @@ class Driver:
     def settle_mode(self) -> ModeTrial:
         """Compare the predicted mode with the model's default, and go on in the faster one.
 
+        What was found for such a system on this machine is kept, and found again.
         Errors:  RequestError, ServiceError
         """
         engine = self.engine
@@ -244,7 +247,12 @@ class Driver:
         first_id = self.generator.prompts.opening_id or 0
 
         def settle() -> ModeTrial:
-            trial = compare_modes(engine, other, first_id, self.generator.context_length)
+            length = self.generator.context_length
+            trial = kept_trial(
+                (engine.mode, mode),
+                trial_key(self._system),
+                lambda: compare_modes(engine, other, first_id, length),
+            )
             predictor = engine.predictor
             if trial.fastest == mode and predictor is not None:
                 engine.mode, engine.predictor = mode, None

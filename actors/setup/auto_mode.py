@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from actors.protocol.messages import PREDICTED_MODES
+import llvmlite.binding
+
+from actors.protocol.messages import PREDICTED_MODES, SystemConfig
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
+from numba_kernels.kernel_cache import cache_folder
 from placement.solver.cost import RowBytes
 from predictors.predictor_file import Predictors, predictors_path, read_predictors
 
 AUTO_RECALL = 0.99  # that they were made for
+_INSTRUCTIONS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+_FILES = ("predictors_path", "plan_path")
 
 
 def auto_mode(path: Path, config: ModelConfig, weight_dtype: str) -> str | None:
@@ -42,3 +50,22 @@ def _gate_bytes(predictors: Predictors, config: ModelConfig) -> float:
     if predictors.qualities is None:
         return float(config.num_layers * layer)
     return sum(quality.computed * layer for quality in predictors.qualities)
+
+
+def trial_key(system: SystemConfig) -> dict[str, Any]:
+    """All that the speed of a system's modes depends on, as JSON has it: options, files, processor.
+
+    Files are told by what they are, not by where they lie.
+    Errors:  CheckpointError, ConfigError; OSError for a file that is gone
+    """
+    key = asdict(system) | {
+        "model_path": ModelIdentity.of(system.model_path).digest,
+        "kernels": cache_folder().name,
+        "cpu": llvmlite.binding.get_host_cpu_name(),
+        "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],
+    }
+    for name in _FILES:
+        if key[name]:
+            found = Path(key[name]).stat()
+            key[name] = [found.st_size, found.st_mtime_ns]
+    return key

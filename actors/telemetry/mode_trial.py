@@ -28,9 +28,14 @@ class Stepping(Protocol):
 
 @dataclass(frozen=True)
 class ModeTrial:
-    """Tokens a second of each mode."""
+    """Tokens a second of each mode.
+
+    `path`: the file that keeps them for later starts, "" for none; `is_kept`: it is from there.
+    """
 
     tokens_per_s: dict[str, float]
+    path: str = ""
+    is_kept: bool = False
 
     @property
     def fastest(self) -> str:
@@ -41,7 +46,11 @@ class ModeTrial:
     def line(self) -> str:
         """For people."""
         speeds = [f"{mode} {speed:.1f}" for mode, speed in self.tokens_per_s.items()]
-        return f"mode {self.fastest}: of {' and '.join(speeds)} tokens/s, in turn, the faster"
+        found = f"mode {self.fastest}: of {' and '.join(speeds)} tokens/s, in turn, the faster"
+        if not self.path:
+            return found
+        when = ", as an earlier start found" if self.is_kept else ", now and at later starts"
+        return f"{found}{when}; remove {self.path} to measure again"
 
 
 def compare_modes(

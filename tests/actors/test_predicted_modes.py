@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS
-from actors.telemetry.mode_trial import ModeTrial, compare_modes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.sampling import SamplingParams
 from numba_kernels.serve.mailbox import NUM_IDS
-from predictors.fit_lowrank import fit_lowrank
-from predictors.fit_sign import fit_sign
-from predictors.layer_data import LayerData
 from predictors.predictor import NeuronPredictor
-from predictors.predictor_file import AnyLayer, Predictors, write_predictors
-from predictors.quality import Quality
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
-from tests.tiny_models import VOCAB_SIZE
+from tests.conftest import TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
@@ -280,131 +265,3 @@ def ffn_inputs(checkpoint: TinyCheckpoint, input_name: str) -> list[np.ndarray]:
     with torch.no_grad():
         model(torch.from_numpy(checkpoint.ids)[None])
     return found
-
-
-@pytest.fixture(scope="module")
-def fitted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of predictors of llama-relu, fitted to what goes into its FFNs on random tokens."""
-    path, folder = tiny("llama-relu").path, tmp_path_factory.mktemp("predictors")
-    config, identity = read_config(path), ModelIdentity.of(path)
-    checkpoint = TinyCheckpoint(path)
-    parts: list[list[np.ndarray]] = []
-    for seed in range(8):
-        checkpoint.__dict__["ids"] = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 120)
-        parts.append(ffn_inputs(checkpoint, "ffn_input"))
-    inputs = [np.concatenate(layer).astype(np.float16) for layer in zip(*parts, strict=True)]
-    files = {}
-    fits: dict[str, Callable[[LayerData, float], tuple[AnyLayer, Quality]]] = {
-        "sign": fit_sign, "lowrank": fit_lowrank,
-    }  # fmt: skip
-    for kind, fit in fits.items():
-        layers = [
-            fit(LayerData.load(Checkpoint(path), config, i, x.view(np.uint16)), 0.97)[0]
-            for i, x in enumerate(inputs)
-        ]
-        files[kind] = folder / kind
-        write_predictors(files[kind], identity, Predictors(layers, "ffn_input"))
-    return files
-
-
-@pytest.mark.parametrize("kind", ["sign", "lowrank"])
-def test_fitted_predictors_through_the_driver(
-    tiny: Tiny, fitted: dict[str, Path], kind: str
-) -> None:
-    """A recall of 0.97 keeps near the dense model, with fewer neurons' gates than all."""
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, 2, 2) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
-        settings = SystemConfig(
-            str(checkpoint.path), kind, context_length=120, kv_dtype="float32",
-            predictors_path=str(fitted[kind]),
-        )  # fmt: skip
-        driver = Driver(settings, system.exchange, shards)
-        scores = driver.score_window(checkpoint.ids.tolist(), 8, True)
-        counts = scores.counts
-        assert scores.predicts and counts is not None and scores.kld is not None
-        recall = counts.num_fired_listed.sum() / counts.num_fired.sum()
-        precision = counts.num_fired_listed.sum() / counts.num_listed.sum()
-        everyone = counts.num_tokens * system.config.num_layers * system.config.ffn_size
-        assert recall > 0.93
-        assert precision > counts.num_fired.sum() / everyone + 0.05
-        assert counts.num_listed.sum() < 0.95 * everyone
-        assert scores.kld.mean() < 0.05
-        sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
-        *_, last = driver.generate(request)
-        assert last.result is not None and len(last.result.ids) == GREEDY_TOKENS
-        assert 0 < last.result.neurons_computed < last.result.gates_computed < 0.95
-        driver.close()
-
-
-def test_the_faster_mode_is_taken(
-    tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("actors.telemetry.mode_trial._SECONDS", 0.0)
-    request = GenerateRequest(
-        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
-        prompt_ids=checkpoint.ids[:10].tolist(),
-    )
-    with InProcessSystem(checkpoint.path) as system:
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
-        settings = SystemConfig(
-            str(checkpoint.path), "sign", context_length=120, kv_dtype="float32",
-            predictors_path=str(fitted["sign"]), auto_mode=True,
-        )  # fmt: skip
-        plain = Driver(replace(settings, mode="exact"), system.exchange, shards)
-        *_, expected = plain.generate(request)
-        plain.close()
-        for faster in ("sign", "exact"):
-            speeds = {"sign": 2.0, "exact": 1.0 if faster == "sign" else 3.0}
-
-            def trial(*given: Any, speeds: dict[str, float] = speeds) -> ModeTrial:
-                found = compare_modes(*given)
-                assert list(found.tokens_per_s) == ["sign", "exact"]
-                assert min(found.tokens_per_s.values()) > 0
-                assert found.fastest in found.line
-                return ModeTrial(speeds)
-
-            monkeypatch.setattr("actors.driver.driver.compare_modes", trial)
-            driver = Driver(settings, system.exchange, shards)
-            assert driver.settle_mode().fastest == faster
-            *_, last = driver.generate(request)
-            assert driver.telemetry().mode == faster
-            assert last.result is not None and expected.result is not None
-            assert (last.result.gates_computed < 1) == (faster == "sign")
-            if faster == "exact":
-                assert last.result.ids == expected.result.ids
-            driver.close()
-
-
-def test_what_was_chosen_is_said_and_kept() -> None:
-    from actors.processes.system_services import SystemServices
-
-    class Chooser:
-        """A driver that finds exact faster."""
-
-        def settle_mode(self) -> ModeTrial:
-            return ModeTrial({"sign": 5.0, "exact": 6.25})
-
-    for tried, mode, said in (
-        ("sign", "exact", "mode exact: of sign 5.0 and exact 6.2 tokens/s"),
-        ("exact", "exact", "mode exact: no predictors made for a recall of 0.99"),
-    ):
-        services: Any = object.__new__(SystemServices)
-        services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
-        services.notes = ("before",)
-        services._settle_mode(Chooser())
-        assert services.system.mode == mode
-        assert services.notes[0] == "before" and services.notes[1].startswith(said)
-
-
-def test_the_driver_refuses_predictors_of_another_model(
-    tiny: Tiny, fitted: dict[str, Path]
-) -> None:
-    other = tiny("llama-gqa").path
-    with InProcessSystem(other) as system:
-        settings = SystemConfig(str(other), "sign", predictors_path=str(fitted["sign"]))
-        shards = [[ids] * system.config.num_layers for ids in system.shards()]
-        with pytest.raises(ArtifactError, match="belongs to the model"):
-            Driver(settings, system.exchange, shards)

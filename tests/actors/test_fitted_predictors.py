@@ -1,0 +1,265 @@
+"""Predictors that were fitted, through a driver; and `--mode auto`, which may take another mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.driver.driver import Driver
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.setup.auto_mode import trial_key
+from actors.telemetry.kept_trial import kept_trial
+from actors.telemetry.mode_trial import ModeTrial, compare_modes
+from model.config.build import read_config
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.sampling import SamplingParams
+from predictors.fit_lowrank import fit_lowrank
+from predictors.fit_sign import fit_sign
+from predictors.layer_data import LayerData
+from predictors.predictor_file import AnyLayer, Predictors, write_predictors
+from predictors.quality import Quality
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_predicted_modes import ffn_inputs
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+Tiny = Callable[..., TinyCheckpoint]
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of predictors of llama-relu, fitted to what goes into its FFNs on random tokens."""
+    path, folder = tiny("llama-relu").path, tmp_path_factory.mktemp("predictors")
+    config, identity = read_config(path), ModelIdentity.of(path)
+    checkpoint = TinyCheckpoint(path)
+    parts: list[list[np.ndarray]] = []
+    for seed in range(8):
+        checkpoint.__dict__["ids"] = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 120)
+        parts.append(ffn_inputs(checkpoint, "ffn_input"))
+    inputs = [np.concatenate(layer).astype(np.float16) for layer in zip(*parts, strict=True)]
+    files = {}
+    fits: dict[str, Callable[[LayerData, float], tuple[AnyLayer, Quality]]] = {
+        "sign": fit_sign, "lowrank": fit_lowrank,
+    }  # fmt: skip
+    for kind, fit in fits.items():
+        layers = [
+            fit(LayerData.load(Checkpoint(path), config, i, x.view(np.uint16)), 0.97)[0]
+            for i, x in enumerate(inputs)
+        ]
+        files[kind] = folder / kind
+        write_predictors(files[kind], identity, Predictors(layers, "ffn_input"))
+    return files
+
+
+@pytest.mark.parametrize("kind", ["sign", "lowrank"])
+def test_fitted_predictors_through_the_driver(
+    tiny: Tiny, fitted: dict[str, Path], kind: str
+) -> None:
+    """A recall of 0.97 keeps near the dense model, with fewer neurons' gates than all."""
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 2) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        settings = SystemConfig(
+            str(checkpoint.path), kind, context_length=120, kv_dtype="float32",
+            predictors_path=str(fitted[kind]),
+        )  # fmt: skip
+        driver = Driver(settings, system.exchange, shards)
+        scores = driver.score_window(checkpoint.ids.tolist(), 8, True)
+        counts = scores.counts
+        assert scores.predicts and counts is not None and scores.kld is not None
+        recall = counts.num_fired_listed.sum() / counts.num_fired.sum()
+        precision = counts.num_fired_listed.sum() / counts.num_listed.sum()
+        everyone = counts.num_tokens * system.config.num_layers * system.config.ffn_size
+        assert recall > 0.93
+        assert precision > counts.num_fired.sum() / everyone + 0.05
+        assert counts.num_listed.sum() < 0.95 * everyone
+        assert scores.kld.mean() < 0.05
+        sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+        *_, last = driver.generate(request)
+        assert last.result is not None and len(last.result.ids) == GREEDY_TOKENS
+        assert 0 < last.result.neurons_computed < last.result.gates_computed < 0.95
+        driver.close()
+
+
+def test_the_faster_mode_is_taken(
+    tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny("llama-relu")
+    monkeypatch.setattr("actors.telemetry.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("actors.driver.driver.kept_trial", lambda modes, key, found: found())
+    request = GenerateRequest(
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+        prompt_ids=checkpoint.ids[:10].tolist(),
+    )
+    with InProcessSystem(checkpoint.path) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        settings = SystemConfig(
+            str(checkpoint.path), "sign", context_length=120, kv_dtype="float32",
+            predictors_path=str(fitted["sign"]), auto_mode=True,
+        )  # fmt: skip
+        plain = Driver(replace(settings, mode="exact"), system.exchange, shards)
+        *_, expected = plain.generate(request)
+        plain.close()
+        for faster in ("sign", "exact"):
+            speeds = {"sign": 2.0, "exact": 1.0 if faster == "sign" else 3.0}
+
+            def trial(*given: Any, speeds: dict[str, float] = speeds) -> ModeTrial:
+                found = compare_modes(*given)
+                assert list(found.tokens_per_s) == ["sign", "exact"]
+                assert min(found.tokens_per_s.values()) > 0
+                assert found.fastest in found.line
+                return ModeTrial(speeds)
+
+            monkeypatch.setattr("actors.driver.driver.compare_modes", trial)
+            driver = Driver(settings, system.exchange, shards)
+            assert driver.settle_mode().fastest == faster
+            *_, last = driver.generate(request)
+            assert driver.telemetry().mode == faster
+            assert last.result is not None and expected.result is not None
+            assert (last.result.gates_computed < 1) == (faster == "sign")
+            if faster == "exact":
+                assert last.result.ids == expected.result.ids
+            driver.close()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where trials are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hotcold" / "modes"
+
+
+MODES = ("sign", "exact")
+
+
+def found_now(sign: float, exact: float) -> Callable[[], ModeTrial]:
+    return lambda: ModeTrial({"sign": sign, "exact": exact})
+
+
+def test_later_starts_take_what_the_first_found(own_cache: Path) -> None:
+    first = kept_trial(MODES, {"model": "a"}, found_now(5.0, 4.0))
+    again = kept_trial(MODES, {"model": "a"}, found_now(4.0, 5.0))
+    other = kept_trial(MODES, {"model": "b"}, found_now(4.0, 5.0))
+    assert [trial.fastest for trial in (first, again, other)] == ["sign", "sign", "exact"]
+    assert again.tokens_per_s == first.tokens_per_s
+    (path,) = {trial.path for trial in (first, again)}
+    assert f"now and at later starts; remove {path} to" in first.line
+    assert f"as an earlier start found; remove {path} to" in again.line
+    Path(path).unlink()
+    assert kept_trial(MODES, {"model": "a"}, found_now(4.0, 5.0)).fastest == "exact"
+
+
+def test_of_two_that_try_at_the_same_time_both_take_the_first_ones(own_cache: Path) -> None:
+    def meanwhile() -> ModeTrial:
+        kept_trial(MODES, {}, found_now(5.0, 4.0))
+        return ModeTrial({"sign": 4.0, "exact": 5.0})
+
+    found = kept_trial(MODES, {}, meanwhile)
+    assert found.fastest == "sign" and found.is_kept
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[1.0, 2.0]", "{}", '{"sign": 1.0, "dense": 2.0}', '{"sign": 1.0, "exact": "2"}', "3"],
+)
+def test_what_is_damaged_is_found_again(own_cache: Path, damage: str) -> None:
+    path = Path(kept_trial(MODES, {}, found_now(5.0, 4.0)).path)
+    assert path.parent == own_cache
+    path.write_text(damage)
+    assert kept_trial(MODES, {}, found_now(4.0, 5.0)).fastest == "exact"
+    assert kept_trial(MODES, {}, found_now(5.0, 4.0)).fastest == "exact"
+
+
+def test_nothing_is_kept_where_others_may_write(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    for speeds, faster in (((5.0, 4.0), "sign"), ((4.0, 5.0), "exact")):
+        found = kept_trial(MODES, {}, found_now(*speeds))
+        assert found.fastest == faster and not found.path
+        assert found.line.endswith("the faster")
+
+
+def test_what_a_trial_is_kept_for(tiny: Tiny, fitted: dict[str, Path], tmp_path: Path) -> None:
+    """Another model, other options or predictors are another trial; another place is not."""
+    path = tmp_path / "sign"
+    path.write_bytes(fitted["sign"].read_bytes())
+    system = SystemConfig(str(tiny("llama-relu").path), "sign", predictors_path=str(path))
+    key = trial_key(system)
+    assert json.loads(json.dumps(key)) == json.loads(json.dumps(trial_key(replace(system))))
+    moved = path.rename(tmp_path / "moved")
+    assert trial_key(replace(system, predictors_path=str(moved))) == key
+    moved.write_bytes(moved.read_bytes() + b" ")
+    others = [
+        replace(system, predictors_path=str(moved)),
+        replace(system, model_path=str(tiny("llama-gqa").path), predictors_path=""),
+        replace(system, predictors_path="", num_threads=2),
+        replace(system, predictors_path="", weight_dtype="q8"),
+    ]
+    keys = [key, *map(trial_key, others)]
+    assert len({json.dumps(each) for each in keys}) == len(keys)
+
+
+def test_a_driver_keeps_its_trial(
+    tiny: Tiny, fitted: dict[str, Path], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tiny("llama-relu").path)
+    speeds = iter([{"sign": 1.0, "exact": 2.0}])
+    monkeypatch.setattr(
+        "actors.driver.driver.compare_modes", lambda *given: ModeTrial(next(speeds))
+    )
+    with InProcessSystem(Path(path)) as system:
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        settings = SystemConfig(
+            path, "sign", context_length=120, kv_dtype="float32",
+            predictors_path=str(fitted["sign"]), auto_mode=True,
+        )  # fmt: skip
+        for is_kept in (False, True):
+            driver = Driver(settings, system.exchange, shards)
+            trial = driver.settle_mode()
+            assert (trial.fastest, trial.is_kept) == ("exact", is_kept)
+            assert driver.telemetry().mode == "exact"
+            driver.close()
+
+
+def test_what_was_chosen_is_said_and_kept() -> None:
+    from actors.processes.system_services import SystemServices
+
+    class Chooser:
+        """A driver that finds exact faster."""
+
+        def settle_mode(self) -> ModeTrial:
+            return ModeTrial({"sign": 5.0, "exact": 6.25})
+
+    for tried, mode, said in (
+        ("sign", "exact", "mode exact: of sign 5.0 and exact 6.2 tokens/s"),
+        ("exact", "exact", "mode exact: no predictors made for a recall of 0.99"),
+    ):
+        services: Any = object.__new__(SystemServices)
+        services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
+        services.notes = ("before",)
+        services._settle_mode(Chooser())
+        assert services.system.mode == mode
+        assert services.notes[0] == "before" and services.notes[1].startswith(said)
+
+
+def test_the_driver_refuses_predictors_of_another_model(
+    tiny: Tiny, fitted: dict[str, Path]
+) -> None:
+    other = tiny("llama-gqa").path
+    with InProcessSystem(other) as system:
+        settings = SystemConfig(str(other), "sign", predictors_path=str(fitted["sign"]))
+        shards = [[ids] * system.config.num_layers for ids in system.shards()]
+        with pytest.raises(ArtifactError, match="belongs to the model"):
+            Driver(settings, system.exchange, shards)
