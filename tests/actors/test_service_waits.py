@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,15 +16,18 @@ from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec
 from actors.setup.partition import require_partition
 from model.errors import ServiceError
+from numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
 from tests.actors.changing_services import (
     config_of,
     hot_of,
     require_whole,
     tokens,
 )
+from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import (
     StandInRay,
     StandInSystem,
+    end_threads,
     lose_once,
     stand_in_system,
 )
@@ -31,6 +35,32 @@ from tests.conftest import TinyCheckpoint
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
 Tiny = Callable[..., TinyCheckpoint]
+
+
+def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has heard STOP and is not done with it. It would hear no other request."""
+    system = InProcessSystem(tiny("llama-relu").path, num_threads=2)
+    service, other = system.services
+    heard, may_end, join = threading.Event(), threading.Event(), service.join
+
+    def release() -> None:
+        heard.set()
+        may_end.wait()
+
+    def let_it_end(timeout_s: float) -> bool:
+        may_end.set()
+        return join(timeout_s)
+
+    monkeypatch.setattr(service, "release", release)
+    monkeypatch.setattr(service, "join", let_it_end)
+    monkeypatch.setattr("tests.actors.stand_in_ray._END_NS", 10**9)
+    service.wires.requests[service.index, OPERATION] = STOP
+    asked = np.array([service.index], np.int64)
+    assert ask_all(service.wires.cells, asked, 1, 0) == 0  # rung, and not answered yet
+    assert heard.wait(60)
+    for each in (service, other):
+        end_threads(each)
+        assert not any(thread.is_alive() for thread in each._threads)
 
 
 @pytest.mark.parametrize("method", ["load", "held_neurons", "attach"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -102,11 +101,9 @@ def asked(cache: Path, *names: str) -> list[str]:
 
 
 def test_bits_do_not_depend_on_the_order_of_compiling(tmp_path: Path) -> None:
-    names = ("many", "tiles")
-    orders = itertools.permutations(names)
-    answers = [asked(tmp_path / str(n), *order) for n, order in enumerate(orders)]
-    kept = [asked(tmp_path / "0", *names), asked(tmp_path / "1", *names)]
-    assert all(answer == answers[0] for answer in answers + kept)
+    compiled = asked(tmp_path / "0", "many", "tiles")
+    assert asked(tmp_path / "1", "tiles", "many") == compiled
+    assert asked(tmp_path / "1", "many", "tiles") == compiled  # as they were kept
 
 
 def test_a_later_numba_compiles_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

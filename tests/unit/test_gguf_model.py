@@ -12,10 +12,8 @@ import pytest
 
 from actors.setup.preflight import read_model
 from model.config.build import read_config
-from model.errors import CheckpointError, UsageError
-from model.files.artifact import ModelIdentity, artifact_path
+from model.errors import CheckpointError
 from model.files.checkpoint import Checkpoint
-from model.files.locate import locate_model, resolved_model
 from model.reference import reference_logits
 from model.weights.attention import load_attention
 from model.weights.embedding import load_embedding, load_head
@@ -228,70 +226,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             reference_logits(path, IDS)
-
-
-def test_parts(tmp_path: Path) -> None:
-    file_of(tiny(), tmp_path / "whole.gguf")
-    parts = split(tmp_path / "whole.gguf", tmp_path / "parts", 7)
-    assert len(parts) > 2
-    assert locate_model(str(tmp_path / "parts")) == parts[0]
-    assert np.array_equal(
-        reference_logits(parts[0], IDS), reference_logits(tmp_path / "whole.gguf", IDS)
-    )
-    assert ModelIdentity.of(parts[0]).digest == ModelIdentity.of(tmp_path / "whole.gguf").digest
-    with pytest.raises(CheckpointError, match=r"is part 2 of .*-00001-of-"):
-        read_config(parts[1])
-    lone = tmp_path / "lone" / parts[0].name
-    lone.parent.mkdir()
-    parts[0].rename(lone)
-    with pytest.raises(CheckpointError, match=r"part tiny-00002-of-.* is missing"):
-        read_config(lone)
-
-
-def split(path: Path, folder: Path, most: int) -> list[Path]:
-    """Write a file again in parts of so many tensors."""
-    folder.mkdir()
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama", split_max_tensors=most)
-    for name, field in reader.fields.items():
-        if name.startswith("llama."):
-            value = field.contents()
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(name, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.iterdir())
-
-
-def test_where_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file_of(tiny(), tmp_path / "a.gguf")
-    assert locate_model(str(tmp_path)) == tmp_path / "a.gguf"
-    assert locate_model(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
-    (tmp_path / "b.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
-    with pytest.raises(UsageError, match=r"holds 2 GGUF models; name one: .*a\.gguf, .*b\.gguf"):
-        locate_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    assert locate_model(str(tmp_path)) == tmp_path
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(UsageError, match=r"is a file; give a \.gguf file"):
-        locate_model(str(tmp_path / "notes.txt"))
-
-
-def test_a_links_name_is_kept(tmp_path: Path) -> None:
-    """In huggingface_hub's cache, files are links to names that say nothing."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    file_of(tiny(), tmp_path / "blobs" / "0123")
-    link = tmp_path / "snapshot" / "tiny.gguf"
-    link.symlink_to(tmp_path / "blobs" / "0123")
-    assert resolved_model(link) == link
-    assert read_config(link).name == "tiny"
-    assert artifact_path(link, "profile") == tmp_path / "snapshot" / "hotcold" / "tiny" / "profile"
-    assert artifact_path(tmp_path, "profile") == tmp_path / "hotcold" / "profile"
 
 
 def test_what_is_read_otherwise_is_said(tmp_path: Path) -> None:

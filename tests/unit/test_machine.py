@@ -1,4 +1,4 @@
-"""The description of a machine: read, refused, measured, kept."""
+"""The description of a machine: measured, kept, shown by doctor."""
 
 from __future__ import annotations
 
@@ -18,121 +18,16 @@ from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu
 from jobs.cli import main
 from jobs.support.doctor_checks import check_measured
-from model.errors import UsageError
-from placement.machine import description
 from placement.machine.busy import BusyWatch
-from placement.machine.description import CpuNode, GpuDevice, Machine, read_machine, write_machine
+from placement.machine.description import CpuNode, Machine, read_machine
 from placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S
 from placement.machine.measure_cache import cache_path
 from placement.machine.measure_exchange import measure_exchange_us, median_us
 from placement.machine.measure_node import NodeRates, measure_node
 from placement.machine.survey import usable_cores
 from placement.machine.this_machine import measured_before, this_machine
+from tests.unit.test_machine_description import GPU, MACHINE, NODE
 from tests.unit.test_survey import NODE_BYTES, write, write_big_machine
-
-NODE = CpuNode("node0", 8, 1000, 500, 50.0, 45.0, 30.0)
-GPU = GpuDevice("gpu0", "NVIDIA H100", 800, 700, 2500.0, 50.0, True)
-MACHINE = Machine("EPYC", (NODE, replace(NODE, name="node1")), (GPU,), 12.5, "2026-11-21")
-
-
-def test_a_description_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "machine.json"
-    write_machine(path, MACHINE)
-    assert read_machine(path) == MACHINE
-    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
-
-
-def test_the_digest_leaves_out_what_changes_by_itself() -> None:
-    later = replace(
-        MACHINE, date="", busy_cores=1.0, nodes=(replace(NODE, free_bytes=1), MACHINE.nodes[1])
-    )
-    assert later.digest == MACHINE.digest
-    assert len(MACHINE.digest) == 12
-    for changed in (
-        replace(MACHINE, exchange_us=13.0),
-        replace(MACHINE, gpus=()),
-        replace(MACHINE, nodes=MACHINE.nodes[:1]),
-        replace(MACHINE, nodes=(replace(NODE, gather_gb_per_s=31.0), MACHINE.nodes[1])),
-    ):
-        assert changed.digest != MACHINE.digest
-
-
-def test_the_documented_example_is_a_description() -> None:
-    text = description.__doc__ or ""
-    values = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    machine = Machine.from_json(values, "example")
-    assert machine.nodes[0].total_bytes == 200_000_000_000
-    assert not machine.gpus[0].measured
-
-
-def test_busy_cores_may_be_left_out() -> None:
-    values = MACHINE.as_json()
-    assert Machine.from_json(values | {"busy_cores": 1.5}, "m.json").was_busy
-    del values["busy_cores"]
-    assert not Machine.from_json(values, "m.json").was_busy
-
-
-def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
-    values = json.loads(json.dumps(MACHINE.as_json()))
-    change(values)
-    return values
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda v: v.pop("date"), "date is missing"),
-        (lambda v: v["nodes"][1].pop("rows_gb_per_s"), "nodes[1]: rows_gb_per_s is missing"),
-        (lambda v: v["gpus"][0].pop("measured"), "gpus[0]: measured is missing"),
-        (lambda v: v.update(speed=1), "'speed' is unknown"),
-        (lambda v: v["nodes"][0].update({"a\nb": 1}), "'a\\nb' is unknown"),
-        (lambda v: v.update(nodes=[]), "nodes is empty"),
-        (lambda v: v.update(nodes={}), "nodes is {}"),
-        (lambda v: v.update(gpus=[3]), "gpus[0]: is 3"),
-        (lambda v: v.update(name=""), "name is ''"),
-        (lambda v: v.update(date=None), "date is None"),
-        (lambda v: v.update(exchange_us=0), "exchange_us is 0"),
-        (lambda v: v.update(busy_cores=-1), "busy_cores is -1"),
-        (lambda v: v.update(exchange_us=True), "exchange_us is True"),
-        (lambda v: v.update(exchange_us=10**400), "exchange_us is 1000"),
-        (lambda v: v["nodes"][0].update(read_gb_per_s=float("nan")), "read_gb_per_s is nan"),
-        (lambda v: v["nodes"][0].update(gather_gb_per_s=float("inf")), "gather_gb_per_s is inf"),
-        (lambda v: v["gpus"][0].update(link_gb_per_s=-1.0), "link_gb_per_s is -1.0"),
-        (lambda v: v["gpus"][0].update(link_gb_per_s="50"), "link_gb_per_s is '50'"),
-        (lambda v: v["gpus"][0].update(measured=1), "gpus[0].measured is 1"),
-        (lambda v: v["nodes"][0].update(num_cores=0), "num_cores is 0"),
-        (lambda v: v["nodes"][0].update(num_cores=1.5), "num_cores is 1.5"),
-        (lambda v: v["nodes"][0].update(total_bytes=0), "total_bytes is 0"),
-        (lambda v: v["nodes"][0].update(free_bytes=-1), "free_bytes is -1"),
-        (lambda v: v["nodes"][0].update(free_bytes=1001), "nodes[0].free_bytes is more"),
-        (lambda v: v["nodes"][1].update(name="node0"), "nodes[1].name 'node0' is taken"),
-    ],
-)
-def test_refusals_name_the_key(change: Callable[[Any], Any], named: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Machine.from_json(changed(change), "m.json")
-    assert str(caught.value).startswith("m.json")
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"name": 1, "name": 2}', b" " * 2**21]
-)
-def test_files_that_hold_no_description(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m.json"
-    path.write_bytes(content)
-    with pytest.raises(UsageError) as caught:
-        read_machine(path)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_machine(tmp_path / "none.json")
-    with pytest.raises(UsageError, match="cannot be written"):
-        write_machine(tmp_path, MACHINE)
 
 
 @pytest.fixture
