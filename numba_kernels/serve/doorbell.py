@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 INTS_A_CELL = 16
 WAITED_US = 1  # word of a barrier's count cell
 RUNG_US, CROWDED_US = 2, 3  # of a cell: when it was last rung, and heard too late
+SLEEPERS = 4  # of a cell: how many sleep there, or one more for each that was killed asleep
 CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
@@ -161,18 +162,21 @@ def now_ns(typingctx):
 
 
 @njit(nogil=True, cache=True)
+def wake(cells, cell):
+    """Wake everyone who sleeps at the cell's doorbell, which was changed by an atomic operation."""
+    index = cell * INTS_A_CELL
+    # Who is not counted yet will see the change, and not fall asleep: both words are in one order.
+    if atomic_load(cells, index + SLEEPERS):
+        _futex_wake(cells, index)
+
+
+@njit(nogil=True, cache=True)
 def ring(cells, cell, value):
     """Store `value` in the cell's doorbell and wake everyone who waits on it."""
     index = cell * INTS_A_CELL
     cells[index + RUNG_US] = _clock_us(now_ns())
     atomic_store(cells, index, value)
-    _futex_wake(cells, index)
-
-
-@njit(nogil=True, cache=True)
-def wake(cells, cell):
-    """Wake everyone who waits on the cell's doorbell, which was changed by an atomic addition."""
-    _futex_wake(cells, cell * INTS_A_CELL)
+    wake(cells, cell)
 
 
 @njit(nogil=True, cache=True)
@@ -187,11 +191,19 @@ def _is_within(cells, index, microseconds, now_us):
 
 
 @njit(nogil=True, cache=True)
+def _sleep(cells, index, seen, nanoseconds):
+    """Sleep while the word is `seen`, until it is rung, and no longer than that."""
+    atomic_add(cells, index + SLEEPERS, np.int32(1))
+    _futex_wait(cells, index, seen, nanoseconds)
+    atomic_add(cells, index + SLEEPERS, np.int32(-1))
+
+
+@njit(nogil=True, cache=True)
 def wait_change(cells, cell, seen, spins, timeout_ns):
     """Wait until the doorbell differs from `seen`; returns its value, or `seen` at the timeout.
 
-    spins: looks that keep the core. With fewer cores than waiters they starve the worker: 100 is
-    right for waits across processes. The looks that follow yield the core to whoever can use it,
+    spins: looks that keep the core. With fewer cores than waiters they keep it from the worker: 0
+    is right for waits across processes. The looks that follow yield the core to whoever can use it,
     but keep it from going idle, from which it would take long to wake (docs/lab_log.md).
     """
     index = cell * INTS_A_CELL
@@ -221,7 +233,7 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
         left = deadline - now_ns()
         if left <= 0:
             return value
-        _futex_wait(cells, index, seen, left)
+        _sleep(cells, index, seen, left)
 
 
 @njit(nogil=True, cache=True)
@@ -234,7 +246,7 @@ def sleep_change(cells, cell, seen, timeout_ns):
         left = deadline - now_ns()
         if value != seen or left <= 0:
             return value
-        _futex_wait(cells, index, seen, left)
+        _sleep(cells, index, seen, left)
 
 
 @njit(nogil=True, cache=True)

@@ -65,7 +65,7 @@ OWN_NUMBER, FIRST_NUMBER, LAST_NUMBER = 1, 2, 2**31 - 1  # after the last comes 
 NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_asking`, where none can be rung
 
 NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
-SPINS = 100
+SPINS = 0  # who is awaited may be about to run on this core, so it is yielded from the first look
 LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
 IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
 

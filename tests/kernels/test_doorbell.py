@@ -22,6 +22,7 @@ from numba_kernels.serve.doorbell import (
     CROWDED_US,
     INTS_A_CELL,
     RUNG_US,
+    SLEEPERS,
     atomic_load,
     atomic_store,
     barrier,
@@ -162,6 +163,23 @@ def test_every_waiter_is_woken() -> None:
         assert not woken
         ring(cells, 0, np.int32(5))
     assert woken == [5] * 4
+
+
+@pytest.mark.parametrize("num_killed", [0, 3])
+def test_a_bell_counts_who_sleeps_there(num_killed: int) -> None:
+    """Only then a ring asks the operating system; who was killed asleep is never taken off."""
+    cells = new_cells(2)
+    cells[INTS_A_CELL + SLEEPERS] = num_killed
+
+    def wait() -> None:
+        assert wait_change(cells, 1, np.int32(0), 0, LONG) == 1
+
+    with threads(wait, wait):
+        while cells[INTS_A_CELL + SLEEPERS] < num_killed + 2:
+            time.sleep(0.001)
+        ring(cells, 1, np.int32(1))
+    assert cells[INTS_A_CELL + SLEEPERS] == num_killed
+    assert cells[SLEEPERS] == 0
 
 
 def test_a_waiting_thread_uses_no_processor() -> None:
