@@ -214,7 +214,7 @@ def main(minutes: float, clients: int, questions: int, out: Path | None) -> None
     """Load a server, compare its answers, and see whether it grows."""
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "jobs.cli", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--log", "none", "--port", str(port)]
     queue = str(_PLACES - _PARALLEL)
     server = subprocess.Popen([*command, "--kv-tokens", str(8 * CONTEXT), "--queue", queue])
     try:

@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import Generation
+from actors.protocol.messages import Generation, SystemConfig
 from actors.system import System
 from jobs.cli import run
 from jobs.requests.answer_file import AnswerFile
@@ -72,7 +72,7 @@ def generate(
         started = time.monotonic()
         system, config = job_system(model, split_system_options(values), name, keep)
         with system:
-            click.echo(f"system ready after {time.monotonic() - started:.1f} s: {config}")
+            click.echo(f"ready after {time.monotonic() - started:.1f} s: {_told(config)}")
             answers.begin()
             lines = read_requests(requests, SamplingParams.defaults(config.model_path))
             try:
@@ -80,6 +80,16 @@ def generate(
             except ServiceError as error:
                 raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
+
+
+def _told(config: SystemConfig) -> str:
+    """A system in a line."""
+    services = f"{config.num_cpu_actors} CPU service{'s' if config.num_cpu_actors > 1 else ''}"
+    threads = f"{config.num_threads} thread{'s' if config.num_threads > 1 else ''}"
+    model = Path(config.model_path).name
+    return (
+        f"{model}, mode {config.mode}, {services}, {threads}, {config.max_batch} requests at once"
+    )
 
 
 def _with_advice(error: ServiceError, name: str | None) -> ServiceError:

@@ -17,6 +17,7 @@ from ui.api.completions import CompletionRoute
 from ui.api.errors import ApiError, as_api_error
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from ui.api.tokens import TokenTexts
+from ui.described import add_description, body_of
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked
 _CLIENT_GONE = 499  # nobody reads it
@@ -24,12 +25,13 @@ _CLIENT_GONE = 499  # nobody reads it
 
 def create_app(backend: Backend, page: Any = None) -> FastAPI:
     """The application for one running system; `page` is a gradio.Blocks, shown at "/"."""
-    # Its own pages about the routes fetch scripts from elsewhere, so they are off.
+    # Its own pages about the routes fetch scripts from elsewhere: `add_description` has others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, backend)
     _add_completions(app, backend)
     _add_models(app, backend)
     _add_tools(app, backend)
+    add_description(app, [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
     _add_unknown(app)
     if page is not None:
         from ui.page.page import mount_page  # Gradio takes seconds to import
@@ -56,16 +58,18 @@ def _add_completions(app: FastAPI, backend: Backend) -> None:
     texts = TokenTexts(backend.prompts.tokenizer)
     chats, completions = ChatRoute(backend, texts), CompletionRoute(backend, texts)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's chat completions do."""
         body = parse(ChatRequest, await request.body())
         backend.require_model(body.model)
         if body.stream:
             return await _answer(request, chats.stream(body))
         return JSONResponse(await _answer(request, chats.whole(body)))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
+        """Continue a text, as OpenAI's completions do."""
         body = parse(CompletionRequest, await request.body())
         backend.require_model(body.model)
         if body.stream:
@@ -95,10 +99,12 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The one model that is served."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{wanted:path}")
     async def one_model(wanted: str) -> dict[str, Any]:
+        """The model of that name."""
         backend.require_model(wanted)
         return model
 
@@ -125,16 +131,19 @@ def _add_tools(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Counters and gauges for Prometheus."""
         text = backend.metrics.text(await backend.client.load())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
+        """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         return await _tool(backend, body.model, lambda: api_text.tokenize(backend, body))
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
+        """The text of ids."""
         body = parse(DetokenizeRequest, await request.body())
         return await _tool(backend, body.model, lambda: api_text.detokenize(backend, body))
 

@@ -7,15 +7,18 @@ import logging
 import socket
 import threading
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ui.access_log import AccessLog
 from ui.api.errors import unavailable
 from ui.connections import ConnectionLimits, Connections
 from ui.gate import Gate
@@ -69,14 +72,17 @@ class ServerThread:
         local: bool,
         max_body_bytes: int,
         limits: ConnectionLimits,
+        log: str = "none",
     ) -> None:
-        """`listener` is bound. Serves until `stop`."""
+        """`listener` is bound, `log` one of access_log.KINDS. Serves until `stop`."""
         self._loading_gate = loading_gate
-        gate = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        app: ASGIApp = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        if log != "none":
+            app = AccessLog(app, log, partial(click.echo, err=True))
         self._connections = Connections(limits)
         made: Any = self._connections  # where uvicorn's types have a class
         config = uvicorn.Config(
-            gate, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
+            app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
         )  # fmt: skip
         # Defects are logged where they become answers; uvicorn would tell of them again, and of

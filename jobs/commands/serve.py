@@ -79,6 +79,13 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
     show_default=True,
     help="Connections that may be open at once.",
 )
+@click.option(
+    "--log",
+    type=click.Choice(["text", "json", "none"]),
+    default="text",
+    show_default=True,
+    help="A line for each answer, on standard error.",
+)
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")
 @system_options
 def serve(
@@ -90,6 +97,7 @@ def serve(
     max_tokens_limit: int | None,
     timeout_s: float,
     max_connections: int,
+    log: str,
     no_page: bool,
     **values: Any,
 ) -> None:
@@ -111,7 +119,7 @@ def serve(
         signals = stack.enter_context(Signals())
         server = ServerThread(
             listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes,
-            ConnectionLimits(max_connections),
+            ConnectionLimits(max_connections), log,
         )  # fmt: skip
         stack.callback(server.stop)
         click.echo(f"loading {settings.model_name}; {url} says how far it is", err=True)

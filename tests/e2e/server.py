@@ -57,7 +57,7 @@ class Server:
 @contextmanager
 def serving(*arguments: str, changes: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server of the demo model, ready; stopped at the end unless it has stopped before."""
-    line = command_line(["serve", "--port", "0", "--no-page", *arguments])
+    line = command_line(["serve", "--port", "0", "--no-page", "--log", "none", *arguments])
     with ray_folder() as folder:
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.e2e.page_server import LongWinded, served_page
 
 pytestmark = pytest.mark.timeout(300)
 DEMO = Path(__file__).resolve().parents[2] / "demo"
+UI = DEMO.parent / "ui" / "page"
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
 PATIENCE_MS = 120_000
@@ -298,6 +300,14 @@ def fired_neurons(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> int:
     monkeypatch.setattr(reference, "_ffn", counting)
     reference.reference_logits(DEMO, ids)
     return sum(found)
+
+
+def test_the_tab_shows_hotcolds_own_sign(open_page, address) -> None:
+    page = open_page()
+    sign = page.locator("link[rel=icon]").first.get_attribute("href")
+    found = page.request.get(urljoin(address, sign))
+    assert found.body() == (UI / "favicon.svg").read_bytes()
+    assert found.headers["content-type"].startswith("image/svg")
 
 
 def test_the_map_shows_who_was_computed(open_page, system, monkeypatch) -> None:

@@ -255,6 +255,14 @@ def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) ->
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
 
 
+def test_it_describes_itself(server: Server) -> None:
+    described = httpx.get(f"{server.url}/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/models", "/tokenize", "/metrics"} <= set(
+        described["paths"]
+    )
+    assert "POST /v1/chat/completions" in httpx.get(f"{server.url}/docs").text
+
+
 def test_errors_in_openais_form(openai: Any, server: Server, client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")

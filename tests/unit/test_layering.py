@@ -121,8 +121,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "keys": set(),
         "gate": {"api", "headers", "keys"},
         "connections": {"api"},
-        "serving": {"api", "connections", "gate"},
-        "server": {"api", "page"},
+        "access_log": set(),
+        "described": set(),
+        "serving": {"access_log", "api", "connections", "gate"},
+        "server": {"api", "described", "page"},
     },
 }
 MOST_FILES_A_ROOM = 13

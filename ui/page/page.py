@@ -56,6 +56,7 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         path,
         theme=gr.themes.Default(primary_hue="blue", **fonts),
         css=(_FOLDER / "page.css").read_text(),
+        favicon_path=str(_FOLDER / "favicon.svg"),
         footer_links=[],
         ssr_mode=False,
         pwa=False,

@@ -1,0 +1,71 @@
+"""A line for each answer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from ui.access_log import AccessLog
+
+
+async def answer(request: Request) -> Response:
+    if "refused" in request.url.path:
+        return PlainTextResponse("no", 403)
+    if "stream" in request.url.path:
+        return StreamingResponse(iter([b"one", b"two"]))
+    if "broken" in request.url.path:
+        raise ValueError
+    return PlainTextResponse("yes!")
+
+
+def lines_of(kind: str, *paths: str) -> list[str]:
+    told: list[str] = []
+    app = AccessLog(Starlette(routes=[Route("/{path:path}", answer)]), kind, told.append)
+    client = TestClient(app, raise_server_exceptions=False)
+    for path in paths:
+        client.get(path)
+    return told
+
+
+def test_text() -> None:
+    (line,) = lines_of("text", "/v1/models?key=secret")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\S+ testclient 'GET /v1/models' 200 4 bytes \d+\.\d{3} s", line
+    )
+
+
+def test_a_stream_is_told_when_it_has_ended() -> None:
+    (line,) = lines_of("text", "/stream")
+    assert " 200 6 bytes " in line
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/gradio_api/queue/data", "/assets/a.js"])
+def test_what_is_asked_again_and_again_is_told_only_where_refused(path: str) -> None:
+    assert lines_of("text", path) == []
+    assert " 403 " in lines_of("text", f"{path}/refused")[0]
+
+
+def test_json() -> None:
+    (line,) = lines_of("json", "/v1/x")
+    told = json.loads(line)
+    assert told.pop("seconds") >= 0 and told.pop("time")
+    assert told == {
+        "client": "testclient", "method": "GET", "path": "/v1/x", "status": 200, "bytes": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_no_path_makes_a_line_of_its_own(kind: str) -> None:
+    (line,) = lines_of(kind, "/a%0a2026-01-01 forged%1b[31m")
+    assert line.isprintable() and line.isascii()
+
+
+def test_a_defect_is_told_too() -> None:
+    assert " 500 " in lines_of("text", "/broken")[0]

@@ -1,0 +1,68 @@
+"""The API's description of itself says what the schemas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from ui.api.schemas import ChatRequest, CompletionRequest
+from ui.described import add_description, body_of
+
+SCHEMAS = [ChatRequest, CompletionRequest]
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI(openapi_url=None)
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat(request: Request) -> None:
+        """Answer <all>."""
+
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    async def complete(request: Request) -> None: ...
+
+    add_description(app, SCHEMAS)  # type: ignore[arg-type]
+    return TestClient(app)
+
+
+def references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        yield from (each for key, each in part.items() if key == "$ref")
+        part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            yield from references(each)
+
+
+def test_every_reference_leads_somewhere(client: TestClient) -> None:
+    described = client.get("/openapi.json").json()
+    found = set(references(described))
+    assert len(found) > len(SCHEMAS)
+    for reference in found:
+        part = described
+        for name in reference.removeprefix("#/").split("/"):
+            part = part[name]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_field_is_there(client: TestClient, schema: Any) -> None:
+    described = client.get("/openapi.json").json()
+    assert set(described["components"]["schemas"][schema.__name__]["properties"]) == set(
+        schema.model_fields
+    )
+    page = client.get("/docs").text
+    for name in schema.model_fields:
+        assert f"<code>{name}</code>" in page
+
+
+def test_the_page_runs_nothing(client: TestClient) -> None:
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<script" not in page.text and "https://" not in page.text
+    assert "Answer &lt;all&gt;." in page.text
+    assert "integer, 1 to 128" in page.text  # of `n`

@@ -1,0 +1,56 @@
+"""A line for each answer: who asked for what, how it ended, how long it took."""
+
+import json
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+KINDS = ("text", "json", "none")
+# What programs and the page ask for again and again is told only where it is refused.
+_QUIET = ("/health", "/metrics", "/gradio_api/", "/assets/", "/static/", "/config", "/theme.css")
+_CUT_OFF = 499  # the client was gone before there was an answer
+
+
+class AccessLog:
+    """Passes everything on to `app`, and tells of each answer once it is sent or cut off."""
+
+    def __init__(self, app: ASGIApp, kind: str, tell: Callable[[str], None]) -> None:
+        """`kind` is one of KINDS; `tell` gets a line without its end."""
+        self._app = app
+        self._is_json = kind == "json"
+        self._tell = tell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, num_bytes = time.perf_counter(), _CUT_OFF, 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status, num_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            num_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            if status >= 400 or not scope["path"].startswith(_QUIET):
+                seconds = time.perf_counter() - started
+                self._tell(self._line(scope, status, num_bytes, seconds))
+
+    def _line(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> str:
+        """Without the query, in which some clients send keys."""
+        address = (scope.get("client") or ("-",))[0]
+        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        if self._is_json:
+            told = {
+                "time": at, "client": address, "method": scope["method"], "path": scope["path"],
+                "status": status, "bytes": num_bytes, "seconds": round(seconds, 3),
+            }  # fmt: skip
+            return json.dumps(told)
+        asked = ascii(f"{scope['method']} {scope['path']}")  # what is not plain is escaped
+        return f"{at} {address} {asked} {status} {num_bytes} bytes {seconds:.3f} s"
