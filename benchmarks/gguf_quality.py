@@ -1,23 +1,29 @@
-"""A GGUF file through hotcold, through llama.cpp, and dequantized to float32 through transformers.
+"""A GGUF file through hotcold and through llama.cpp, beside its weights dequantized to float32.
 
     python -m benchmarks.gguf_quality MODEL.gguf... --out benchmarks/results/gguf-quality
 
 Perplexity on the same token ids, mean KL divergence from the float32 model, how often the likeliest
 token is the same; and, for models with a chat template, ten answers side by side. Needs
-llama-cpp-python and transformers. The text is documentation that comes with Python.
+llama-cpp-python. The text is documentation that comes with Python.
 """
 
 import importlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import click
 import numpy as np
 
 from actors.setup.preflight import read_model
+from benchmarks.quality_models import (
+    running,
+    scores,
+    targets,
+    window_logits,
+    write_dequantized,
+)
 from benchmarks.runs import Json, where_and_when, write_report
 from model.text.tokenizer import Tokenizer
 from tests.actors.in_process import InProcessSystem
@@ -38,43 +44,12 @@ QUESTIONS = (
 _SYSTEMS = ("hotcold", "llama.cpp")
 
 
-@dataclass
-class Scores:
-    """What one program's logits say of windows of text, position by position, in nats."""
-
-    nll: list[np.ndarray] = field(default_factory=list)
-    kld: list[np.ndarray] = field(default_factory=list)
-    same_top: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, logits: np.ndarray, ids: np.ndarray, reference: np.ndarray) -> None:
-        """One window: logits (T, V), `reference` float32's logprobs (T, V)."""
-        found = log_softmax(logits)
-        self.nll.append(-found[np.arange(len(ids) - 1), ids[1:]])
-        self.kld.append((np.exp(reference) * (reference - found)).sum(axis=1))
-        self.same_top.append(found.argmax(axis=1) == reference.argmax(axis=1))
-
-    def report(self) -> Json:
-        """perplexity = exp(mean nll); the other figures are means over positions."""
-        return {
-            "perplexity": float(np.exp(np.concatenate(self.nll).mean())),
-            "mean_kld": float(np.concatenate(self.kld).mean()),
-            "same_top": float(np.concatenate(self.same_top).mean()),
-        }
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Logprobs (T, V) float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
-def text_windows(tokenizer: Tokenizer, bos: int | None, count: int, size: int) -> list[np.ndarray]:
+def text_windows(tokenizer: Tokenizer, bos: int | None, count: int, size: int) -> list[list[int]]:
     """Ids of the first windows of the text; each begins with bos where texts do."""
     ids = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)), False)
     opening = [] if bos is None else [bos]
     own = size - len(opening)
-    return [np.array(opening + ids[i * own : (i + 1) * own]) for i in range(count)]
+    return [opening + ids[i * own : (i + 1) * own] for i in range(count)]
 
 
 class Hotcold:
@@ -122,20 +97,13 @@ class LlamaCpp:
         self.llama.close()
 
 
-def float32_logits(path: Path) -> Callable[[Sequence[int]], np.ndarray]:
-    """The file's tensors dequantized by the gguf package, and run by transformers."""
-    torch: Any = importlib.import_module("torch")
-    transformers: Any = importlib.import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    ).eval()
-
-    def logits(ids: Sequence[int]) -> np.ndarray:
-        with torch.no_grad():
-            found: np.ndarray = model(torch.tensor([list(map(int, ids))])).logits[0].numpy()
-        return found
-
-    return logits
+def float32_logits(path: Path, windows: list[list[int]], threads: int) -> list[np.ndarray]:
+    """Logits (V,) of the file's weights as ggml dequantizes them, after all tokens but the last."""
+    with tempfile.TemporaryDirectory() as scratch:
+        wide = write_dequantized(path, Path(scratch) / "float32", "float32")
+        with running(wide, "", max(map(len, windows)), threads) as system:
+            found = window_logits(system.engine("dense"), windows, 0)
+            return [row.copy() for row in found]
 
 
 def greedy(
@@ -157,26 +125,22 @@ def measure(path: Path, windows: int, size: int, answer_tokens: int, threads: in
         raise click.ClickException(f"{path} has no tokenizer")
     opens = tokenizer.encode("a")[:1] == [config.bos_token_id]
     texts = text_windows(tokenizer, config.bos_token_id if opens else None, windows, size)
-    reference = float32_logits(path)
-    logprobs = [log_softmax(reference(ids)) for ids in texts]
-    own = Scores()
-    for ids, expected in zip(texts, logprobs, strict=True):
-        own.add(expected, ids, expected)
-    found: Json = {"float32": own.report() | {"mean_kld": 0.0, "same_top": 1.0}}
+    reference, wanted = float32_logits(path, texts, threads), targets(texts, 0)
+    found: Json = {"float32": scores(reference, reference, wanted)}
     context = max(size, answer_tokens + 128)
     answers: dict[str, list[str]] = {}
-    for name, program in zip(_SYSTEMS, (Hotcold, LlamaCpp), strict=True):
-        running, scores = program(path, context, threads), Scores()
-        for ids, expected in zip(texts, logprobs, strict=True):
-            scores.add(running.logits(ids), ids, expected)
-        found[name] = scores.report()
+    programs: tuple[type[Hotcold | LlamaCpp], ...] = (Hotcold, LlamaCpp)
+    for name, program in zip(_SYSTEMS, programs, strict=True):
+        running_one = program(path, context, threads)
+        rows = (row for ids in texts for row in running_one.logits(ids)[:-1])
+        found[name] = scores(reference, rows, wanted)
         if tokenizer.has_chat_template and answer_tokens:
             stops = set(config.eos_token_ids)
             answers[name] = [
-                tokenizer.decode(greedy(running.logits, prompt, stops, answer_tokens))
+                tokenizer.decode(greedy(running_one.logits, prompt, stops, answer_tokens))
                 for prompt in _prompts(tokenizer)
             ]
-        running.stop()
+        running_one.stop()
     return {
         **where_and_when(path, threads),
         "model": path.name,
@@ -206,11 +170,11 @@ def table_of(reports: list[Json]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for report in reports:
-        peer = report["scores"]["llama.cpp"]["perplexity"]
+        peer = report["scores"]["llama.cpp"]["ppl"]
         for name, score in report["scores"].items():
             lines.append(
-                f"| {report['model']} | {name} | {score['perplexity']:.3f} | "
-                f"{score['perplexity'] / peer - 1:+.2%} | {score['mean_kld']:.5f} | "
+                f"| {report['model']} | {name} | {score['ppl']:.3f} | "
+                f"{score['ppl'] / peer - 1:+.2%} | {score['mean_kld']:.5f} | "
                 f"{score['same_top']:.1%} |"
             )
     for report in reports:

@@ -19,7 +19,7 @@ import click
 import ray
 
 from actors.launch import start_local_ray
-from actors.protocol.messages import MODES, Generation, SystemConfig
+from actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system
 from actors.setup.shards import arena_layout
 from actors.system import System
@@ -31,6 +31,7 @@ from model.config.model_config import ModelConfig
 from placement.machine.bandwidth import measure_read_bandwidth
 
 DTYPES = ("f16", "q8", "q4")
+AS_STORED = "as stored"  # of a GGUF file, which both programs read
 _PROMPT = 16  # tokens before those that are decoded
 _READ_BYTES, _READ_S = 1 << 29, 0.2
 _WARM_UP = 8  # tokens
@@ -46,14 +47,17 @@ class Prepared:
     config: ModelConfig
 
     @classmethod
-    def of(cls, model: Path, dtype: str, mode: str, sizes: Sizes) -> "Prepared":
-        """Check model and options. Errors: HotcoldError."""
+    def of(
+        cls, model: Path, dtype: str, mode: str, sizes: Sizes, thresholds: Path | None = None
+    ) -> "Prepared":
+        """Check model and options; `thresholds` are for that mode alone. Errors: HotcoldError."""
         batch = max(sizes.batches, default=1)
         options = SystemOptions(
             mode=mode,
             num_threads=sizes.threads,
             max_batch=batch,
-            weight_dtype=None if dtype == "f16" else dtype,  # the model itself is in float16
+            weight_dtype=None if dtype in ("f16", AS_STORED) else dtype,  # f16 is the model's own
+            thresholds=thresholds if mode == THRESHOLD else None,
         )
         system, config = prepare_system(model, options)
         pages = batch * -(-(BATCH_PROMPT + sizes.tokens + 1) // _KV_PAGE)
@@ -95,10 +99,13 @@ def measure(running: System, prepared: Prepared, sizes: Sizes, with_prefill: boo
     return found | memory_of(running.call("processes").values())
 
 
-def measure_load(model: Path, dtype: str, mode: str, threads: int) -> float:
+def measure_load(prepared: Prepared, model: Path, dtype: str) -> float:
     """Seconds from a process's start to its first token."""
     command = [sys.executable, "-m", "benchmarks.hotcold_side", str(model), "--dtype", dtype]
-    return run_program([*command, "--mode", mode, "--threads", str(threads)]).first_row_s
+    command += ["--mode", prepared.mode, "--threads", str(prepared.system.num_threads)]
+    if prepared.system.thresholds_path:
+        command += ["--thresholds", prepared.system.thresholds_path]
+    return run_program(command).first_row_s
 
 
 def batch_report(results: list[Generation]) -> Json:
@@ -130,12 +137,13 @@ def _measure_prompt(running: System, config: ModelConfig, length: int) -> Json:
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--dtype", type=click.Choice(DTYPES), default="f16", show_default=True)
+@click.option("--dtype", type=click.Choice([*DTYPES, AS_STORED]), default="f16", show_default=True)
 @click.option("--mode", type=click.Choice(MODES), default="exact", show_default=True)
+@click.option("--thresholds", type=click.Path(exists=True, path_type=Path))
 @click.option("--threads", default=2, show_default=True)
-def main(model: Path, dtype: str, mode: str, threads: int) -> None:
+def main(model: Path, dtype: str, mode: str, thresholds: Path | None, threads: int) -> None:
     """Start MODEL, answer with one token, say so, stop."""
-    prepared = Prepared.of(model, dtype, mode, Sizes(threads, 1))
+    prepared = Prepared.of(model, dtype, mode, Sizes(threads, 1), thresholds)
     with System.start(prepared.system) as running:
         running.complete(decode_request(prepared.config, 1, 0))
         click.echo(json.dumps({"ready": True}))

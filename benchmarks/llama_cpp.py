@@ -44,7 +44,7 @@ class Build:
 
     name: str
     bench: tuple[str, ...]  # the command
-    batched: str = ""  # llama-batched-bench; "" where there is none
+    batched: tuple[str, ...] = ()  # llama-batched-bench's; () where there is none
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def find_builds(paths: Sequence[str], with_batches: bool) -> list[Build]:
         programs = [on_path]
     builds = [_build(program) for program in programs]
     if not builds and importlib.util.find_spec("llama_cpp") is not None:
-        builds = [Build("llama-cpp-python", (sys.executable, "-m", "benchmarks.llama_python"))]
+        own = (sys.executable, "-m", "benchmarks.llama_python")
+        builds = [Build("llama-cpp-python", own, (*own[:2], f"{own[2]}_batches"))]
     if not builds:
         raise click.UsageError(
             "there is no llama-bench on PATH and no llama-cpp-python; give --llama-bench"
@@ -161,7 +162,7 @@ def _batched(build: Build, gguf: Path, sizes: Sizes, batches: list[int]) -> list
     run = ["-m", str(gguf), "-t", str(sizes.threads), "-c", str(each * max(batches))]
     run += ["-npp", str(BATCH_PROMPT), "-ntg", str(sizes.tokens)]
     run += ["-npl", ",".join(map(str, batches)), "--output-format", "jsonl"]
-    return [build.batched, *run]
+    return [*build.batched, *run]
 
 
 def _program(path: str) -> str:
@@ -176,7 +177,7 @@ def _build(program: str) -> Build:
     path = Path(program).resolve()
     folder = path.parent.parent if path.parent.name == "bin" else path.parent
     batched = path.with_name("llama-batched-bench")
-    return Build(folder.name, (str(path),), str(batched) if batched.is_file() else "")
+    return Build(folder.name, (str(path),), (str(batched),) if batched.is_file() else ())
 
 
 @click.command()

@@ -27,13 +27,19 @@ import numpy as np
 from actors.driver.engine import Engine
 from actors.protocol.messages import THRESHOLD
 from actors.setup.threshold_mode import has_thresholds
-from benchmarks.quality_models import bytes_shares, running, window_logits, write_dequantized
+from benchmarks.quality_models import (
+    bytes_shares,
+    running,
+    scores,
+    targets,
+    window_logits,
+    write_dequantized,
+)
 from benchmarks.runs import Json, hotcold, shape_text, table_option, where_and_when, write_report
 from model.config.build import read_config
 from model.files.artifact import ModelIdentity
 from model.text.tokenizer import Tokenizer
 from numba_kernels.decode.activations import Thresholds
-from numba_kernels.decode.scoring import compare_logits
 from placement.solver.cost import RowBytes
 from predictors.magnitude.thresholds import read_thresholds
 
@@ -164,20 +170,14 @@ def measure(path: Path, num_windows: int, threads: int) -> Json:
 
 
 def _scores(engine: Engine, subject: Subject, dense: np.ndarray) -> Json:
-    targets = [token for ids in subject.windows for token in ids[_UNSCORED + 1 :]]
     found = window_logits(engine, subject.windows, _UNSCORED)
-    compared = [
-        compare_logits(reference, row, target)
-        for reference, row, target in zip(dense, found, targets, strict=True)
-    ]
+    scored = scores(dense, found, targets(subject.windows, _UNSCORED))
     gates, ups, downs = bytes_shares(engine, subject.windows[0][:64])
     rows = RowBytes.of(subject.config)
     read = gates * rows.first + ups * rows.up + downs * rows.down
     return {
         "ffn_bytes_share": read / (rows.first + rows.rest),
-        "ppl": float(np.exp(np.mean([each.nll for each in compared]))),
-        "mean_kld": max(0.0, float(np.mean([each.kld for each in compared]))),
-        "same_top": float(np.mean([each.same_top for each in compared])),
+        **scored,
         "right": subject.num_right(engine),
     }
 

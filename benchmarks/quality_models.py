@@ -1,9 +1,12 @@
-"""What `benchmarks/quality.py` measures on: a model in several formats, all in one process."""
+"""Real models in several formats, all in one process, and how their logits are scored.
+
+Shared by `quality.py` and `gguf_quality.py`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +15,11 @@ import torch
 
 from actors.driver.engine import Engine
 from actors.driver.scoring import scored_rows
+from benchmarks.runs import Json
 from model.config.build import config_values
 from model.files.checkpoint import Checkpoint
 from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from numba_kernels.decode.scoring import compare_logits
 from numba_kernels.load.convert import to_float32
 from tests.actors.in_process import InProcessSystem
 
@@ -55,6 +60,29 @@ def window_logits(engine: Engine, windows: list[list[int]], first: int) -> Itera
     for ids in windows:
         for _, row in scored_rows(engine, ids, first):
             yield row
+
+
+def scores(
+    references: Iterable[np.ndarray], rows: Iterable[np.ndarray], targets: Iterable[int]
+) -> Json:
+    """ppl, mean_kld and same_top of logits (V,) beside float32's, position by position.
+
+    `targets` are the tokens that follow. ppl = exp(mean nll); KL divergence is in nats.
+    """
+    compared = [
+        compare_logits(reference, row, target)
+        for reference, row, target in zip(references, rows, targets, strict=True)
+    ]
+    return {
+        "ppl": float(np.exp(np.mean([each.nll for each in compared]))),
+        "mean_kld": max(0.0, float(np.mean([each.kld for each in compared]))),
+        "same_top": float(np.mean([each.same_top for each in compared])),
+    }
+
+
+def targets(windows: Iterable[list[int]], first: int) -> list[int]:
+    """The tokens that `window_logits` are to find."""
+    return [token for ids in windows for token in ids[first + 1 :]]
 
 
 def bytes_shares(engine: Engine, ids: list[int]) -> tuple[float, float, float]:

@@ -4,8 +4,11 @@
         --mode exact --mode sign --batch 1 --batch 4 --prompt-tokens 128 --prompt-tokens 512 \\
         --out benchmarks/results/NAME
 
-MODEL is in float16, such as `hotcold make-model` writes, of any family (`benchmarks/llama_gguf.py`
-says what llama.cpp reads instead); its predictors, for the modes that take them, lie beside it.
+    python -m benchmarks.vs_llama_cpp MODEL.gguf --mode dense --mode threshold
+
+A GGUF file is read by both programs as it is. Any other MODEL is in float16, such as `hotcold
+make-model` writes, of any family (`benchmarks/llama_gguf.py` says what llama.cpp reads instead).
+Its predictors and thresholds, for the modes that take them, lie beside it.
 `llama-bench` is taken from PATH unless given, and `--llama-bench` may be given for several builds.
 `gguf` comes with the `bench` extra.
 
@@ -23,7 +26,7 @@ from pathlib import Path
 import click
 
 from actors.protocol.messages import MODES, PREDICTED_MODES
-from benchmarks.hotcold_side import DTYPES, Prepared, loaded, measure, measure_load
+from benchmarks.hotcold_side import AS_STORED, DTYPES, Prepared, loaded, measure, measure_load
 from benchmarks.llama_cpp import Build, Sizes, find_builds
 from benchmarks.llama_cpp import measure as measure_llama_cpp
 from benchmarks.llama_cpp import measure_load as measure_llama_cpp_load
@@ -31,6 +34,7 @@ from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_r
 from benchmarks.vs_table import table_of
 from model.config.build import read_config
 from model.errors import HotcoldError
+from model.gguf.file import is_gguf
 
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
 
@@ -39,18 +43,21 @@ class Comparison:
     """One model in one format, on both sides."""
 
     def __init__(
-        self, model: Path, dtype: str, modes: list[str], builds: list[Build], sizes: Sizes
+        self,
+        model: Path,
+        dtype: str,
+        modes: list[str],
+        builds: list[Build],
+        sizes: Sizes,
+        thresholds: Path | None,
     ) -> None:
         """Check that the model can run so. Errors: HotcoldError."""
         self._model, self.dtype, self._builds, self._sizes = model, dtype, builds, sizes
-        self._prepared = [Prepared.of(model, dtype, mode, sizes) for mode in modes]
+        self._prepared = [Prepared.of(model, dtype, mode, sizes, thresholds) for mode in modes]
 
     def report(self, gguf: Path, rounds: int, load_rounds: int, one_at_a_time: bool) -> Json:
         """Measure; `gguf` is written unless it is there."""
-        from benchmarks.llama_gguf import likeness, write_gguf
-
-        if not gguf.exists():
-            write_gguf(self._model, gguf, self.dtype)
+        likeness = self._likeness(gguf)
         # The first one finds files that are not in memory and kernels that are not compiled.
         loads = [self._load(gguf) for _ in range(load_rounds + 1)][1:] if load_rounds else []
         runs = []
@@ -59,12 +66,22 @@ class Comparison:
             click.echo(f"{self.dtype}, round {len(runs)}: {progress(run)}", err=True)
         return {
             "dtype": self.dtype,
-            "likeness": likeness(read_config(self._model)),
+            "likeness": likeness,
             "gguf_bytes": gguf.stat().st_size,
             "loads": loads,
             "runs": runs,
             "recall": self._recall(),
         }
+
+    def _likeness(self, gguf: Path) -> str:
+        """What llama.cpp reads; `gguf` is there then."""
+        if self.dtype == AS_STORED:
+            return "the same file"
+        from benchmarks.llama_gguf import likeness, write_gguf
+
+        if not gguf.exists():
+            write_gguf(self._model, gguf, self.dtype)
+        return likeness(read_config(self._model))
 
     def _in_turn(self, gguf: Path, rounds: int) -> Iterator[Json]:
         with loaded(self._prepared) as running:
@@ -89,10 +106,10 @@ class Comparison:
         return [measure_llama_cpp(build, gguf, self._sizes) for build in self._builds]
 
     def _load(self, gguf: Path) -> Json:
-        threads, mode = self._sizes.threads, self._prepared[0].mode
+        threads = self._sizes.threads
         return {
             "llama_cpp": [measure_llama_cpp_load(each, gguf, threads) for each in self._builds],
-            "hotcold": measure_load(self._model, self.dtype, mode, threads),
+            "hotcold": measure_load(self._prepared[0], self._model, self.dtype),
         }
 
     def _recall(self) -> Json:
@@ -101,7 +118,7 @@ class Comparison:
         if not predicted:
             return {}
         threads = ["--threads", str(self._sizes.threads)]
-        common = threads if self.dtype == "f16" else [*threads, "--dtype", self.dtype]
+        common = [*threads, "--dtype", self.dtype] if self.dtype in ("q8", "q4") else threads
         first = read_config(self._model).bos_token_id or 0
         wanted = ["--prompt-ids", str(first), "--max-tokens", str(_RECALL_WINDOW - 1)]
         greedy = ["--ignore-eos", "--temperature", "0", "--mode", "exact"]
@@ -123,8 +140,12 @@ class Comparison:
 
 
 @contextmanager
-def gguf_path(folder: Path | None, name: str) -> Iterator[Path]:
-    """Where the converted weights lie: in `folder`, or else somewhere until the end."""
+def gguf_path(model: Path, dtype: str, folder: Path | None) -> Iterator[Path]:
+    """The file itself, or where converted weights lie: in `folder`, or somewhere until the end."""
+    name = f"{model.resolve().name}-{dtype}.gguf"
+    if dtype == AS_STORED:
+        yield model
+        return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder / name
@@ -142,15 +163,26 @@ def progress(run: Json) -> str:
     return f"decode {ours} against {theirs} tokens/s"
 
 
+def _formats(model: Path, dtypes: tuple[str, ...]) -> list[str]:
+    """What is compared: a GGUF file as it is, else these formats."""
+    if not is_gguf(model):
+        return list(dict.fromkeys(dtypes)) or ["f16"]
+    if dtypes:
+        raise click.UsageError(f"{model} is a GGUF file, compared as it is: leave out --dtype")
+    return [AS_STORED]
+
+
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--llama-bench", "paths", multiple=True, help="llama.cpp's llama-bench; from PATH "
               "without it. May be given several times.")  # fmt: skip
-@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=("f16",),
-              show_default=True, help="Format of weights; repeatable.")  # fmt: skip
+@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Format of "
+              "weights, not for a GGUF file; f16 without it. Repeatable.")  # fmt: skip
 @click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, default=("exact",),
               show_default=True, help="Repeatable; the first one's prefill and load are "
               "measured.")  # fmt: skip
+@click.option("--thresholds", type=click.Path(exists=True, path_type=Path), help="Of the mode "
+              "`threshold`, where they do not lie beside MODEL.")  # fmt: skip
 @click.option("--batch", "batches", type=click.IntRange(1, 32), multiple=True, default=(1,),
               show_default=True, help="Requests at once; repeatable.")  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(min=2), multiple=True, default=(128,),
@@ -171,6 +203,7 @@ def main(
     paths: tuple[str, ...],
     dtypes: tuple[str, ...],
     modes: tuple[str, ...],
+    thresholds: Path | None,
     batches: tuple[int, ...],
     prompt_tokens: tuple[int, ...],
     tokens: int,
@@ -185,14 +218,16 @@ def main(
     several = tuple(batch for batch in dict.fromkeys(batches) if batch > 1)
     sizes = Sizes(threads, tokens, tuple(dict.fromkeys(prompt_tokens)), several)
     builds, unique_modes = find_builds(paths, bool(several)), list(dict.fromkeys(modes))
+    formats_of_weights = _formats(model, dtypes)
     try:
         about = where_and_when(model, threads)
         compared = [
-            Comparison(model, dtype, unique_modes, builds, sizes) for dtype in dict.fromkeys(dtypes)
+            Comparison(model, dtype, unique_modes, builds, sizes, thresholds)
+            for dtype in formats_of_weights
         ]
         formats = []
         for each in compared:
-            with gguf_path(gguf_folder, f"{model.resolve().name}-{each.dtype}.gguf") as gguf:
+            with gguf_path(model, each.dtype, gguf_folder) as gguf:
                 formats.append(each.report(gguf, rounds, load_rounds, one_at_a_time))
     except HotcoldError as error:
         raise click.ClickException(str(error)) from None

@@ -174,7 +174,8 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        self._products.get().each_thread(copy)
+        with (products := self._products.get()).at_once():
+            products.then(copy)
         write_count(place, last - first)
         self.wires.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 

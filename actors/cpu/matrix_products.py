@@ -2,46 +2,63 @@
 
 float32 weights multiply as they are, by torch. 16-bit ones multiply as bfloat16 where the CPU is
 fast at that, by this project's own kernels or torch's, whichever are faster; else as int16 with
-scales where they are multiplied with vectors and the CPU is fast at that, or as float32. For torch
-they go block by block through small buffers that stay in the cache. Quantized rows times
-vectors are integer products, by own kernels too, where those are faster (`product_choice.py` tries;
-docs/lab_log.md has figures). Each thread converts and multiplies rows of its own: cores then share
-nothing but the input, which matters where they share no cache.
+scales where they are multiplied with vectors and the CPU is fast at that, or as float32. Quantized
+rows times vectors are integer products, by own kernels too, where those are faster
+(`product_choice.py` tries; docs/lab_log.md has figures).
+
+Nothing is computed when it is asked for: what is asked for becomes phases, in their order, and
+`run` has all threads go through them (`thread_team.py`). Each thread converts and multiplies rows
+of its own: cores then share nothing but the input, which matters where they share no cache.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from actors.cpu.integer_products import IntegerProducts
 from actors.cpu.pair_products import PairProducts, WordProducts
 from actors.cpu.product_choice import choose_products
+from actors.cpu.thread_team import Phase, ThreadTeam
+from actors.cpu.torch_products import TorchProducts
 from actors.protocol.step_sizes import ProductChoice
 from numba_kernels.decode.rows import split_range
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import QUANT_GROUP, is_quantized, row_items, row_width
-from numba_kernels.load.convert import widen_kernel
-from numba_kernels.prompt.products import products_kernel, quantize_kernel
+from numba_kernels.decode.vectors import QuantizedVectors
+from numba_kernels.formats import QUANT_GROUP, is_quantized, row_items
 from placement.threads.pinning import pin_thread
 
-_BLOCK_BYTES = 4 << 20  # of converted weights, in each thread
 _HALVES = (np.uint16, np.int16)
 ThreadCores = Sequence[Sequence[int]]
+RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
 
 
-def _begin(cores: Sequence[int] | None) -> None:
-    if cores is not None:
-        pin_thread(cores)
+class Way(Protocol):
+    """One way to multiply: what it makes of x (T, d), and x @ weights.T of that; see `linear`."""
+
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> Any:
+        """What x becomes for such weights; until the next one is asked for."""
+        ...
+
+    def linear(self, operand: Any, weights: np.ndarray, out: np.ndarray) -> None:
+        """out (T, N) = operand @ weights.T."""
+        ...
 
 
-def as_tensor(bits: np.ndarray) -> torch.Tensor:
-    """A tensor over the same memory: uint16 is float16, int16 is bfloat16."""
-    if bits.dtype == np.uint16:
-        return torch.from_numpy(bits.view(np.float16))
-    if bits.dtype == np.int16:
-        return torch.from_numpy(bits).view(torch.bfloat16)
-    return torch.from_numpy(bits)
+@dataclass(frozen=True)
+class _RowShares:
+    """A phase of parts that a thread goes through for its own rows."""
+
+    count: int
+    num_threads: int
+    parts: list[RowsPart]
+
+    def __call__(self, thread: int) -> None:
+        first, last = split_range(self.count, thread, self.num_threads, 1)
+        for part in self.parts if first < last else ():
+            part(first, last)
 
 
 class MatrixProducts:
@@ -58,15 +75,20 @@ class MatrixProducts:
 
         `dtypes`: of the weights. Without a `choice` what is tried out in this process decides.
         """
+
+        def begin(thread: int) -> None:
+            torch.set_num_threads(1)
+            if thread_cores:
+                pin_thread(thread_cores[thread])
+
         self.num_threads = num_threads
         self._choice = choose_products() if choice is None else choice
-        # A pool for each, so that rows are always read from the same cores.
-        pinned: Sequence[Sequence[int] | None] = thread_cores or [None] * num_threads
-        self._pools = [ThreadPoolExecutor(1, "products", _begin, (cores,)) for cores in pinned]
-        self._buffers = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(num_threads)]
-        self._pairs = PairProducts(num_threads, self.each_thread)
-        self._words = WordProducts(num_threads, self.each_thread)
-        self._vectors = QuantizedVectors(*empty_vectors(1, 1, 0))
+        self._team = ThreadTeam(num_threads, begin)
+        self._phases: list[Phase] = []
+        self._torch = TorchProducts(num_threads, self.then)
+        self._pairs = PairProducts(num_threads, self.then)
+        self._words = WordProducts(num_threads, self.then)
+        self._integers = IntegerProducts(num_threads, self.then)
         self._dtypes = dtypes
         self._try_out()
 
@@ -78,128 +100,102 @@ class MatrixProducts:
 
     def _try_out(self) -> None:
         """So that no prompt waits until the kernels are compiled."""
+        self._torch.in_bfloat16 = self._choice.bfloat16
         for dtype in self._dtypes:
             if dtype == np.float32:
                 continue
             row = np.zeros((1, row_items(dtype, QUANT_GROUP)), dtype)
-            self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
-            self.combine(torch.zeros(1, 1), row)
+            with self.at_once():
+                self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
+                self.combine(torch.zeros(1, 1), row, torch.empty(1, QUANT_GROUP))
 
     def close(self) -> None:
         """End the threads."""
-        for pool in self._pools:
-            pool.shutdown()
+        self._team.close()
 
-    def linear(self, x: torch.Tensor, weights: np.ndarray, bias: np.ndarray) -> torch.Tensor:
-        """x @ weights.T + bias.
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Run at the end what was asked for within, and nothing of it where building it failed."""
+        self._phases = []
+        yield
+        self.run()
 
-        Shapes:  x (T, d), weights (N, d) or (N, row bytes), bias (N,) or (0,), result (T, N)
+    def then(self, phase: Phase) -> None:
+        """Let every thread call `phase` with its number, after what was asked for before."""
+        self._phases.append(phase)
+
+    def then_rows(self, count: int, part: RowsPart) -> None:
+        """Let every thread call part(first, last) for its share of `count` rows.
+
+        It may read what parts before it made of the same rows: threads do not meet in between.
+        """
+        last = self._phases[-1] if self._phases else None
+        if isinstance(last, _RowShares) and last.count == count:
+            last.parts.append(part)
+        else:
+            self.then(_RowShares(count, self.num_threads, [part]))
+
+    def run(self) -> None:
+        """Compute what was asked for."""
+        phases, self._phases = self._phases, []
+        if phases:
+            self._team.run(phases)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weights: np.ndarray,
+        bias: np.ndarray,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ weights.T + bias, once it has been run.
+
+        Shapes:  x (T, d) contiguous, weights (N, d) or (N, row bytes), bias (N,) or (0,), result
+                 (T, N), `out` where it is given
         Dtypes:  x, bias, result float32; weights bits
         """
-        out = torch.empty(x.shape[0], weights.shape[0])
-        if is_quantized(weights.dtype) and self._choice.integers:
-            self._integer_products(x, weights, out)
-        elif self._has_pairs(weights):
-            self._pairs.linear(x.contiguous().numpy(), weights, out.numpy())
-        elif self._choice.words and weights.dtype in _HALVES:
-            self._words.linear(x.contiguous().numpy(), weights, out.numpy())
-        else:
-            operand = self._operand(x, weights)
+        out = torch.empty(x.shape[0], weights.shape[0]) if out is None else out
+        return self.linears(x, [(weights, bias, out)])[0]
 
-            def multiply(thread: int, first: int, last: int) -> None:
-                out[:, first:last] = operand @ self._block(thread, weights[first:last]).T
+    def linears(
+        self, x: torch.Tensor, matrices: Sequence[tuple[np.ndarray, np.ndarray, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """`linear` of one x, which is prepared once, with each (weights, bias, out).
 
-            self._each_block(weights, multiply)
-        return out.add_(torch.from_numpy(bias)) if bias.size else out
-
-    def combine(self, h: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """h @ rows: rows weighted and summed.
-
-        Shapes:  h (T, N), rows (N, d) or (N, row bytes), result (T, d)
-        Dtypes:  h, result float32; rows bits
+        The weights are of one dtype.
         """
-        width = row_width(rows.dtype, rows.shape[1])
-        if self._has_pairs(rows):
-            out = torch.empty(h.shape[0], width)
-            self._pairs.combine(h.contiguous().numpy(), rows, out.numpy())
-            return out
-        operand = self._operand(h, rows)
-        sums = torch.zeros(self.num_threads, h.shape[0], width)
+        way = self._way(matrices[0][0].dtype)
+        operand = way.operand(x.numpy(), matrices[0][0])
+        for weights, bias, out in matrices:
+            way.linear(operand, weights, out.numpy())
+            if bias.size:
+                self._add_bias(torch.from_numpy(bias), out)
+        return [out for _, _, out in matrices]
 
-        def multiply(thread: int, first: int, last: int) -> None:
-            sums[thread] += operand[:, first:last] @ self._block(thread, rows[first:last])
+    def combine(self, h: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
+        """out = h @ rows, rows weighted and summed, once it has been run.
 
-        self._each_block(rows, multiply)
-        return sums.sum(dim=0)
+        Shapes:  h (T, N) contiguous, rows (N, d) or (N, row bytes), out (T, d)
+        Dtypes:  h, out float32; rows bits
+        """
+        way = self._pairs if self._has_pairs(rows.dtype) else self._torch
+        way.combine(h.numpy(), rows, out.numpy())
 
-    def _has_pairs(self, weights: np.ndarray) -> bool:
+    def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
+        """What kernels multiply `weights` with: x (T, d), or its vectors until the next product."""
+        return self._integers.operand(x, weights) if is_quantized(weights.dtype) else x
+
+    def _way(self, dtype: np.dtype) -> Way:
+        if is_quantized(dtype) and self._choice.integers:
+            return self._integers
+        if self._has_pairs(dtype):
+            return self._pairs
+        return self._words if self._choice.words and dtype in _HALVES else self._torch
+
+    def _has_pairs(self, dtype: np.dtype) -> bool:
         """Whether own kernels multiply them as bfloat16."""
         choice = self._choice
-        return choice.bfloat16 and choice.own_bfloat16 and weights.dtype in _HALVES
+        return choice.bfloat16 and choice.own_bfloat16 and dtype in _HALVES
 
-    def _integer_products(self, x: torch.Tensor, weights: np.ndarray, out: torch.Tensor) -> None:
-        """out = x @ weights.T, x quantized in groups; each thread over its share of the rows."""
-        vectors = self._quantized(x.contiguous().numpy())
-        target = out.numpy()
-
-        def multiply(thread: int) -> None:
-            part = split_range(weights.shape[0], thread, self.num_threads, 8)
-            products_kernel(weights, vectors, target, *part)
-
-        self.each_thread(multiply)
-
-    def operands(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
-        """What kernels multiply `weights` with: x (T, d), or its vectors until the next call."""
-        return self._quantized(x) if is_quantized(weights.dtype) else x
-
-    def _quantized(self, x: np.ndarray) -> QuantizedVectors:
-        """The vectors of x (T, d), quantized into space that is kept from call to call."""
-        num_tokens, width = x.shape
-        if self._vectors.values.shape[1] < num_tokens or self._vectors.values.shape[2] < width:
-            self._vectors = empty_vectors(1, num_tokens, width)
-        vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
-
-        def quantize(thread: int) -> None:
-            quantize_kernel(x, vectors, *split_range(num_tokens, thread, self.num_threads, 1))
-
-        self.each_thread(quantize)
-        return vectors
-
-    def _operand(self, x: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
-        if weights.dtype == np.float32 or not self._choice.bfloat16:
-            return x
-        return x.to(torch.bfloat16)
-
-    def _each_block(self, weights: np.ndarray, multiply: Callable[[int, int, int], None]) -> None:
-        """Call multiply(thread, first, last) for blocks of rows, each thread over its share."""
-        size = max(1, _BLOCK_BYTES // 2 // row_width(weights.dtype, weights.shape[1]))
-
-        def run(thread: int) -> None:
-            torch.set_num_threads(1)
-            begin, end = split_range(weights.shape[0], thread, self.num_threads, 1)
-            for first in range(begin, end, size):
-                multiply(thread, first, min(first + size, end))
-
-        self.each_thread(run)
-
-    def each_thread(self, run: Callable[[int], None]) -> None:
-        """Call run(thread) in every thread; returns when all have."""
-        calls = [pool.submit(run, thread) for thread, pool in enumerate(self._pools)]
-        wait(calls)  # all of them: the next product uses the same buffers
-        for call in calls:
-            call.result()
-        # For what is no product with weights. A thread of a Ray worker begins with one.
-        torch.set_num_threads(self.num_threads)
-
-    def _block(self, thread: int, block: np.ndarray) -> torch.Tensor:
-        """The block's weights in the format that is multiplied."""
-        if block.dtype == np.float32 or (block.dtype == np.int16 and self._choice.bfloat16):
-            return as_tensor(block)
-        shape = block.shape[0], row_width(block.dtype, block.shape[1])
-        dtype = np.dtype(np.int16 if self._choice.bfloat16 else np.float32)
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if self._buffers[thread].size < num_bytes:  # floats, or a row that is longer than a buffer
-            self._buffers[thread] = np.empty(num_bytes, np.uint8)
-        out = self._buffers[thread][:num_bytes].view(dtype).reshape(shape)
-        widen_kernel(block, out, 0, shape[0])
-        return as_tensor(out)
+    def _add_bias(self, bias: torch.Tensor, out: torch.Tensor) -> None:
+        self.then_rows(out.shape[0], lambda first, last: out[first:last].add_(bias))

@@ -1,9 +1,11 @@
 """Products of 16-bit weights with many tokens' vectors, by this project's kernels."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from actors.cpu.thread_team import Then
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.int16_ir import GROUP_PAIRS
@@ -21,7 +23,12 @@ from numba_kernels.prompt.int16_products import (
     pack_words_kernel,
 )
 
-EachThread = Callable[[Callable[[int], None]], None]
+
+class Words(NamedTuple):
+    """Tokens in pairs of int16, and the scales of their groups of columns."""
+
+    tokens: np.ndarray
+    scales: np.ndarray
 
 
 class _Space:
@@ -44,78 +51,88 @@ class PairProducts:
     Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
     """
 
-    def __init__(self, num_threads: int, each_thread: EachThread) -> None:
-        """`each_thread` calls a function with every thread's number, in that thread."""
-        self._num_threads = num_threads
-        self._each_thread = each_thread
+    def __init__(self, num_threads: int, then: Then) -> None:
+        """`then` has a function called with every thread's number, after those before."""
+        self._num_threads, self._then = num_threads, then
         self._buffers = _buffers(bfloat16_products.BUFFER_PAIRS, num_threads)
         self._tokens, self._sums = _Space(np.int32), _Space(np.float32)
 
-    def linear(self, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T.
-
-        Shapes:  x (T, d), weights (N, d), out (T, N)
-        Dtypes:  x, out float32; weights uint16 (float16 bits) or int16 (bfloat16 bits)
-        """
-        self._multiply(linear_kernel, x, weights, out)
-
-    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """out = h @ rows.
-
-        Shapes:  h (T, N), rows (N, d), out (T, d)
-        Dtypes:  as in `linear`
-        """
-        self._multiply(combine_kernel, h, rows, out)
-
-    def _multiply(
-        self, kernel: Callable[..., None], x: np.ndarray, weights: np.ndarray, out: np.ndarray
-    ) -> None:
-        groups, num_pairs = num_groups(x.shape[0]), -(-x.shape[1] // 2)
-        tokens = self._tokens.shaped(groups, num_pairs, LANES)
-        sums = self._sums.shaped(self._num_threads, bfloat16_products.MOST_SUMS, groups, LANES)
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """x (T, d) float32 in pairs, LANES tokens side by side, in space that is kept."""
+        groups = num_groups(x.shape[0])
+        tokens = self._tokens.shaped(groups, -(-x.shape[1] // 2), LANES)
 
         def pack(thread: int) -> None:
             part = split_range(groups, thread, self._num_threads, 1)
             pack_tokens_kernel(x, tokens, self._buffers[thread], *part)
 
+        self._then(pack)
+        return tokens
+
+    def linear(self, operand: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T.
+
+        Shapes:  operand of x (T, d), weights (N, d), out (T, N)
+        Dtypes:  out float32; weights uint16 (float16 bits) or int16 (bfloat16 bits)
+        """
+        self._multiply(linear_kernel, operand, weights, out)
+
+    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """out = h @ rows.
+
+        Shapes:  h (T, N), rows (N, d), out (T, d)
+        Dtypes:  h float32, the others as in `linear`
+        """
+        self._multiply(combine_kernel, self.operand(h, rows), rows, out)
+
+    def _multiply(
+        self, kernel: Callable[..., None], tokens: np.ndarray, weights: np.ndarray, out: np.ndarray
+    ) -> None:
+        groups = tokens.shape[0]
+        sums = self._sums.shaped(self._num_threads, bfloat16_products.MOST_SUMS, groups, LANES)
+
         def multiply(thread: int) -> None:
             part = split_range(out.shape[1], thread, self._num_threads, LANES)
             kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
 
-        self._each_thread(pack)
-        self._each_thread(multiply)
+        self._then(multiply)
 
 
 class WordProducts:
     """Products of int16 with scales; each thread has rows, and a buffer of its own."""
 
-    def __init__(self, num_threads: int, each_thread: EachThread) -> None:
+    def __init__(self, num_threads: int, then: Then) -> None:
         """See `PairProducts`."""
-        self._num_threads = num_threads
-        self._each_thread = each_thread
+        self._num_threads, self._then = num_threads, then
         self._buffers = _buffers(int16_products.BUFFER_PAIRS, num_threads)
         self._tokens, self._scales, self._sums = (
             _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
         )
 
-    def linear(self, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
-        """out = x @ weights.T; see `PairProducts.linear`."""
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> Words:
+        """x (T, d) float32 in pairs with scales, LANES tokens side by side, in space kept."""
         groups, parts = num_groups(x.shape[0]), num_column_groups(x.shape[1])
         tokens = self._tokens.shaped(groups, parts * GROUP_PAIRS, LANES)
         scales = self._scales.shaped(groups, parts, LANES)
-        sums = self._sums.shaped(self._num_threads, int16_products.MOST_SUMS, groups, LANES)
 
         def pack(thread: int) -> None:
             part = split_range(groups, thread, self._num_threads, 1)
             pack_words_kernel(x, tokens, scales, self._buffers[thread], *part)
 
+        self._then(pack)
+        return Words(tokens, scales)
+
+    def linear(self, operand: Words, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T; see `PairProducts.linear`."""
+        groups = operand.tokens.shape[0]
+        sums = self._sums.shaped(self._num_threads, int16_products.MOST_SUMS, groups, LANES)
+
         def multiply(thread: int) -> None:
             part = split_range(weights.shape[0], thread, self._num_threads, LANES)
             buffer = self._buffers[thread]
-            linear_words_kernel(weights, tokens, scales, buffer, sums[thread], out, *part)
+            linear_words_kernel(weights, *operand, buffer, sums[thread], out, *part)
 
-        self._each_thread(pack)
-        self._each_thread(multiply)
+        self._then(multiply)
 
 
 def _buffers(num_pairs: int, num_threads: int) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -136,9 +137,9 @@ def _own_s(
     """Seconds of this project's kernels; infinite where they are impossible or not wanted."""
     if not is_possible:
         return math.inf
-    products = kind(1, lambda run: run(0))
+    products: Any = kind(1, lambda phase: phase(0))  # either kind takes what it made of x
     out = np.empty((x.shape[0], weights.shape[0]), np.float32)
-    return _fastest(lambda: products.linear(x, weights, out))
+    return _fastest(lambda: products.linear(products.operand(x, weights), weights, out))
 
 
 def _fastest(product: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from actors.cpu.matrix_products import MatrixProducts
-from model.torch_activations import activated
+from model.torch_activations import activated, activated_up
 from numba_kernels.checks import ACTIVATION_NAMES, DRELU
 from numba_kernels.decode.activations import Activation
 from numba_kernels.decode.rows import split_range
@@ -51,23 +51,45 @@ def prompt_ffn(
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
 
-    tokens = torch.from_numpy(x)
-    h = products.linear(tokens, part(arrays.gate), part(arrays.gate_bias))
-    h = activated(ACTIVATION_NAMES[function.code], h, float(function.threshold))
-    up, up_bias, down = part(arrays.up), part(arrays.up_bias), part(arrays.down)
-    if function.code == DRELU:
-        h *= torch.relu(products.linear(tokens, up, up_bias))
-        up, up_bias = up[:0], up_bias[:0]
-    if counts is not None:
-        torch.from_numpy(counts).add_((h != 0).sum(dim=0))
-    if skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
-        _add_fired(products, up, up_bias, down, x, h.numpy(), out)
-    else:
-        if up.shape[0]:
-            h *= products.linear(tokens, up, up_bias)
-        torch.from_numpy(out).copy_(products.combine(h, down))
-    if arrays.down_bias.shape[1]:
-        out += arrays.down_bias[layer]
+    up, down = part(arrays.up), part(arrays.down)
+    tokens, h = torch.from_numpy(x), torch.empty(x.shape[0], last - first)
+    factors = torch.empty(x.shape[0], up.shape[0])
+    gate_product = part(arrays.gate), part(arrays.gate_bias), h
+    up_product = up, part(arrays.up_bias), factors
+    # Which neurons fire is not waited for where all are computed.
+    waits = skip_silent or counts is not None
+    scales_at_once = up.shape[0] > 0 and (not waits or function.code == DRELU)
+    scales_later = up.shape[0] > 0 and not scales_at_once
+    name, threshold = ACTIVATION_NAMES[function.code], float(function.threshold)
+
+    def scale(begin: int, end: int) -> None:
+        h[begin:end] *= activated_up(name, factors[begin:end])
+
+    def activate(begin: int, end: int) -> None:
+        h[begin:end] = activated(name, h[begin:end], threshold)
+        if scales_at_once:
+            scale(begin, end)
+
+    def add_bias(begin: int, end: int) -> None:
+        out[begin:end] += arrays.down_bias[layer]
+
+    with products.at_once():
+        products.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
+        products.then_rows(len(x), activate)
+        if waits:
+            products.run()
+        if counts is not None:
+            torch.from_numpy(counts).add_((h != 0).sum(dim=0))
+        if skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
+            own_up = up if scales_later else up[:0]
+            _add_fired(products, own_up, part(arrays.up_bias), down, x, h.numpy(), out)
+        else:
+            if scales_later:
+                products.linears(tokens, [up_product])
+                products.then_rows(len(x), scale)
+            products.combine(h, down, torch.from_numpy(out))
+        if arrays.down_bias.shape[1]:
+            products.then_rows(len(x), add_bias)
 
 
 def _add_fired(
@@ -79,9 +101,9 @@ def _add_fired(
     h: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """out = sum over the neurons that fire for each token; h (T, N) is overwritten."""
+    """out = sum over the neurons that fire for each token, once it has been run."""
     fired = empty_fired(*h.shape)
-    vectors = products.operands(x, up)
+    vectors = products.vectors(x, up) if up.shape[0] else x
     sums = np.empty((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS), np.float32)
     out[:] = 0
 
@@ -95,5 +117,5 @@ def _add_fired(
         parts = split_range(num_parts(out.shape[1]), thread, products.num_threads, 1)
         prompt_down_kernel(down, fired, *parts, sums, out)
 
-    products.each_thread(scale)
-    products.each_thread(add)
+    products.then(scale)
+    products.then(add)

@@ -1,6 +1,7 @@
 """Attention and head of many tokens of one sequence (prefill), by torch.
 
-What numba_kernels.serve.serve_attention computes, as matrix products over all tokens.
+What numba_kernels.serve.serve_attention computes, as matrix products over all tokens. What is
+written here is what shall be computed; `MatrixProducts.at_once` has all threads do it.
 """
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 from actors.cpu.matrix_products import MatrixProducts
 from model.config.layer_order import layer_input, mixed_and_ffn_input
 from numba_kernels.decode.attention import read_kernel
-from numba_kernels.decode.norm import RMS_NORM
 from numba_kernels.decode.rows import split_range
+from numba_kernels.prompt.norms import norm_rows_kernel
 from numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
 from numba_kernels.serve.serve_attention import (
     AttentionArrays,
@@ -20,29 +21,50 @@ from numba_kernels.serve.serve_attention import (
 )
 
 _NO_BIAS = np.empty(0, np.float32)
-_QUERIES = 128  # at a time: they read no keys but up to the last of them
+_QUERIES = 64  # at a time: they read no keys but up to the last of them
+_PARTS = 4  # of the KV heads, where there are so many
 
 
-def _norm(
-    shape: AttentionShape, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray
-) -> torch.Tensor:
-    if not weight.size:
-        return x
-    scale, width = torch.from_numpy(weight), (x.shape[-1],)
-    epsilon = float(shape.norm_epsilon)
-    if shape.norm_kind == RMS_NORM:
-        return torch.nn.functional.rms_norm(x, width, scale, epsilon)
-    shift = torch.from_numpy(bias) if bias.size else None
-    return torch.nn.functional.layer_norm(x, width, scale, shift, epsilon)
+class _Rows:
+    """What becomes of rows of tokens, once `products` are run: each thread has its own tokens."""
 
+    def __init__(
+        self, products: MatrixProducts, shape: AttentionShape, arrays: AttentionArrays
+    ) -> None:
+        self._products, self._shape, self._arrays = products, shape, arrays
 
-def _layer_input(
-    hidden: np.ndarray, layer: int, shape: AttentionShape, arrays: AttentionArrays
-) -> torch.Tensor:
-    def ffn_norm(layer: int, x: torch.Tensor) -> torch.Tensor:
-        return _norm(shape, x, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+    def norm(self, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
+        """The rows normed; themselves where there are no weights."""
+        if not weight.size:
+            return rows
+        kind, epsilon = self._shape.norm_kind, self._shape.norm_epsilon
+        out, x = torch.empty_like(rows), rows.numpy()
+        into = out.numpy()
 
-    return layer_input(shape.order, layer, torch.from_numpy(hidden), ffn_norm)
+        def norm(first: int, last: int) -> None:
+            norm_rows_kernel(kind, x, weight, bias, epsilon, into, first, last)
+
+        self._products.then_rows(rows.shape[0], norm)
+        return out
+
+    def add(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """residual + rows, scaled where the model does so."""
+        out, scale = torch.empty_like(rows), float(self._shape.residual_scale)
+
+        def add(first: int, last: int) -> None:
+            torch.add(residual[first:last], rows[first:last], alpha=scale, out=out[first:last])
+
+        self._products.then_rows(rows.shape[0], add)
+        return out
+
+    def ffn_norm(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the layer's FFN, or the layer after it, reads them."""
+        arrays = self._arrays
+        return self.norm(rows, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+
+    def layer_input(self, layer: int, hidden: np.ndarray) -> torch.Tensor:
+        """What layer `layer` begins with, or after the last one the head."""
+        return layer_input(self._shape.order, layer, torch.from_numpy(hidden), self.ffn_norm)
 
 
 def _attend(
@@ -53,7 +75,7 @@ def _attend(
     shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> torch.Tensor:
-    """Write keys and values to the cache, attend over all of it; returns (T, H * head_dim).
+    """Write keys and values to the cache, attend over all of it; (T, H * head_dim) once run.
 
     qkv (T, rows) is overwritten.
     """
@@ -77,25 +99,44 @@ def _attend(
             read_kernel(cache[layer], pages, *heads, out)
 
     if arrays.q_norm_weight.shape[1] > shape.head_dim:
-        products.each_thread(norm)
-    products.each_thread(store)
-    products.each_thread(read)
+        products.then(norm)
+    products.then(store)
+    products.then(read)
     heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
-    queries = heads[:, : shape.num_heads].transpose(0, 1)[None]
-    keys, values = torch.from_numpy(cached)[:, None]
+    queries = heads[:, : shape.num_heads].transpose(0, 1)
+    keys, values = torch.from_numpy(cached)
     attended = torch.empty(num_tokens, shape.num_heads, shape.head_dim)
-    for begin in range(0, num_tokens, _QUERIES):
+    group = shape.num_heads // shape.num_kv_heads
+
+    def part(begin: int, own: slice) -> None:
+        """Queries from `begin` on, of the heads that read KV heads `own`."""
         end = min(begin + _QUERIES, num_tokens)
         seen = max(0, first + begin + 1 - window) if window else 0
         theirs = torch.arange(seen, first + end)
-        own = torch.arange(first + begin, first + end)[:, None]
-        mask = theirs <= own
+        at = torch.arange(first + begin, first + end)[:, None]
+        mask = theirs <= at
         if window:
-            mask &= theirs > own - window
-        part = slice(seen - first_page * size, first + end - first_page * size)
-        attended[begin:end] = _attention(
-            shape, queries[:, :, begin:end], keys[:, :, part], values[:, :, part], mask
-        )[0].transpose(0, 1)
+            mask &= theirs > at - window
+        span = slice(seen - first_page * size, first + end - first_page * size)
+        of_group = slice(own.start * group, own.stop * group)
+        # Heads that read the same keys are like more queries of one head.
+        asked = queries[of_group, begin:end].reshape(own.stop - own.start, -1, shape.head_dim)
+        found = _attention(shape, asked, keys[own, span], values[own, span], mask.repeat(group, 1))
+        by_head = found.view(-1, end - begin, shape.head_dim)
+        attended[begin:end, of_group] = by_head.transpose(0, 1)
+
+    # The last queries read most keys: they are begun first, each by whichever thread is free.
+    at_once = max(1, shape.num_kv_heads // _PARTS)
+    starts = range(0, shape.num_kv_heads, at_once)
+    owns = [slice(start, min(start + at_once, shape.num_kv_heads)) for start in starts]
+    parts = [(begin, own) for begin in reversed(range(0, num_tokens, _QUERIES)) for own in owns]
+    left = iter(parts)
+
+    def attend(thread: int) -> None:
+        for begin, own in left:
+            part(begin, own)
+
+    products.then(attend)
     return attended.view(num_tokens, -1)
 
 
@@ -106,20 +147,14 @@ def _attention(
     values: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """queries (1, H, T, hd), keys and values (1, G, P, hd), mask (T, P): (1, H, T, hd)."""
+    """queries (G, T, hd), keys and values (G, P, hd), mask (T, P): (G, T, hd)."""
     scale, cap = float(shape.scale), float(shape.softcap)
     if not cap:
-        return torch.nn.functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            enable_gqa=shape.num_heads != shape.num_kv_heads,
-            scale=scale,
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=mask, scale=scale
         )
-    group = shape.num_heads // shape.num_kv_heads
-    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
-    scores = cap * torch.tanh(queries @ keys.transpose(2, 3) * scale / cap)
+        return whole[0]
+    scores = cap * torch.tanh(queries @ keys.transpose(1, 2) * scale / cap)
     shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return shares @ values
 
@@ -140,28 +175,32 @@ def dense_attention(
     if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
 
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return _norm(shape, x, arrays.norm_weight[layer], arrays.norm_bias[layer])
+    rows = _Rows(products, shape, arrays)
 
-    def ffn_norm(x: torch.Tensor) -> torch.Tensor:
-        return _norm(shape, x, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         qkv = products.linear(x, arrays.qkv[layer], arrays.qkv_bias[layer])
         heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
         out = products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
-        out = _norm(shape, out, arrays.attention_norm_weight[layer], _NO_BIAS)
-        return residual + (out if shape.residual_scale == 1 else out * float(shape.residual_scale))
+        out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
+        return rows.add(residual, out)
 
-    mixed, ffn_input = mixed_and_ffn_input(
-        shape.order,
-        _layer_input(wires.hidden[:num_tokens], layer, shape, arrays),
-        norm=norm,
-        ffn_norm=ffn_norm,
-        add_attention=add_attention,
-    )
-    torch.from_numpy(wires.mixed[:num_tokens]).copy_(mixed)
-    torch.from_numpy(wires.ffn_input[:num_tokens]).copy_(ffn_input)
+    with products.at_once():
+        mixed, ffn_input = mixed_and_ffn_input(
+            shape.order,
+            rows.layer_input(layer, wires.hidden[:num_tokens]),
+            norm=norm,
+            ffn_norm=lambda x: rows.ffn_norm(layer, x),
+            add_attention=add_attention,
+        )
+
+        def answer(first: int, last: int) -> None:
+            wires.mixed[first:last] = mixed[first:last].numpy()
+            wires.ffn_input[first:last] = ffn_input[first:last].numpy()
+
+        products.then_rows(num_tokens, answer)
 
 
 def dense_head(
@@ -175,11 +214,13 @@ def dense_head(
     begin = int(wires.requests[service, FIRST_LOGIT])
     end = int(wires.requests[service, NUM_TOKENS])
     num_layers = arrays.norm_weight.shape[0]
-    x = _layer_input(wires.hidden[begin:end], num_layers, shape, arrays)
-    x = _norm(shape, x, arrays.final_norm_weight, arrays.final_norm_bias)
-    if arrays.project_out.shape[0]:
-        x = products.linear(x, arrays.project_out, _NO_BIAS)
-    logits, cap = products.linear(x, arrays.head, _NO_BIAS), float(shape.logit_softcap)
+    logits, cap = torch.from_numpy(wires.logits[: end - begin]), float(shape.logit_softcap)
+    rows = _Rows(products, shape, arrays)
+    with products.at_once():
+        x = rows.layer_input(num_layers, wires.hidden[begin:end])
+        x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)
+        if arrays.project_out.shape[0]:
+            x = products.linear(x, arrays.project_out, _NO_BIAS)
+        products.linear(x, arrays.head, _NO_BIAS, logits)
     if cap:
-        logits = cap * torch.tanh(logits / cap)
-    torch.from_numpy(wires.logits[: end - begin]).copy_(logits)
+        logits.copy_(cap * torch.tanh(logits / cap))

@@ -123,8 +123,8 @@ def test_products_are_made_once_and_chosen_later(monkeypatch: pytest.MonkeyPatch
     late.choose(ProductChoice(bfloat16=True, integers=False))
     assert late.get() is made[0] and made[0]._choice.bfloat16
     late.close()
-    with pytest.raises(RuntimeError):
-        made[0].each_thread(lambda thread: None)
+    with pytest.raises(RuntimeError), made[0].at_once():
+        made[0].then(lambda thread: None)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def in_turn(num_threads: int) -> WordProducts:
 def multiply(x: np.ndarray, weights: np.ndarray, num_threads: int = 1) -> np.ndarray:
     """x @ weights.T."""
     out = np.full((x.shape[0], weights.shape[0]), np.nan, np.float32)
-    in_turn(num_threads).linear(x, weights, out)
+    products = in_turn(num_threads)
+    products.linear(products.operand(x, weights), weights, out)
     return out
 
 
@@ -116,7 +117,7 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
         if seed == 0:
             weights[0, 0] = 0x7C00
         out = np.empty((num_tokens, height), np.float32)
-        products.linear(x, weights, out)
+        products.linear(products.operand(x, weights), weights, out)
         assert out.tobytes() == multiply(x, weights).tobytes()
 
 
@@ -126,7 +127,8 @@ from actors.cpu.pair_products import WordProducts
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)
-WordProducts(1, lambda run: run(0)).linear(np.ones((2, 64), np.float32), weights, out)
+products = WordProducts(1, lambda phase: phase(0))
+products.linear(products.operand(np.ones((2, 64), np.float32), weights), weights, out)
 assert np.allclose(out, 64)
 """
 

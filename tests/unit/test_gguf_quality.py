@@ -11,24 +11,24 @@ from scipy.special import log_softmax as scipys
 from scipy.stats import entropy
 
 PROGRAM = runpy.run_module("benchmarks.gguf_quality")  # benchmarks are not imported
-QUESTIONS, Scores, greedy, log_softmax, table_of = (
-    PROGRAM[name] for name in ("QUESTIONS", "Scores", "greedy", "log_softmax", "table_of")
+QUESTIONS, greedy, scores, table_of, targets = (
+    PROGRAM[name] for name in ("QUESTIONS", "greedy", "scores", "table_of", "targets")
 )
 
 
 def test_scores_are_scipys() -> None:
     rng = np.random.default_rng(0)
     reference, found = (rng.normal(0, 9, (7, 50)).astype(np.float32) for _ in range(2))
-    ids = rng.integers(0, 50, 7)
-    scores = Scores()
-    for part in (slice(0, 4), slice(4, 7)):
-        scores.add(found[part], ids[part], log_softmax(reference[part]))
-    report = scores.report()
+    ids = rng.integers(0, 50, 7).tolist()
+    report = scores(reference, found, ids)
     own, base = (scipys(logits.astype(np.float64), axis=1) for logits in (found, reference))
     assert report["mean_kld"] == pytest.approx(entropy(np.exp(base), np.exp(own), axis=1).mean())
-    scored = [own[i, ids[i + 1]] for i in (0, 1, 2, 4, 5)]
-    assert report["perplexity"] == pytest.approx(np.exp(-np.mean(scored)))
+    assert report["ppl"] == pytest.approx(np.exp(-own[np.arange(7), ids].mean()))
     assert report["same_top"] == (found.argmax(axis=1) == reference.argmax(axis=1)).mean()
+
+
+def test_targets_follow_what_is_scored() -> None:
+    assert targets([[1, 2, 3, 4], [5, 6, 7]], 1) == [3, 4, 7]
 
 
 def test_greedy_goes_on_from_the_prompt_and_ends_at_a_stop() -> None:
@@ -44,14 +44,14 @@ def test_greedy_goes_on_from_the_prompt_and_ends_at_a_stop() -> None:
 
 
 def test_answers_that_agree_stand_once() -> None:
-    score = {"perplexity": 20.0, "mean_kld": 0.001, "same_top": 0.99}
+    score = {"ppl": 20.0, "mean_kld": 0.001, "same_top": 0.99}
     answers = [
         {"question": QUESTIONS[i], "hotcold": "a\nb", "llama.cpp": other}
         for i, other in enumerate(("a\nb", "c"))
     ]
     report = {
         "machine": "m", "date": "d", "tokens": 8, "model": "x.gguf", "answers": answers,
-        "scores": {"hotcold": score, "llama.cpp": score | {"perplexity": 19.0}},
+        "scores": {"hotcold": score, "llama.cpp": score | {"ppl": 19.0}},
     }  # fmt: skip
     text = table_of([report])
     assert "| x.gguf | hotcold | 20.000 | +5.26% | 0.00100 | 99.0% |" in text

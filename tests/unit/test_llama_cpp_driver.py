@@ -57,6 +57,31 @@ class Llama:
         print("eval", len(ids))
 """
 
+# The C interface, as far as batches take it; a decode of n tokens prints what they are.
+LLAMA_CPP_BATCHES = """
+from types import SimpleNamespace
+
+llama_backend_init = llama_synchronize = lambda *given: None
+llama_model_default_params = llama_context_default_params = lambda: SimpleNamespace()
+llama_model_load_from_file = lambda path, params: path
+llama_get_memory = lambda context: context
+llama_memory_clear = lambda memory, data: print("clear")
+
+def llama_init_from_model(model, params):
+    print("context", params.n_ctx, params.n_seq_max, params.n_threads)
+    return params
+
+def llama_batch_init(most, embeddings, sequences):
+    cells = [[0] for _ in range(most)]
+    return SimpleNamespace(token=[0] * most, pos=[0] * most, n_seq_id=[0] * most, seq_id=cells,
+                           logits=[0] * most, n_tokens=0)
+
+def llama_decode(context, batch):
+    n = batch.n_tokens
+    print("decode", batch.pos[:n], [cell[0] for cell in batch.seq_id[:n]])
+    return 0
+"""
+
 
 def _program(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,3 +173,15 @@ def test_llama_cpp_python_stands_in(gguf_file: Path, tmp_path: Path) -> None:
     steps = [line for line in said if line.startswith(("reset", "eval"))]
     one_by_one = ["reset", "eval 1", "eval 1", "eval 1"]
     assert steps == ["reset", "eval 16"] * 2 + one_by_one * 2
+
+
+def test_llama_cpp_python_decodes_batches(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP_BATCHES)
+    sizes = ["-m", "some.gguf", "-t", 2, "-c", 64, "-npp", 1, "-ntg", 3, "-npl", "2,3"]
+    lines = output_of(run_in_own_process("llama_python_batches", *sizes, modules=tmp_path))
+    said = lines.splitlines()
+    rows = [json.loads(line) for line in said if line.startswith("{")]
+    assert [row["pl"] for row in rows] == [2, 3] and all(row["speed_tg"] > 0 for row in rows)
+    assert said[0] == "context 64 3 2"
+    first = said.index("clear", 2)  # after what warms up
+    assert said[first + 1 : first + 5] == [f"decode [{at}, {at}] [0, 1]" for at in range(4)]

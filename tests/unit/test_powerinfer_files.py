@@ -101,6 +101,36 @@ def test_logits_are_those_of_the_model(llama: Path, file: Path) -> None:
     np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(llama, IDS), atol=1e-5)
 
 
+def permute(weights: np.ndarray, n_head: int, n_head_kv: int) -> np.ndarray:
+    """Rows of q or k as PowerInfer's convert.py stores them."""
+    if n_head != n_head_kv:
+        n_head = n_head_kv
+    shape = n_head, 2, weights.shape[0] // n_head // 2, *weights.shape[1:]
+    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
+
+
+def test_rows_of_q_and_k_stand_as_its_converter_puts_them(tmp_path: Path) -> None:
+    path = make_tiny("llama-relu", tmp_path / "hf")
+    values, tensors = hugging_face(path)
+    powerinfer(path, tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(str(_as_gguf(tmp_path / "m.gguf")))
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    checkpoint = Checkpoint(tmp_path / "m.gguf")
+    for name, short, own in (("q_proj", "attn_q", heads), ("k_proj", "attn_k", kv_heads)):
+        ours = tensors[f"model.layers.0.self_attn.{name}.weight"].astype(np.float32)
+        np.testing.assert_array_equal(stored[f"blk.0.{short}.weight"], permute(ours, heads, own))
+        read = checkpoint.array(f"layers.0.self_attn.{name}.weight")
+        np.testing.assert_array_equal(read, ours)
+
+
+def _as_gguf(path: Path) -> Path:
+    """A copy that the gguf package opens."""
+    copy = path.with_name("as.gguf")
+    copy.write_bytes(b"GGUF" + path.read_bytes()[4:])
+    return copy
+
+
 def test_weights_by_neurons_are_the_same_in_memory(llama: Path, file: Path) -> None:
     config = read_config(llama)
     ids = [np.arange(1, config.ffn_size, 3, dtype=np.int32)] * config.num_layers

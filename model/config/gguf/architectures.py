@@ -168,7 +168,8 @@ def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
 _FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
 _TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
 # PowerInfer's files have down by neurons, and predictors. What neurons compute is not in them: in
-# all of them ReLU, of gate and up in Bamboo.
+# all of them ReLU, of gate and up in Bamboo. Its convert.py pairs rows of q and k of both, as
+# llama.cpp does (permute in convert_model_names), and its build_llama_variants rotates pairs.
 _DOWN_T = "blk.0.ffn_down_t.weight"
 _POWERINFER = {"down": "ffn_down_t", "predictor": ("fc1", "fc2")}
 
