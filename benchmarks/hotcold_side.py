@@ -20,6 +20,7 @@ import ray
 
 from actors.launch import start_local_ray
 from actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
+from actors.protocol.step_sizes import MATRIX_TOKENS
 from actors.setup.preflight import SystemOptions, prepare_system
 from actors.setup.shards import arena_layout
 from actors.system import System
@@ -75,6 +76,8 @@ def loaded(prepared: list[Prepared]) -> Iterator[list[System]]:
         with ExitStack() as stack:
             running = [stack.enter_context(System.start(each.system)) for each in prepared]
             for system, each in zip(running, prepared, strict=True):
+                if each.system.context_length > MATRIX_TOKENS:  # what long prompts need is had late
+                    system.complete(decode_request(each.config, MATRIX_TOKENS, 0))
                 system.complete(decode_request(each.config, _PROMPT, _WARM_UP))
             yield running
     finally:
