@@ -31,6 +31,7 @@ _PRELOADED = (
     "actors.driver.driver",
     "actors.cpu.cpu_service",
     "actors.gpu.gpu_service",
+    "numba.np.arraymath",  # Numba would import it, and SciPy's BLAS, with the first kernel
 )
 # With a later one the server ends, and workers start as that Ray starts them.
 _NEWEST_RAY = (2, 60)
