@@ -113,8 +113,10 @@ def end_threads(service: Service | None) -> None:
     cells, words = service.wires.cells, service.wires.requests[service.index]
     bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
     before, rung = words.copy(), cells[bells].copy()
-    if words[OPERATION] == STOP:  # they may be ending, and would not hear another request
-        service.join(60)
+    # STOP is 0, as words are that nobody has written: it counts where it was rung.
+    is_told = rung[0] != rung[1] or (rung[1] > 0 and service._ended.is_set())
+    if words[OPERATION] == STOP and is_told:
+        service.join(60)  # they are ending, and would not hear another request
     if any(thread.is_alive() for thread in service._threads):
         words[OPERATION] = STOP
         asked = np.array([service.index], np.int64)
