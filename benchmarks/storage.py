@@ -1,12 +1,15 @@
 """Models larger than memory: speed and memory of hotcold, and of llama.cpp with mmap, in one limit.
 
-    python -m benchmarks.storage MODEL --cpu-memory 3GiB --llama-bench PATH --gguf FILE --out REPORT
+    python -m benchmarks.storage MODEL --cpu-memory 3GiB --gguf FILE --out REPORT
 
 For each size, in turn and --repeat times: what the model's files have in the page cache is let go
 of, a memory cgroup is made (version 1, by root; without one nothing is limited and peaks are not
-known), and `hotcold bench decode` runs in it with --cpu-memory, or llama-bench with mmap.
+known), and `hotcold bench decode` runs in it with --cpu-memory, or llama.cpp with mmap: llama-bench
+(`--llama-bench`), else its Python library, where --gguf names the same model.
 hotcold's cgroup is a little larger than the size, so that a promise that is broken shows as a peak
-and not as death.
+and not as death. Peaks are the cgroup's own: resident memory and page cache of all processes, Ray's
+included. Right after each run the disk is read without computing, in reads of --read-bytes at
+random places of the same file: as many tokens a second as that gives is the disk's limit.
 """
 
 from __future__ import annotations
@@ -18,29 +21,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
 
 from jobs.support.options import Bytes
 from model.mapped_file import forget_pages
+from placement.machine.measure_disk import measure_disk
 
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _ROOM = 1.25  # of the cgroup beside what was promised
 _LOOKS, _LOOK_S = 50, 0.1
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Run:
-    """One program under one limit. Units: tokens a second, bytes; 0 where it is not known."""
-
-    tokens_per_s: float
-    peak_bytes: int
-    reads: dict[str, float]
 
 
 @contextmanager
@@ -63,7 +59,29 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path | None]:
             time.sleep(_LOOK_S)
 
 
-def run_limited(command: Sequence[str], limit_bytes: int, files: Sequence[Path]) -> tuple[str, int]:
+@dataclass(frozen=True)
+class Peak:
+    """The most that a cgroup had, and of what that was made when looks saw most. Units: bytes."""
+
+    total: int = 0
+    resident: int = 0
+    page_cache: int = 0
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program under one limit. Units: tokens a second, bytes; 0 where it is not known."""
+
+    tokens_per_s: float
+    peak: Peak
+    reads: dict[str, float]
+    disk_bytes_per_s: float = 0.0
+
+
+def run_limited(
+    command: Sequence[str], limit_bytes: int, files: Sequence[Path]
+) -> tuple[str, Peak]:
     """Standard output of a command in a cgroup of its own, and the most that it had.
 
     `files` are not in the page cache when it begins.
@@ -71,24 +89,43 @@ def run_limited(command: Sequence[str], limit_bytes: int, files: Sequence[Path])
     """
     for file in files:
         forget_pages(file)
-    with memory_cgroup(limit_bytes) as folder:
+    with memory_cgroup(limit_bytes) as folder, TemporaryFile("w+") as out, TemporaryFile() as err:
 
         def join() -> None:
             if folder is not None:
                 (folder / "cgroup.procs").write_text("0")
 
-        found = subprocess.run(
-            command, capture_output=True, text=True, preexec_fn=join, check=False
-        )
-        peak = 0
+        running = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=join)
+        peak, started = Peak(), time.monotonic()
+        while running.poll() is None:
+            peak = _look(folder, peak, time.monotonic() - started)
+            time.sleep(_LOOK_S)
         if folder is not None:
-            peak = int((folder / "memory.max_usage_in_bytes").read_text())
-    if found.returncode:
-        raise click.ClickException(f"{' '.join(command)}\n{found.stderr[-2000:]}")
-    return found.stdout, peak
+            most = int((folder / "memory.max_usage_in_bytes").read_text())
+            peak = replace(peak, total=most)
+        out.seek(0)
+        err.seek(0)
+        if running.returncode:
+            text = err.read().decode(errors="replace")[-2000:]
+            raise click.ClickException(f"{' '.join(command)}\n{text}")
+        return out.read(), peak
 
 
-def hotcold_run(model: Path, size: int | None, limit: int, options: Sequence[str]) -> Run:
+def _look(folder: Path | None, peak: Peak, seconds: float) -> Peak:
+    """What the cgroup has now, where that is more."""
+    if folder is None:
+        return peak
+    total = int((folder / "memory.usage_in_bytes").read_text())
+    if total <= peak.total:
+        return peak
+    lines = (folder / "memory.stat").read_text().splitlines()
+    stat = {name: int(value) for name, value in (line.split() for line in lines)}
+    return Peak(total, stat["rss"], stat["cache"], seconds)
+
+
+def hotcold_run(
+    model: Path, size: int | None, limit: int, options: Sequence[str], read_bytes: int
+) -> Run:
     """`hotcold bench decode` with that --cpu-memory; all that there is without a size."""
     command = [sys.executable, "-m", "jobs.cli", "bench", "decode", str(model), "--json"]
     command += ["--repeat", "1", *options]
@@ -97,14 +134,20 @@ def hotcold_run(model: Path, size: int | None, limit: int, options: Sequence[str
     text, peak = run_limited(command, limit, _files(model))
     report: dict[str, Any] = json.loads(text.splitlines()[-1])
     click.echo(f"{size} {' '.join(options)}: {report['tokens_per_s']:.2f}, {peak}", err=True)
-    return Run(report["tokens_per_s"], peak, report["reads"])
+    disk = 0.0
+    if report["reads"]:
+        folder = model.parent if model.is_file() else model
+        newest = max(folder.rglob("bundles-*.bin"), key=lambda file: file.stat().st_mtime)
+        disk = measure_disk(newest, [read_bytes])[0]
+    return Run(report["tokens_per_s"], peak, report["reads"], disk)
 
 
-def llama_run(program: Path, gguf: Path, limit: int, tokens: int, threads: int) -> Run:
-    """llama-bench with mmap: one run that warms up is a part of it, as its pages are then there."""
-    command = [str(program), "-m", str(gguf), "-p", "0", "-n", str(tokens), "-t", str(threads)]
-    text, peak = run_limited([*command, "-r", "1", "-mmp", "1", "-o", "json"], limit, [gguf])
-    return Run(json.loads(text)[0]["avg_ts"], peak, {})
+def llama_run(program: Sequence[str], gguf: Path, limit: int, tokens: int, threads: int) -> Run:
+    """llama.cpp with mmap: its warming up is part of the run, as its pages are then there."""
+    command = [*program, "-m", str(gguf), "-p", "0", "-n", str(tokens), "-t", str(threads)]
+    text, peak = run_limited([*command, "-r", "1", "-o", "jsonl"], limit, [gguf])
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return Run(next(each["samples_ts"][0] for each in found if each["n_gen"]), peak, {})
 
 
 def _files(model: Path) -> list[Path]:
@@ -119,13 +162,15 @@ def _line(name: str, size: int | None, runs: Sequence[Run], whole: float) -> str
     reads = runs[-1].reads
     said = ["all" if size is None else f"{size / _GIB:.2f}", name, f"{speed:.2f}"]
     said.append(f"{speed / whole:.2f}" if whole else "")
-    peak = max(run.peak_bytes for run in runs)
+    peak = max(run.peak.total for run in runs)
     said.append(f"{peak / _GIB:.2f}" if peak else "")
     if reads:
         said += [f"{reads['bytes_read'] / 1e6:.1f}", f"{reads['hit_rate']:.1%}"]
         said.append(f"{reads['wait_share']:.1%}")
+        disk = median(run.disk_bytes_per_s for run in runs)
+        said += [f"{disk / 1e6:.0f}", f"{disk / max(1.0, reads['bytes_read']):.1f}"]
     else:
-        said += ["", "", ""]
+        said += [""] * 5
     return f"| {' | '.join(said)} |"
 
 
@@ -138,7 +183,8 @@ def _line(name: str, size: int | None, runs: Sequence[Run], whole: float) -> str
 @click.option("--context", default=512, show_default=True)
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--threads", default=2, show_default=True)
-@click.option("--llama-bench", "llama", type=click.Path(exists=True, path_type=Path))
+@click.option("--read-bytes", type=Bytes(), default="16KiB", show_default=True)
+@click.option("--llama-bench", "llama", help="The program; the Python library without it.")
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Write the table there too.")
 def main(
@@ -150,35 +196,39 @@ def main(
     context: int,
     repeat: int,
     threads: int,
-    llama: Path | None,
+    read_bytes: int,
+    llama: str | None,
     gguf: Path | None,
     out: Path | None,
 ) -> None:
     """Measure MODEL with all in memory, and under each --cpu-memory."""
     options = ["--tokens", str(tokens), "--threads", str(threads), "--context", str(context)]
     options += [] if dtype is None else ["--dtype", dtype]
+    program = [sys.executable, "-m", "benchmarks.llama_python"] if llama is None else [llama]
     runs: dict[tuple[str, int | None], list[Run]] = {}
     for _ in range(repeat):
         for size in (None, *sizes):
             limit = 1 << 42 if size is None else int(size * _ROOM)
             for mode in modes:
-                found = hotcold_run(model, size, limit, [*options, "--mode", mode])
+                found = hotcold_run(model, size, limit, [*options, "--mode", mode], read_bytes)
                 runs.setdefault((f"hotcold {mode}", size), []).append(found)
-            if llama is not None and gguf is not None:
+            if gguf is not None:
                 limit = 1 << 42 if size is None else size
-                found = llama_run(llama, gguf, limit, tokens, threads)
+                found = llama_run(program, gguf, limit, tokens, threads)
                 runs.setdefault(("llama.cpp", size), []).append(found)
     lines = [
         "| GiB | program | tokens/s | of its own in memory | peak GiB | MB read a step | found in "
-        "memory | waited |",
-        "|" + " --- |" * 8,
+        "memory | waited | disk alone MB/s | its limit, tokens/s |",
+        "|" + " --- |" * 10,
     ]
     for (name, size), found_runs in runs.items():
         whole = median(run.tokens_per_s for run in runs[name, None])
         lines.append(_line(name, size, found_runs, whole))
     click.echo("\n".join(lines))
     if out is not None:
-        out.write_text(f"# {model.name}: neurons on storage\n\n" + "\n".join(lines) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        text = f"# {model.name}: neurons on storage\n\n" + "\n".join(lines) + "\n"
+        out.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

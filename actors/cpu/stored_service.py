@@ -19,6 +19,8 @@ from model.weights.ffn import load_ffn_biases
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.serve.layer_ffn import FfnArrays
 from numba_kernels.storage.serve_stored import serve_stored_ffn
+from predictors.predictor_file import read_predictors
+from predictors.read_ahead import shard_predictors
 
 
 class StoredCpuService(CpuService):
@@ -78,9 +80,11 @@ def load_stored_service(
     bundles: Path,
     share: StoredShare,
     weight_dtype: str = "",
+    predictors: Path | None = None,
 ) -> StoredCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
+    By the file `predictors` the next layer's neurons are read ahead.
     Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
              ServiceError where it cannot be read
     """
@@ -88,7 +92,11 @@ def load_stored_service(
     geometry = BundleGeometry.of(stored_config(checkpoint, config, weight_dtype))
     file = read_bundle_file(bundles, geometry, ModelIdentity.of(path))
     weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
-    store = NeuronStore(file, weights, share, num_threads, on_bytes)
+    ahead = None
+    if predictors is not None:
+        found = read_predictors(predictors, ModelIdentity.of(path), config)
+        ahead = shard_predictors(found, neuron_ids)
+    store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
     return StoredCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from actors.gpu.cuda.device import Device
     from actors.gpu.cuda.load import CudaLoading
 
+# Of a model larger than memory: after so many the pages that they were read from are let go of.
+_FORGET_BYTES = 64 << 20
+
 
 class ServiceActor:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
@@ -179,6 +182,7 @@ class ServiceActor:
             Path(storage.path),
             share,
             spec.weight_dtype,
+            Path(storage.predictors) if storage.predictors else None,
         )
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
@@ -202,7 +206,10 @@ class ServiceActor:
         return FirstTouch(self._place.thread_cores)
 
     def _count(self, num_bytes: int) -> None:
+        before = self._loaded_bytes // _FORGET_BYTES
         self._loaded_bytes += num_bytes
+        if self.spec.storage is not None and self._loaded_bytes // _FORGET_BYTES > before:
+            Checkpoint(Path(self.spec.model_path)).forget()
 
     def held_neurons(self) -> list[np.ndarray] | None:
         """The neurons of each layer that it was loaded with; None: it holds none."""

@@ -22,6 +22,7 @@ class NeuronStorage:
     path: str
     cache_bytes: int
     has_gates: bool  # all gate rows stay in memory, besides
+    predictors: str = ""  # file: by these the next layer's neurons are read ahead
 
     def kept_bytes(self, config: ModelConfig) -> int:
         """Bytes of neurons' rows in memory; `config` has the dtypes of matrices as loaded."""

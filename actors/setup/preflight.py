@@ -21,7 +21,8 @@ from actors.setup.auto_mode import auto_mode
 from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
-from actors.setup.storage import fit_storage, has_bundles, more_process_bytes, stored_bytes
+from actors.setup.storage import fit_storage, has_bundles, more_process_bytes
+from actors.setup.storage_shares import stored_bytes
 from actors.setup.threshold_mode import require_memory_for_thresholds, thresholds_file
 from model.config.build import read_config
 from model.config.model_config import ModelConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.protocol.step_sizes import MATRIX_TOKENS
-from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage, StoredShare
+from actors.protocol.stored_neurons import NeuronStorage, StoredShare
 from actors.setup.placement_choice import own_profile
+from actors.setup.storage_shares import divided, slot_bytes, stored_bytes
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.geometry import BundleGeometry
 from model.bundles.pack import OnBytes, write_bundles
@@ -22,8 +22,6 @@ from numba_kernels.formats import ROW_FORMATS
 from placement.memory import MemoryNeed
 from placement.profile import ActivationProfile
 
-_ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
-_SLOT_BYTES = 24  # of each slot: whose it is, biases
 _PINNED_SHARE = 0.5  # of the slots beyond a layer's, where a profile says who fires often
 # More than counted of each process, as measured after long prompts: of a service, and of Ray's own
 # processes and the command's together.
@@ -55,12 +53,7 @@ def fit_storage(
             f"{least_bytes / _GIB:.2f} GiB ({least_bytes} bytes) with its neurons on storage, and "
             f"{free_bytes / _GIB:.2f} GiB are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
-    spare = free_bytes - least_bytes
-    gates = replace(least, has_gates=True)
-    gate_bytes = stored_bytes(system, config, gates) - stored_bytes(system, config, least)
-    if system.mode == "exact" and gate_bytes <= spare:
-        return replace(gates, cache_bytes=least.cache_bytes + spare - gate_bytes)
-    return replace(least, cache_bytes=least.cache_bytes + spare)
+    return divided(path, system, config, least, free_bytes - least_bytes)
 
 
 def more_process_bytes(system: SystemConfig) -> int:
@@ -70,22 +63,6 @@ def more_process_bytes(system: SystemConfig) -> int:
 
 def _rounded_up(num_bytes: int) -> str:
     return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}GiB"
-
-
-def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:
-    """Bytes of a slot with its tables."""
-    return geometry.slot_bytes - storage.has_gates * geometry.gate_row_bytes + _SLOT_BYTES
-
-
-def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
-    """What the FFN takes of memory: slots, gates that stay, tables, buffers of reads."""
-    geometry = BundleGeometry.of(config)
-    num_neurons = geometry.num_layers * geometry.num_neurons
-    buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)
-    if system.context_length >= MATRIX_TOKENS:
-        buffers += geometry.num_neurons * geometry.slot_bytes  # a layer, all services together
-    gates = num_neurons * geometry.gate_row_bytes if storage.has_gates else 0
-    return storage.cache_bytes + gates + num_neurons * _ROW_BYTES + buffers
 
 
 def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:

@@ -11,7 +11,7 @@ import click
 
 from jobs.support.console import json_option, print_json, stderr_console
 from jobs.support.weight_dtype import dtype_option
-from model.errors import UsageError
+from model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from placement.machine.survey import MachineSurvey
     from placement.memory import MemoryNeed
 
+_READ_SIZES = 4 << 10, 16 << 10, 64 << 10, 1 << 20
+_LEAST_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
 
 
@@ -81,9 +83,10 @@ def doctor(
     if found is not None:
         findings.extend(check_thresholds(*found))
     findings.extend(check_services(running_services()))
-    _print_report(machine, measured, findings, need)
+    disk = {} if found is None or not measure else _disk(found[0])
+    _print_report(machine, measured, findings, need, disk)
     if as_json:
-        _print_json(machine, measured, findings, need)
+        _print_json(machine, measured, findings, need, disk)
 
 
 def _measured(measure: bool, fresh: bool) -> Machine | None:
@@ -94,6 +97,24 @@ def _measured(measure: bool, fresh: bool) -> Machine | None:
         return measured_before()  # to compile kernels without those features would end the process
     with stderr_console().status("looking at this machine") as status:
         return this_machine(fresh=fresh, on_stage=status.update)
+
+
+def _disk(path: Path) -> dict[str, list[float]]:
+    """GB/s of reads of the model's largest file, by how many are under way; {} where it has none.
+
+    Of each of `_READ_SIZES`.
+    """
+    from placement.machine.measure_disk import DEPTH, measure_disk
+
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    if largest.stat().st_size < _LEAST_FILE_BYTES:
+        return {}
+    try:
+        rates = {depth: measure_disk(largest, _READ_SIZES, depth) for depth in (1, DEPTH)}
+    except OSError as problem:
+        raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None
+    return {str(depth): [rate / 1e9 for rate in found] for depth, found in rates.items()}
 
 
 def _write(path: Path, measured: Machine | None) -> None:
@@ -109,6 +130,7 @@ def _print_json(
     measured: Machine | None,
     findings: list[Finding],
     need: MemoryNeed | None,
+    disk: dict[str, list[float]],
 ) -> None:
     sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
     read_gb_per_s = None if measured is None else measured.read_gb_per_s
@@ -118,6 +140,7 @@ def _print_json(
             "measured": None if measured is None else measured.as_json(),
             "findings": [asdict(finding) for finding in findings],
             "model": sizes,
+            "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
         }
     )
 
@@ -144,6 +167,7 @@ def _print_report(
     measured: Machine | None,
     findings: list[Finding],
     need: MemoryNeed | None,
+    disk: dict[str, list[float]],
 ) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -152,6 +176,8 @@ def _print_report(
     console.print(_machine_table(machine))
     if measured is not None:
         console.print(_measured_table(measured))
+    if disk:
+        console.print(_disk_table(disk))
     if need is not None:
         console.print(_need_table(machine, need))
     table = _table("checks")
@@ -188,6 +214,18 @@ def _measured_table(measured: Machine) -> Table:
     for gpu in measured.gpus:
         text = f"{gpu.read_gb_per_s:.0f} GB/s, {gpu.link_gb_per_s:.1f} from the host"
         table.add_row(f"{gpu.name} reads", text if gpu.measured else f"{text} (assumed)")
+    return table
+
+
+def _disk_table(disk: dict[str, list[float]]) -> Table:
+    """What neurons on storage could be read with; a file that the host keeps reads faster."""
+    table = _table("the model's disk, random reads")
+    for depth, rates in disk.items():
+        parts = [
+            f"{rate:.2f} GB/s of {size >> 10} KiB"
+            for size, rate in zip(_READ_SIZES, rates, strict=True)
+        ]
+        table.add_row(f"{depth} at a time", ", ".join(parts))
     return table
 
 

@@ -86,6 +86,8 @@ def plan(
         try:
             made = _make_plan(found, options, machine, described, profile, time_limit_s)
         except MemoryBudgetError as problem:
+            if _plans_storage(found, options, as_json):
+                return
             fits = _fitting_dtype(found, options, machine, described, profile)
             raise MemoryBudgetError(f"{problem}{fits}") from None
     if out is None and machine_file is None and found.path is not None:
@@ -95,6 +97,21 @@ def plan(
     print_plan(made, out, "give --out" if found.path else "the model's weights are not here")
     if as_json:
         print_json(plan_json(made, out))
+
+
+def _plans_storage(model: PlannedModel, options: SystemOptions, as_json: bool) -> bool:
+    """Say what stays in memory of a model that is here and does not fit; whether that can be done.
+
+    Errors:  MemoryBudgetError naming the least that would do
+    """
+    from jobs.support.stored_model import stored_json, stored_plans, stored_text
+
+    plans = [] if model.path is None else stored_plans(model.path, options)
+    if plans:
+        click.echo(stored_text(plans))
+    if plans and as_json:
+        print_json(stored_json(plans))
+    return bool(plans)
 
 
 def _make_plan(

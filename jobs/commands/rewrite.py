@@ -68,7 +68,7 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     """
     from actors.setup.preflight import read_model
     from actors.setup.storage import has_bundles
-    from jobs.support.bundles import make_bundles
+    from jobs.support.stored_model import make_bundles
     from model.bundles.bundle_file import bundle_path
     from model.bundles.geometry import BundleGeometry
     from model.files.locate import locate_model

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, SystemConfig
 from actors.system import System
-from jobs.support.bundles import require_bundles
 from jobs.support.console import transient_progress
+from jobs.support.stored_model import require_bundles
 
 
 class _BytesColumn(DownloadColumn):

@@ -24,6 +24,7 @@ RUNG_US, CROWDED_US = 2, 3  # of a cell: when it was last rung, and heard too la
 SLEEPERS = 4  # of a cell: how many sleep there, or one more for each that was killed asleep
 CLOCK_US = 0x7FFFFFFF  # clocks in one word turn over after half an hour
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_ALL = np.int64(2**31 - 1)  # who wait
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
 _YIELDS = 100  # looks that give the core away in between; some 30 µs, then the futex
@@ -79,6 +80,18 @@ def atomic_add(typingctx, cells, index, value):
     return types.int32(cells, types.int64, types.int32), codegen
 
 
+@intrinsic
+def atomic_replace(typingctx, cells, index, expected, value):
+    """cells[index] = value if it is `expected`; whether it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, cells, *args[:2])
+        found = builder.cmpxchg(pointer, args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(cells, types.int64, types.int32, types.int32), codegen
+
+
 def _timespec(builder: Any, nanoseconds: Any) -> Any:
     kind = ir.ArrayType(_i64, 2)
     cell = cgutils.alloca_once(builder, kind)
@@ -109,14 +122,12 @@ def _futex_wait(typingctx, cells, index, seen, nanoseconds):
 
 
 @intrinsic
-def _futex_wake(typingctx, cells, index):
+def _futex_wake(typingctx, cells, index, count):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.ptrtoint(_word(context, builder, cells, *args), _i64)
-        return _system_call(
-            builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAKE), _i64(2**31 - 1)]
-        )
+        pointer = builder.ptrtoint(_word(context, builder, cells, *args[:2]), _i64)
+        return _system_call(builder, [_i64(_FUTEX_NUMBER), pointer, _i64(_FUTEX_WAKE), args[2]])
 
-    return types.int64(cells, types.int64), codegen
+    return types.int64(cells, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -167,7 +178,15 @@ def wake(cells, cell):
     index = cell * INTS_A_CELL
     # Who is not counted yet will see the change, and not fall asleep: both words are in one order.
     if atomic_load(cells, index + SLEEPERS):
-        _futex_wake(cells, index)
+        _futex_wake(cells, index, _ALL)
+
+
+@njit(nogil=True, cache=True)
+def wake_some(cells, cell, count):
+    """`wake` for at most `count` of them."""
+    index = cell * INTS_A_CELL
+    if atomic_load(cells, index + SLEEPERS):
+        _futex_wake(cells, index, np.int64(count))
 
 
 @njit(nogil=True, cache=True)

@@ -86,12 +86,14 @@ def cut_spans(file, wanted, count, most_bytes, most_gap, firsts):
     """firsts[k] = the first of `count` wanted neurons in span k; returns how many spans there are.
 
     Neighbours with at most `most_gap` bytes between them are read at once, up to `most_bytes`; a
-    neuron alone may take more. firsts (M + 1,) int32 also receives `count` at the end.
+    neuron alone may take more. Where they are not in the file's order, each is read alone.
+    firsts (M + 1,) int32 also receives `count` at the end.
     """
     num_spans, begin, end = 0, np.int64(0), np.int64(0)
     for i in range(count):
         first, last = part_span(file, wanted.rows[i], wanted.parts[i])
-        if i == 0 or first - end > most_gap or last - begin > most_bytes:
+        is_near = end <= first <= end + most_gap
+        if i == 0 or not is_near or last - begin > most_bytes:
             firsts[num_spans] = i
             num_spans, begin = num_spans + 1, first
         end = last

@@ -1,8 +1,8 @@
-"""Threads that read spans of a file, many at once, and those who wait for them.
+"""Threads that read spans of a file, many at once, in the order in which they were asked for.
 
-A reading thread holds a ticket: the number of the next span that nobody has taken. It waits until
-so many spans have been asked for, reads its own, and counts it as done. It joins no barrier, and
-whoever waits for a batch may look at what has come.
+One thread asks, reading threads take what is next, and whoever needs a neuron looks whether it has
+come: reading threads join no barrier. Spans that nobody has taken yet can be taken back, so what is
+read ahead holds up nothing that is needed now.
 """
 
 from typing import NamedTuple
@@ -14,111 +14,223 @@ from numba_kernels.serve.doorbell import (
     INTS_A_CELL,
     atomic_add,
     atomic_load,
+    atomic_replace,
     atomic_store,
     now_ns,
     ring,
     sleep_change,
     wait_change,
     wake,
+    wake_some,
 )
-from numba_kernels.storage.neuron_file import cut_spans, read_span
+from numba_kernels.storage.neuron_file import Wanted, cut_spans, read_span
 
-TICKETS, _ASKED, _LEFT, _STOP = range(4)
-NUM_CELLS = 4
+NOW, NUM_BATCHES = 0, 3  # what is needed now; the others are read ahead, in turn
+_TAKEN, _ASKED, _STOP, _CAME, _WAITING, _LEFT = range(6)  # cells; _LEFT one for each batch
+_NUM_CELLS = _LEFT + NUM_BATCHES
 _IDLE_NS = 3_600_000_000_000
 _LOOK_NS = 100_000_000
 _SPINS = 100
+_SPANS_A_WAKE = np.int32(8)  # to wake somebody for each that comes costs more than it gains
+BATCH, FIRST, LAST, TARGET = range(4)  # of a span
 BYTES_READ, READ_NS = 0, 1  # words of `counts`
+FAILED = np.int32(8)  # in `held`, beside the parts of `neuron_file`: a read of the slot failed
 
 
 class ReadQueue(NamedTuple):
-    """Spans to be read: span k is wanted neurons firsts[k]..firsts[k + 1] - 1 of the batch.
+    """Spans to be read: each is neurons first..last-1 of a batch of wanted ones.
 
-    cells (64,) int32: doorbells; base (2,) int32: the ticket of the batch's first span, and which
-    of the targets its rows go to
-    firsts (M + 1,) int32; failure (2,) int64: see `neuron_file.read_span`; of the last that failed
+    cells (9 * 16,) int32: how many spans were taken and asked for so far, and how many of each
+    batch have not come
+    spans (S, 4) int32, S a power of two: batch, first, last, number of the target; span k lies in
+    spans[k % S]; firsts (M + 1,) int32: work space
+    rows, targets (batches, M) int32, parts (batches, M) uint8: `Wanted` of each batch
+    failure (2,) int64: see `neuron_file.read_span`; of the last that failed
     counts (threads, 8) int64: bytes read by each thread, and nanoseconds that it took
     """
 
     cells: np.ndarray
-    base: np.ndarray
+    spans: np.ndarray
     firsts: np.ndarray
+    rows: np.ndarray
+    parts: np.ndarray
+    targets: np.ndarray
     failure: np.ndarray
     counts: np.ndarray
 
 
 def new_queue(num_threads: int, most: int) -> ReadQueue:
     """For batches of up to `most` neurons."""
+    num_spans = 1 << max(1, NUM_BATCHES * most).bit_length()
     return ReadQueue(
-        cells=np.zeros(NUM_CELLS * INTS_A_CELL, np.int32),
-        base=np.zeros(2, np.int32),
+        cells=np.zeros(_NUM_CELLS * INTS_A_CELL, np.int32),
+        spans=np.zeros((num_spans, 4), np.int32),
         firsts=np.zeros(most + 1, np.int32),
+        rows=np.zeros((NUM_BATCHES, most), np.int32),
+        parts=np.zeros((NUM_BATCHES, most), np.uint8),
+        targets=np.zeros((NUM_BATCHES, most), np.int32),
         failure=np.zeros(2, np.int64),
         counts=np.zeros((num_threads, 8), np.int64),
     )
 
 
 @njit(nogil=True, cache=True)
-def ask_for(queue, num_spans, target):
-    """Let the reading threads read a batch of spans into target number `target`.
-
-    The batch before has been waited for.
-    """
-    cells = queue.cells
-    queue.failure[:] = 0
-    if num_spans == 0:
-        return
-    asked = atomic_load(cells, _ASKED * INTS_A_CELL)
-    queue.base[0], queue.base[1] = asked, target
-    atomic_store(cells, _LEFT * INTS_A_CELL, np.int32(num_spans))
-    ring(cells, _ASKED, np.int32(asked + num_spans))
+def wanted_of(queue, batch):
+    """Where a batch's neurons are written down."""
+    return Wanted(queue.rows[batch], queue.parts[batch], queue.targets[batch])
 
 
 @njit(nogil=True, cache=True)
-def await_reads(queue):
-    """Return when all of the batch has been read, or has failed."""
+def num_left(queue, batch):
+    """How many spans of a batch have not come; its neurons may be changed where none is left."""
+    return atomic_load(queue.cells, (_LEFT + batch) * INTS_A_CELL)
+
+
+@njit(nogil=True, cache=True)
+def ask_for(queue, file, batch, count, most_bytes, most_gap, target):
+    """Let the first `count` neurons of a batch, of which none is left, be read into a target."""
+    cells, spans, firsts = queue.cells, queue.spans, queue.firsts
+    num_spans = cut_spans(file, wanted_of(queue, batch), count, most_bytes, most_gap, firsts)
+    asked = atomic_load(cells, _ASKED * INTS_A_CELL)
+    for k in range(num_spans):
+        span = spans[np.int64(asked + k) & (spans.shape[0] - 1)]
+        span[BATCH], span[FIRST], span[LAST], span[TARGET] = batch, firsts[k], firsts[k + 1], target
+    if num_spans:
+        atomic_store(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(num_spans))
+        atomic_store(cells, _ASKED * INTS_A_CELL, np.int32(asked + num_spans))
+        wake_some(cells, _ASKED, num_spans)
+
+
+@njit(nogil=True, cache=True)
+def take_back(queue, asked_parts):
+    """Read no more of what no thread has begun; the parts are not asked for any more."""
+    cells, spans = queue.cells, queue.spans
+    asked = atomic_load(cells, _ASKED * INTS_A_CELL)
+    taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
+    while taken != asked and not atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, asked):
+        taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
+    while taken != asked:
+        span = spans[np.int64(taken) & (spans.shape[0] - 1)]
+        batch = span[BATCH]
+        for i in range(span[FIRST], span[LAST]):
+            asked_parts[queue.targets[batch, i]] &= ~queue.parts[batch, i]
+        atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1))
+        taken = np.int32(taken + 1)
+
+
+@njit(nogil=True, cache=True)
+def await_batch(queue, batch):
+    """Return when none of a batch is left."""
     while True:
-        left = atomic_load(queue.cells, _LEFT * INTS_A_CELL)
+        left = num_left(queue, batch)
         if left == 0:
             return
-        wait_change(queue.cells, _LEFT, left, _SPINS, _LOOK_NS)
+        wait_change(queue.cells, _LEFT + batch, left, _SPINS, _LOOK_NS)
 
 
 @njit(nogil=True, cache=True)
-def read_all(queue, file, wanted, count, most_bytes, most_gap, target):
-    """Read `count` wanted neurons into target number `target`; whether all came."""
-    ask_for(queue, cut_spans(file, wanted, count, most_bytes, most_gap, queue.firsts), target)
-    await_reads(queue)
+def num_come(queue):
+    """A number that changes with each span that comes; to be seen before one looks what came."""
+    return atomic_load(queue.cells, _CAME * INTS_A_CELL)
+
+
+@njit(nogil=True, cache=True)
+def await_more(queue, seen):
+    """Return some time after `num_come` is not `seen` any more, at the latest when all came."""
+    cells = queue.cells
+    atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(1))
+    sleep_change(cells, _CAME, seen, _LOOK_NS)
+    atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(-1))
+
+
+@njit(nogil=True, cache=True)
+def read_all(queue, file, count, most_bytes, most_gap, target):
+    """Read the first `count` neurons of the batch NOW into target number `target`; for Python.
+
+    Whether all came. Nothing else may be under way: see `settle`.
+    """
+    queue.failure[:] = 0
+    ask_for(queue, file, NOW, count, most_bytes, most_gap, target)
+    await_batch(queue, NOW)
     return queue.failure[0] == 0
 
 
 @njit(nogil=True, cache=True)
+def settle(queue, asked_parts):
+    """Return when nothing is being read, and nothing asked for."""
+    take_back(queue, asked_parts)
+    for batch in range(NUM_BATCHES):
+        await_batch(queue, batch)
+
+
+@njit(nogil=True, cache=True)
 def stop_readers(queue):
-    """Let all reading threads end; nothing is being read."""
+    """Let all reading threads end."""
     cells = queue.cells
     atomic_store(cells, _STOP * INTS_A_CELL, np.int32(1))
+    atomic_store(cells, _TAKEN * INTS_A_CELL, atomic_load(cells, _ASKED * INTS_A_CELL))
     ring(cells, _ASKED, np.int32(atomic_load(cells, _ASKED * INTS_A_CELL) + 1))
 
 
 @njit(nogil=True, cache=True)
-def serve_reads(thread, queue, file, wanted, staging, targets):
+def _take_span(queue, span):
+    """Copy the next span to `span`; False where there is none."""
+    cells, spans = queue.cells, queue.spans
+    while True:
+        taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
+        if taken == atomic_load(cells, _ASKED * INTS_A_CELL):
+            return False
+        span[:] = spans[np.int64(taken) & (spans.shape[0] - 1)]
+        # Whoever writes over a span does so after it was taken: then this fails.
+        if atomic_replace(cells, _TAKEN * INTS_A_CELL, taken, np.int32(taken + 1)):
+            return True
+
+
+@njit(nogil=True, cache=True)
+def _add_bits(held, slot, bits):
+    before = atomic_load(held, slot)
+    while not atomic_replace(held, slot, before, np.int32(before | bits)):
+        before = atomic_load(held, slot)
+
+
+@njit(nogil=True, cache=True)
+def _count_span(queue, batch):
+    """A span of the batch has come, or failed: tell those who wait."""
+    cells = queue.cells
+    left = np.int32(atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1)) - 1)
+    atomic_add(cells, _CAME * INTS_A_CELL, np.int32(1))
+    if left == 0:
+        wake(cells, _LEFT + batch)
+    is_time = batch != NOW or left % _SPANS_A_WAKE == 0
+    if is_time and atomic_load(cells, _WAITING * INTS_A_CELL) != 0:
+        wake(cells, _CAME)
+
+
+@njit(nogil=True, cache=True)
+def serve_reads(thread, queue, file, held, staging, targets):
     """Read what is asked for, until `stop_readers`; `staging` is this thread's own.
 
-    `targets` is a tuple of `neuron_file.RowBytes`.
+    `targets` is a tuple of `neuron_file.RowBytes`, the first are slots: what came of their parts is
+    noted in `held` (S,) int32.
     """
     cells, counts = queue.cells, queue.counts[thread]
-    while True:
-        ticket = atomic_add(cells, TICKETS * INTS_A_CELL, np.int32(1))
-        asked = atomic_load(cells, _ASKED * INTS_A_CELL)
-        while np.int32(asked - ticket) <= 0 and not atomic_load(cells, _STOP * INTS_A_CELL):
-            asked = sleep_change(cells, _ASKED, asked, _IDLE_NS)  # numbers turn over
+    span = np.zeros(4, np.int32)
+    counts[READ_NS] = 1  # it has begun
+    while not atomic_load(cells, _STOP * INTS_A_CELL):
+        seen = atomic_load(cells, _ASKED * INTS_A_CELL)
+        if not _take_span(queue, span):
+            sleep_change(cells, _ASKED, seen, _IDLE_NS)
+            continue
         if atomic_load(cells, _STOP * INTS_A_CELL):
-            return
-        span = np.int64(np.int32(ticket - queue.base[0]))
+            return  # what it took is no span
         started = now_ns()
-        first, last = queue.firsts[span], queue.firsts[span + 1]
-        target = targets[queue.base[1]]
-        counts[BYTES_READ] += read_span(file, wanted, first, last, staging, target, queue.failure)
+        wanted = wanted_of(queue, span[BATCH])
+        num_bytes = read_span(
+            file, wanted, span[FIRST], span[LAST], staging, targets[span[TARGET]], queue.failure
+        )
+        counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        if atomic_add(cells, _LEFT * INTS_A_CELL, np.int32(-1)) == 1:
-            wake(cells, _LEFT)  # whoever looked has begun the next batch already
+        for i in range(span[FIRST], span[LAST] if span[TARGET] == 0 else 0):
+            bits = np.int32(wanted.parts[i]) if num_bytes else FAILED
+            _add_bits(held, np.int64(wanted.targets[i]), bits)
+        _count_span(queue, span[BATCH])

@@ -27,7 +27,7 @@ from numba_kernels.serve.mailbox import (
 )
 from numba_kernels.serve.serve_ffn import count_neurons
 from numba_kernels.storage.neuron_slots import NUM_MISSED, NUM_WANTED
-from numba_kernels.storage.stored_ffn import WAITED_NS, stored_layer_ffn
+from numba_kernels.storage.stored_ffn import stored_layer_ffn
 
 
 @njit(nogil=True, cache=True)
@@ -47,7 +47,7 @@ def _stored_request(thread, num_threads, service, wires, stored, scratch, bucket
     if thread != 0:
         return
     reply[BYTES_READ] = stored.queue.counts[:, 0].sum()
-    reply[READ_WAIT_NS] = stored.waits[WAITED_NS]
+    reply[READ_WAIT_NS] = stored.waits.max()
     reply[PARTS_WANTED] = stored.slots.state[NUM_WANTED]
     reply[PARTS_MISSED] = stored.slots.state[NUM_MISSED]
     if not done:

@@ -1,17 +1,18 @@
 """A layer's feed-forward network of neurons that may have to be read first.
 
 The same as `numba_kernels.serve.layer_ffn`, to the last bit: the same kernels go through the same
-neurons in the same order, only that a row is looked up in a slot. What is missing is read between
-barriers: for gates before the first product, up and down rows once it is known who fires.
+neurons, only that a row is looked up in a slot. Gates that are not in memory are read before the
+first product. Once it is known who fires, up and down rows are asked for; each thread multiplies
+with the up rows that are there, then with the others as they come, and adds down rows in ascending
+order at the end.
 """
 
-from typing import NamedTuple
-
-import numpy as np
 from numba import njit
 
+from numba_kernels.decode.activations import activate_up, passes
 from numba_kernels.decode.batch_ffn import (
     block_size,
+    contribution,
     gate_products_kernel,
     keep_some_kernel,
     thread_lists,
@@ -23,94 +24,35 @@ from numba_kernels.decode.ffn import (
     up_down_kernel,
 )
 from numba_kernels.decode.vectors import prepared
-from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.layer_ffn import FfnArrays, add_up, own_candidates, part_of
+from numba_kernels.ir.vector_ir import dot_ahead
+from numba_kernels.serve.layer_ffn import add_up, own_candidates, part_of
 from numba_kernels.serve.mailbox import meet
 from numba_kernels.serve.work_stealing import block_rows, next_block
-from numba_kernels.storage.neuron_file import GATE, REST, NeuronFile, Wanted
-from numba_kernels.storage.neuron_slots import (
-    EPOCH,
-    NUM_MISSED,
-    NUM_WANTED,
-    NeuronSlots,
-    slot_for,
+from numba_kernels.storage.neuron_file import GATE, REST
+from numba_kernels.storage.neuron_slots import EPOCH
+from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
+from numba_kernels.storage.read_queue import num_come, settle, take_back
+from numba_kernels.storage.stored_neurons import (
+    HAS_GATES,
+    READS_WHOLE,
+    ask_ahead,
+    ask_marked,
+    await_rows,
+    await_some,
+    has_come,
+    want,
 )
-from numba_kernels.storage.read_queue import ReadQueue, read_all
-
-# words of `StoredNeurons.options`
-HAS_GATES, READS_WHOLE, MOST_BYTES, MOST_GAP = range(4)
-NUM_OPTIONS = 4
-WAITED_NS = 0  # word of `waits`
-SLOTS, LAYER, GATES = range(3)  # targets of reads: slots, a whole layer, gates that stay
-
-
-class StoredNeurons(NamedTuple):
-    """A shard of neurons in a file, some of them in slots.
-
-    arrays: up and down rows and their biases lie in slots; so do gates, unless HAS_GATES: then all
-    of them are there, in the shard's order. gate_bias, up_bias (N,) or (0,): of all neurons
-    marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
-    gathered; mark_parts the same uint8
-    gate_slots (N of a layer,), rest_slots (threads, N of a layer) int32: where candidates' gates,
-    and what fired in each thread, are
-    options (4,) int64: whether gates stay, whether a bundle is read whole, and of spans
-    waits (1,) int64: nanoseconds that threads waited for reads
-    """
-
-    arrays: FfnArrays
-    gate_bias: np.ndarray
-    up_bias: np.ndarray
-    file: NeuronFile
-    slots: NeuronSlots
-    queue: ReadQueue
-    wanted: Wanted
-    marks: np.ndarray
-    mark_parts: np.ndarray
-    gate_slots: np.ndarray
-    rest_slots: np.ndarray
-    options: np.ndarray
-    waits: np.ndarray
 
 
 @njit(nogil=True, cache=True)
-def _want(stored, row, parts):
-    """The neuron's slot; what it lacks of `parts` is marked to be read."""
-    slots = stored.slots
-    slot = slot_for(slots, row)
-    missing = np.uint8(parts) & ~slots.held[slot]
-    slots.state[NUM_WANTED] += 1
-    if missing:
-        slots.state[NUM_MISSED] += 1
-        place = stored.file.places[row]
-        stored.marks[place], stored.mark_parts[place] = row + 1, missing
-        if stored.gate_bias.shape[0] and not stored.options[HAS_GATES]:
-            stored.arrays.gate_bias[slot] = stored.gate_bias[row]
-        if stored.up_bias.shape[0]:
-            stored.arrays.up_bias[slot] = stored.up_bias[row]
-    return slot
-
-
-@njit(nogil=True, cache=True)
-def _read_marked(stored):
-    """Read what `_want` marked, wait for it, and note what is held now."""
-    wanted, slots, marks = stored.wanted, stored.slots, stored.marks
-    count = 0
-    for place in range(marks.shape[0]):
-        if marks[place]:
-            row = marks[place] - 1
-            wanted.rows[count], wanted.parts[count] = row, stored.mark_parts[place]
-            wanted.targets[count] = slots.slot_of[row]
-            marks[place] = 0
-            count += 1
-    if count == 0:
-        return
-    options, started = stored.options, now_ns()
-    came = read_all(
-        stored.queue, stored.file, wanted, count, options[MOST_BYTES], options[MOST_GAP], SLOTS
-    )
-    stored.waits[WAITED_NS] += now_ns() - started
-    for i in range(count if came else 0):
-        slots.held[wanted.targets[i]] |= wanted.parts[i]
+def _begin(stored):
+    """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
+    stored.slots.state[EPOCH] += 1
+    if stored.queue.failure[0]:
+        settle(stored.queue, stored.slots.asked)
+        stored.queue.failure[0] = 0
+    take_back(stored.queue, stored.slots.asked)
+    note_begun(stored.ahead, stored.slots)
 
 
 @njit(nogil=True, cache=True)
@@ -119,20 +61,22 @@ def _read_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
     parts = GATE
     if keeps_all or (is_listed and stored.options[READS_WHOLE]):
         parts = GATE | REST
-    for i in range(ids.shape[0] if is_listed else num_neurons):
+    count = ids.shape[0] if is_listed else num_neurons
+    for i in range(count):
         row = first + (ids[i] if is_listed else i)
-        stored.gate_slots[i] = _want(stored, row, parts)
-    _read_marked(stored)
+        stored.gate_slots[i] = want(stored, row, parts)
+    ask_marked(stored)
+    stored.failed[0] = not await_rows(stored, 0, stored.gate_slots, count, parts)
 
 
 @njit(nogil=True, cache=True)
-def _read_rest(stored, first, scratch, num_threads):
-    """Bring up and down of all that fired into slots, `stored.rest_slots`; by one thread alone."""
+def _ask_rest(stored, first, scratch, num_threads):
+    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone."""
     for thread in range(num_threads):
         fired_ids = scratch.fired_ids[thread]
         for i in range(scratch.counts[thread]):
-            stored.rest_slots[thread, i] = _want(stored, first + fired_ids[i], REST)
-    _read_marked(stored)
+            stored.rest_slots[thread, i] = want(stored, first + fired_ids[i], REST)
+    ask_marked(stored)
 
 
 @njit(nogil=True, cache=True)
@@ -165,6 +109,72 @@ def _work_stealing_gates(
 
 
 @njit(nogil=True, cache=True)
+def _scale_arriving(stored, thread, up, bias, slots, num_fired, x, function, h):
+    """h[i] *= up[n] . x[0] + bias[n], n = slots[i], in the order in which rows come.
+
+    False where one could not be read; when all of `slots` have come.
+    """
+    to_come = stored.to_come[thread]
+    num_to_come = num_fired
+    for i in range(num_fired):
+        to_come[i] = i
+    while num_to_come:
+        seen, left = num_come(stored.queue), 0
+        for k in range(num_to_come):
+            i = to_come[k]
+            found = has_come(stored, slots[i], REST)
+            if found < 0:
+                return False
+            if found == 0:
+                to_come[left] = i
+                left += 1
+            elif up.shape[0]:
+                following = to_come[min(k + 1, num_to_come - 1)]
+                factor = dot_ahead(up, slots[i], slots[following], x, 0)
+                if bias.shape[0]:
+                    factor += bias[slots[i]]
+                h[i] *= activate_up(function, factor)
+        if left == num_to_come:
+            await_some(stored, thread, seen)
+        num_to_come = left
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _keep_large(down_norms, slots, num_fired, h, least):
+    """Keep those that contribute more than `least`, in their order; their number."""
+    kept = 0
+    for i in range(num_fired):
+        if passes(contribution(h[i], down_norms, slots[i]), least):
+            slots[kept], h[kept] = slots[i], h[i]
+            kept += 1
+    return kept
+
+
+@njit(nogil=True, cache=True)
+def _up_down(stored, thread, num_fired, fired_masks, gates, vectors, function, least, sums, lists):
+    """Add what this thread's neurons contribute; how many fired, or -1 where reads failed."""
+    arrays, slots = stored.arrays, stored.rest_slots[thread]
+    if sums.shape[0] > 1:
+        if not await_rows(stored, thread, slots, num_fired, REST):
+            return -1
+        return up_down_kernel(
+            arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
+            num_fired, gates, vectors, function, least, sums, lists,
+        )  # fmt: skip
+    if not _scale_arriving(
+        stored, thread, arrays.up, arrays.up_bias, slots, num_fired, vectors, function, gates
+    ):
+        return -1
+    if arrays.up.shape[0] and least >= 0:
+        num_fired = _keep_large(arrays.down_norms, slots, num_fired, gates, least)
+    return up_down_kernel(
+        arrays.up[:0], arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
+        num_fired, gates, vectors, function, least, sums, lists,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
 def stored_layer_ffn(
     thread, num_threads, cells, service, layer, is_listed, ids, token_masks, thresholds, x, stored,
     scratch, function, out,
@@ -173,18 +183,18 @@ def stored_layer_ffn(
 
     Then `stored.queue.failure` says how, `out` is of no use, and nothing is held that did not come.
     """
-    arrays, failure = stored.arrays, stored.queue.failure
+    arrays = stored.arrays
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     num_neurons, num_tokens = last - first, x.shape[0]
     has_gates = stored.options[HAS_GATES] != 0
+    stored.failed[thread] = 0
     if thread == 0:
-        stored.slots.state[EPOCH] += 1
-        failure[0] = 0
+        _begin(stored)
         if not has_gates:
             _read_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
     if not has_gates:
         meet(cells, service, num_threads)
-        if failure[0] != 0:
+        if stored.failed[0]:
             return False
     gate, gate_bias = arrays.gate, arrays.gate_bias
     if has_gates:
@@ -216,20 +226,27 @@ def stored_layer_ffn(
     scratch.counts[thread] = num_fired
     scratch.up_counts[thread] = num_fired
     meet(cells, service, num_threads)
+    following = layer_ahead(stored.ahead, layer, num_tokens)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
-        _read_rest(stored, first, scratch, num_threads)
+        _ask_rest(stored, first, scratch, num_threads)
+        learn(stored.ahead, layer, stored.slots)
+    if following >= 0:
+        score_ahead(stored.ahead, following, thread, num_threads, x)
     meet(cells, service, num_threads)
-    if failure[0] != 0:
-        return False
-    slots = stored.rest_slots[thread]
-    num_fired = up_down_kernel(
-        arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks, num_fired,
-        gates, vectors, function, thresholds.product, sums, lists,
+    if thread == 0 and following >= 0:
+        ask_ahead(stored, following)
+    num_fired = _up_down(
+        stored, thread, num_fired, fired_masks, gates, vectors, function, thresholds.product, sums,
+        lists,
     )  # fmt: skip
+    stored.failed[thread] = num_fired < 0
+    slots = stored.rest_slots[thread]
     for i in range(num_fired):  # with drelu fewer than fired before
         fired_ids[i] = stored.slots.row_of[slots[i]] - first
-    scratch.counts[thread] = num_fired
+    scratch.counts[thread] = max(0, num_fired)
     meet(cells, service, num_threads)
+    if stored.failed.any():
+        return False
     add_up(thread, num_threads, arrays.down, out, scratch.sums, arrays.down_bias[layer])
     return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cpu import neuron_store
-from actors.cpu.stored_service import load_stored_service
+from actors.cpu.bundle_reads import BundleReads
+from actors.cpu.stored_service import StoredCpuService, load_stored_service
 from actors.exchange.service import Service
 from actors.protocol.failures import AnswerFailed
 from actors.protocol.step_sizes import ProductChoice
 from actors.protocol.stored_neurons import StoredShare
+from model.bundles import direct
 from model.bundles.geometry import BundleGeometry
 from model.bundles.pack import write_bundles
 from model.config.build import read_config
+from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
+from numba_kernels.decode.predict import pack_weights
 from numba_kernels.serve.mailbox import BYTES_READ, PARTS_MISSED, PARTS_WANTED
+from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
+from numba_kernels.storage.read_queue import NOW, num_left
+from predictors.predictor_file import Predictors, write_predictors
+from predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_predicted_modes import for_services, oracles
+from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 
@@ -56,6 +65,7 @@ class StoredSystem(InProcessSystem):
     has_gates: bool = False
     reads_whole: bool = True
     num_pinned: int = 0
+    predictors: Path | None = None
 
     def _cpus(self) -> list[Service]:
         checkpoint = Checkpoint(self.path)
@@ -73,6 +83,7 @@ class StoredSystem(InProcessSystem):
                 file,
                 self._share(index, shard),
                 self.weight_dtype,
+                self.predictors,
             )
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]
@@ -124,6 +135,67 @@ def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny) -> None:
     assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign"])
 
 
+@pytest.fixture
+def predicted(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
+    """A packed model, and predictors that take two bits of its gates' weights."""
+    path = tiny("llama-relu").path
+    packed(path)
+    layers = [
+        SignLayer(
+            pack_weights(gate, 2),
+            np.zeros(gate.shape[0], np.float32),
+            np.zeros(gate.shape[1], np.float32),
+            np.ones(gate.shape[1], np.float32),
+        )
+        for gate in layer_tensors(path, read_config(path), "mlp.gate_proj.weight")
+    ]
+    file = tmp_path / "p.safetensors"
+    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+    return path, file
+
+
+AHEAD: list[dict[str, Any]] = [
+    {"more_slots": 40},
+    {"has_gates": True, "more_slots": 60},
+    {"reads_whole": False, "more_slots": 50, "num_pinned": 9},
+]
+
+
+def test_the_same_bits_with_reads_ahead(predicted: tuple[Path, Path]) -> None:
+    path, file = predicted
+    stores = [StoredSystem(path, 2, 2, predictors=file, **store) for store in AHEAD]
+    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "sign"])
+    for stored in stores:
+        for service in stored.services[1:]:
+            assert isinstance(service, StoredCpuService)
+            counts = service.store.stored.ahead.counts
+            assert 0 < counts[NUM_OF_USE] <= counts[NUM_AHEAD]
+
+
+def test_a_disk_that_does_not_answer_is_waited_for(
+    predicted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a read takes: the request goes on once it has come."""
+    path, file = predicted
+    with InProcessSystem(path, 1, 2) as plain:
+        wanted = plain.logits("exact", IDS[:2], [1])
+    begin: list[Callable[[], None]] = []
+    start = BundleReads.start
+    monkeypatch.setattr(
+        BundleReads, "start", lambda reads, *args: begin.append(lambda: start(reads, *args))
+    )
+    stored = StoredSystem(path, 1, 2, predictors=file, more_slots=40)
+    with stored, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stored.logits, "exact", IDS[:2], [1])
+        service = stored.services[1]
+        assert isinstance(service, StoredCpuService)
+        while not num_left(service.store.stored.queue, NOW):
+            time.sleep(0.001)
+        assert not found.done()
+        begin[0]()
+        np.testing.assert_array_equal(found.result(), wanted)
+
+
 def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     path = make_model("q-llama-tied", tmp_path / "m")
     common: dict[str, Any] = {"weight_dtype": "q8", "products": ProductChoice(True, True)}
@@ -164,7 +236,7 @@ def test_without_direct_reads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
             raise OSError(22, "Invalid argument")
         return real_open(name, flags, *rest)
 
-    monkeypatch.setattr(neuron_store.os, "open", refuse)
+    monkeypatch.setattr(direct.os, "open", refuse)
     assert_same_bits(InProcessSystem(path), [StoredSystem(path)], ["exact"])
 
 

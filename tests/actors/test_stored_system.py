@@ -13,11 +13,12 @@ import pytest
 
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import storage
+from actors.setup import storage, storage_shares
 from actors.setup.preflight import SystemOptions, choose_system, prepare_system, read_model
 from actors.setup.preflight import system_need as need_of
 from actors.setup.storage import pack_model, stored_share
 from actors.system import System
+from jobs.support.stored_model import stored_plans, stored_text
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.geometry import BundleGeometry
 from model.errors import ArtifactError, MemoryBudgetError, UsageError
@@ -51,13 +52,14 @@ def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
 @pytest.fixture
 def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model beside whose neurons the buffers of reads are small."""
-    monkeypatch.setattr(storage, "READ_BYTES", 4096)
+    monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
     return path
 
 
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
+    for module in (storage, storage_shares):
+        monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
     monkeypatch.setattr(storage, "more_process_bytes", lambda system: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
@@ -74,6 +76,12 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage is not None and system.storage.cache_bytes == least
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
+    plans = stored_plans(wide, SystemOptions(cpu_memory_bytes=rest + least))
+    slots = [plan.num_slots for plan in plans]
+    read = [plan.read_bytes for plan in plans]
+    assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
+    assert stored_text(plans).count("tokens/s") == len(plans) == 5
+    assert stored_plans(wide, SystemOptions(cpu_memory_bytes=total)) == []
     bundle_path(wide, BundleGeometry.of(config)).parent.mkdir()
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):

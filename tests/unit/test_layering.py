@@ -69,7 +69,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "decode": {"checks", "formats", "ir", "load"},
         "prompt": {"decode", "ir"},
         "serve": {"checks", "decode", "formats"},
-        "storage": {"decode", "serve"},
+        "storage": {"decode", "ir", "serve"},
         "measure": {"checks", "decode", "ir", "serve"},
     },
     "model": {
@@ -94,6 +94,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "memory": set(),
         "plan": set(),
         "profile": set(),
+        "storage": set(),
         "threads": {"machine"},
         "crossover": {"machine"},
         "solver": {"machine", "threads"},

@@ -1,0 +1,145 @@
+"""A bundle file that is open, and the threads that read neurons from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+
+from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, READ_THREADS
+from model.bundles.bundle_file import BundleFile
+from model.bundles.direct import PAGE_BYTES, open_direct
+from model.errors import ServiceError
+from model.weights.ffn import FfnWeights
+from model.weights.memory import aligned_empty
+from numba_kernels.storage.direct_file import SHORT
+from numba_kernels.storage.neuron_file import (
+    DAMAGED,
+    NUM_FACTS,
+    NeuronFile,
+    RowBytes,
+    staging_bytes,
+)
+from numba_kernels.storage.neuron_slots import NeuronSlots
+from numba_kernels.storage.read_queue import (
+    NOW,
+    READ_NS,
+    new_queue,
+    read_all,
+    serve_reads,
+    settle,
+    stop_readers,
+    wanted_of,
+)
+
+_LOOK_S = 0.001
+
+
+class BundleReads:
+    """The open file, where a shard's neurons are in it, and the queue of its reading threads."""
+
+    def __init__(self, file: BundleFile, weights: FfnWeights, most: int) -> None:
+        """`weights` says whose neurons; `most` of them may be asked for at once.
+
+        Errors:  ServiceError
+        """
+        self._path, self._geometry, self._ids = file.path, file.geometry, weights.neuron_ids
+        try:
+            self._descriptor, self._unit, keeps_pages = open_direct(file.path)
+        except OSError as problem:
+            raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
+        self.located = self._locate(file, weights.offsets, keeps_pages)
+        self.queue = new_queue(READ_THREADS, most)
+        self._readers: list[threading.Thread] = []
+
+    def _locate(self, file: BundleFile, offsets: np.ndarray, keeps_pages: bool) -> NeuronFile:
+        geometry = self._geometry
+        layers = np.repeat(np.arange(geometry.num_layers, dtype=np.int32), np.diff(offsets))
+        places = file.places()[layers, self._ids]
+        facts = np.zeros(NUM_FACTS, np.int64)
+        facts[:] = [
+            self._descriptor,
+            self._unit,
+            keeps_pages,
+            geometry.first_byte,
+            geometry.num_neurons,
+            geometry.gate_bytes,
+            geometry.rest_bytes,
+        ]
+        return NeuronFile(facts, layers, places, file.sums[layers, places])
+
+    def start(self, slots: NeuronSlots, targets: tuple[RowBytes, RowBytes, RowBytes]) -> None:
+        """Let threads read into `targets`, of which the first are the slots.
+
+        Errors:  ServiceError where they cannot be started
+        """
+        self._slots = slots
+        size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, self._unit))
+        self._readers = [
+            threading.Thread(
+                target=serve_reads,
+                args=(
+                    thread,
+                    self.queue,
+                    self.located,
+                    slots.held,
+                    aligned_empty((size,), np.uint8, PAGE_BYTES, huge_pages=False),
+                    targets,
+                ),
+                name=f"read-{thread}",
+                daemon=True,
+            )
+            for thread in range(READ_THREADS)
+        ]
+        for reader in self._readers:
+            reader.start()
+        # Each says so once its loop is compiled; one that cannot be must not be waited for.
+        while not self.queue.counts[:, READ_NS].all():
+            if not all(reader.is_alive() for reader in self._readers):
+                raise ServiceError("the threads that read neurons could not be started")
+            time.sleep(_LOOK_S)
+
+    def settle(self) -> None:
+        """Return when nothing is being read; what was only asked for is not any more."""
+        settle(self.queue, self._slots.asked)
+
+    def read(self, rows: np.ndarray, parts: np.ndarray, targets: np.ndarray, target: int) -> None:
+        """Read parts of one layer's neurons, wherever they stand, once nothing else is being read.
+
+        Errors:  ServiceError
+        """
+        order = np.argsort(self.located.places[rows])
+        wanted = wanted_of(self.queue, NOW)
+        for array, values in zip(wanted, (rows, parts, targets), strict=True):
+            array[: rows.size] = values[order]
+        # All of a layer is wanted, so what lies between is not much, or is other rows of the same.
+        gap = max(MOST_GAP, self._geometry.rest_bytes)
+        if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap, target):
+            raise ServiceError(self.failure())
+
+    def failure(self) -> str:
+        """What became of the last read that failed; "" where none did."""
+        status, row = self.queue.failure.tolist()
+        if not status:
+            return ""
+        layer, neuron = int(self.located.layers[row]), int(self._ids[row])
+        if status == SHORT:
+            return f"{self._path}: became shorter while in use; make it with `hotcold pack` again"
+        if status == DAMAGED:
+            return (
+                f"{self._path}: neuron {neuron} of layer {layer} is not what was written; see "
+                "what else with `hotcold pack --verify`, and make the file again"
+            )
+        return (
+            f"{self._path}: neuron {neuron} of layer {layer} cannot be read "
+            f"({os.strerror(status)}); mend the disk, or make the file elsewhere"
+        )
+
+    def close(self) -> None:
+        """End the reading threads and close the file."""
+        stop_readers(self.queue)
+        for reader in self._readers:
+            reader.join()
+        os.close(self._descriptor)

@@ -1,0 +1,142 @@
+"""A model larger than memory: its bundle file, made before a start, and what is planned for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import SystemOptions, prepare_system, system_need
+from actors.setup.storage import has_bundles, pack_model
+from actors.setup.storage_shares import slot_bytes, token_reads
+from jobs.support.console import progress_bar, stderr_console
+from model.bundles.bundle_file import bundle_path
+from model.bundles.geometry import BundleGeometry
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from placement.machine.measure_disk import measure_disk
+from placement.storage import Disk
+
+_SIZES = 5  # of memory, from what was asked for to all
+_READ_SIZES = 16 << 10, 64 << 10
+
+
+def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
+    """Write the file with a progress bar, after saying where and how large it will be.
+
+    `config` has the dtypes that matrices are loaded in. Errors: HotcoldError
+    """
+    geometry = BundleGeometry.of(config)
+    place = bundle_path(path, geometry)
+    stderr_console().print(
+        f"writing the model's neurons to {place}, {geometry.file_bytes / 1e9:.2f} GB",
+        markup=False,
+        soft_wrap=True,
+    )
+    with progress_bar(place.name) as on_bytes:
+        return pack_model(path, config, weight_dtype, on_bytes)
+
+
+def require_bundles(system: SystemConfig) -> None:
+    """Make what the system will read its neurons from, unless it is there; say what stays there.
+
+    Errors:  HotcoldError
+    """
+    if system.storage is None:
+        return
+    path = Path(system.model_path)
+    config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
+    kept, geometry = system.storage.kept_bytes(config), BundleGeometry.of(config)
+    total = geometry.num_layers * geometry.num_neurons * geometry.slot_bytes
+    stderr_console().print(
+        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory, the others are read "
+        f"from {system.storage.path}",
+        markup=False,
+        soft_wrap=True,
+    )
+    if not has_bundles(path, config):
+        make_bundles(path, config, system.weight_dtype)
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second."""
+
+    cpu_memory_bytes: int
+    gates_stay: bool
+    reads_ahead: bool
+    num_slots: int
+    num_neurons: int
+    read_bytes: float
+    read_ms: float
+    most_tokens_per_s: float  # that the disk allows, whatever is computed
+
+
+def stored_plans(path: Path, options: SystemOptions) -> list[StoredPlan]:
+    """From options.cpu_memory_bytes to as much as the model takes; [] where that is no more.
+
+    The disk is measured on the file of neurons, where that was made already.
+    Errors:  MemoryBudgetError naming the least that would do
+    """
+    asked = options.cpu_memory_bytes
+    if asked is None:
+        return []
+    system, config = prepare_system(path, options)
+    if system.storage is None:
+        return []
+    all_bytes = system_need(replace(system, storage=None), config).total_bytes
+    file = Path(system.storage.path)
+    disk = _measured(file) if file.exists() else Disk()
+    sizes = [asked + (all_bytes - 1 - asked) * i // (_SIZES - 1) for i in range(_SIZES)]
+    return list(_plans(path, options, sizes, disk))
+
+
+def _measured(file: Path) -> Disk:
+    small, large = zip(_READ_SIZES, measure_disk(file, _READ_SIZES), strict=True)
+    return Disk.of_rates(small, large)
+
+
+def _plans(
+    path: Path, options: SystemOptions, sizes: list[int], disk: Disk
+) -> Iterator[StoredPlan]:
+    for size in sizes:
+        system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
+        if system.storage is None:
+            return
+        geometry = BundleGeometry.of(config)
+        reads = token_reads(path, system, config, system.storage)
+        seconds = disk.seconds(reads)
+        num_neurons = geometry.num_layers * geometry.num_neurons
+        yield StoredPlan(
+            size,
+            system.storage.has_gates,
+            bool(system.storage.predictors),
+            min(num_neurons, system.storage.cache_bytes // slot_bytes(geometry, system.storage)),
+            num_neurons,
+            reads.num_bytes,
+            1e3 * seconds,
+            1 / max(seconds, 1e-9),
+        )
+
+
+def stored_text(plans: list[StoredPlan]) -> str:
+    """A line for each size."""
+    lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
+    for plan in plans:
+        gates = "all gates and " if plan.gates_stay else ""
+        lines.append(
+            f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {gates}"
+            f"{plan.num_slots / plan.num_neurons:.0%} of the neurons in memory, "
+            f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: at most "
+            f"{plan.most_tokens_per_s:.1f} tokens/s"
+        )
+    return "\n".join(lines)
+
+
+def stored_json(plans: list[StoredPlan]) -> dict[str, Any]:
+    """As JSON."""
+    return {"storage": [asdict(plan) for plan in plans]}

@@ -1,0 +1,148 @@
+"""What the next layer will probably need, read while the disk would have nothing to do.
+
+The next layer's predictor is applied to this layer's input: hidden states change little from one
+layer to the next. Of the neurons that it chooses and that are not in memory those with the highest
+scores are read first. Whatever has not been begun when the next layer asks is taken back. How many
+are asked for follows how many of the last ones were of use.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
+from numba_kernels.decode.rows import split_range
+from numba_kernels.ir.bit_ir import INPUT_PLANES
+from numba_kernels.serve.predict_team import SignPredictors
+from numba_kernels.storage.neuron_slots import EPOCH
+
+LEAST_AHEAD = 16  # neurons; fewer are not worth the scores
+_FIRST_AHEAD = 64
+_MOST_TOKENS = 4  # of a step: more want most of what a layer has
+# words of `ReadAhead.counts`: how many neurons were read ahead, and were of use
+NUM_AHEAD, NUM_OF_USE = 0, 1
+
+
+class ReadAhead(NamedTuple):
+    """Predictors of this service's neurons, and work space.
+
+    predictors: no layers where nothing is read ahead
+    most (L,) int64: how many of a layer's neurons to ask for; limit (1,) int64: the most of any
+    scores (N of a layer,) float32; planes (threads, 3, words) uint64; rows (limit,) int32: asked
+    for the layer before; state (2,) int64: of which layer, and how many
+    counts (2,) int64
+    """
+
+    predictors: SignPredictors
+    most: np.ndarray
+    limit: np.ndarray
+    scores: np.ndarray
+    planes: np.ndarray
+    rows: np.ndarray
+    state: np.ndarray
+    counts: np.ndarray
+
+
+def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: int) -> ReadAhead:
+    """Ask for at most `limit` neurons of a layer; nothing is read ahead without predictors."""
+    nothing = np.zeros(1, np.int64)
+    if predictors is None or limit < LEAST_AHEAD:
+        floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
+        predictors = SignPredictors(nothing, nothing, np.zeros(0, np.uint64), floats, zeros, zeros)
+    num_layers, width = predictors.centers.shape
+    return ReadAhead(
+        predictors=predictors,
+        most=np.full(num_layers, min(limit, _FIRST_AHEAD), np.int64),
+        limit=np.array([limit]),
+        scores=np.zeros(int(np.diff(predictors.offsets).max(initial=0)), np.float32),
+        planes=np.zeros((num_threads, INPUT_PLANES, -(-width // 64)), np.uint64),
+        rows=np.zeros(max(0, limit), np.int32),
+        state=np.array([-1, 0]),
+        counts=np.zeros(2, np.int64),
+    )
+
+
+@njit(nogil=True, cache=True)
+def layer_ahead(ahead, layer, num_tokens):
+    """The layer whose neurons are to be read ahead while `layer` is computed; -1: none."""
+    offsets = ahead.predictors.offsets
+    num_layers = offsets.shape[0] - 1
+    if num_layers == 0 or num_tokens > _MOST_TOKENS:
+        return -1
+    following = (layer + 1) % num_layers
+    if following == 0 or offsets[following + 1] == offsets[following]:
+        return -1  # the next token is not known
+    return following
+
+
+@njit(nogil=True, cache=True)
+def score_ahead(ahead, layer, thread, num_threads, x):
+    """The greatest score of any of the tokens x (T, d), for this thread's part of the layer."""
+    predictors, scores, planes = ahead.predictors, ahead.scores, ahead.planes[thread]
+    first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
+    bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
+    rows = bits.reshape(last - first, bits.shape[0] // (last - first))
+    begin, end = split_range(last - first, thread, num_threads, 4)
+    other = np.empty(last - first if x.shape[0] > 1 else 0, np.float32)
+    for t in range(x.shape[0]):
+        unit = pack_planes_kernel(x[t], predictors.centers[layer], predictors.scales[layer], planes)
+        sign_scores_kernel(
+            rows, planes, unit, x.shape[1], predictors.thresholds[first:last],
+            scores if t == 0 else other, begin, end,
+        )  # fmt: skip
+        for n in range(begin, end if t else begin):
+            scores[n] = max(scores[n], other[n])
+
+
+@njit(nogil=True, cache=True)
+def best_rows(ahead, layer, first, slots, parts):
+    """The rows to be read ahead, the likeliest first: those that lack some of `parts`."""
+    scores, asked = ahead.scores, slots.asked
+    num_neurons = ahead.predictors.offsets[layer + 1] - ahead.predictors.offsets[layer]
+    found = np.empty(num_neurons, np.int64)
+    count = 0
+    for n in range(num_neurons):
+        if scores[n] > 0:
+            slot = slots.slot_of[first + n]
+            if slot < 0 or parts & ~np.int32(asked[slot]):
+                found[count] = n
+                count += 1
+    order = np.argsort(-scores[found[:count]])[: ahead.most[layer]]
+    rows = ahead.rows[: order.shape[0]]
+    for i in range(rows.shape[0]):
+        rows[i] = first + found[order[i]]
+    ahead.state[0], ahead.state[1] = layer, rows.shape[0]
+    return rows
+
+
+@njit(nogil=True, cache=True)
+def note_begun(ahead, slots):
+    """Of what was asked for keep those rows that are not taken back."""
+    kept = 0
+    for row in ahead.rows[: ahead.state[1]]:
+        slot = slots.slot_of[row]
+        if slot >= 0 and slots.asked[slot]:
+            ahead.rows[kept] = row
+            kept += 1
+    ahead.state[1] = kept
+
+
+@njit(nogil=True, cache=True)
+def learn(ahead, layer, slots):
+    """How many to ask for next time, once the layer has looked up all that it needs."""
+    num_read, num_used = ahead.state[1], 0
+    if ahead.state[0] != layer or num_read == 0:
+        return
+    for row in ahead.rows[:num_read]:
+        slot = slots.slot_of[row]
+        num_used += slot >= 0 and slots.used[slot] == slots.state[EPOCH]
+    ahead.state[0] = -1
+    ahead.counts[NUM_AHEAD] += num_read
+    ahead.counts[NUM_OF_USE] += num_used
+    if 2 * num_used >= num_read:
+        # Only what there was time for says something.
+        more = num_read + num_read // 4 + 1
+        ahead.most[layer] = min(ahead.limit[0], max(ahead.most[layer], more))
+    else:
+        ahead.most[layer] = max(LEAST_AHEAD, ahead.most[layer] - ahead.most[layer] // 8)

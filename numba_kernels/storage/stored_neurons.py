@@ -1,0 +1,162 @@
+"""A shard of neurons in a file, some of them in slots: what is wanted, asked for, and has come."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from numba_kernels.serve.doorbell import atomic_load, now_ns
+from numba_kernels.serve.layer_ffn import FfnArrays
+from numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
+from numba_kernels.storage.neuron_slots import (
+    NUM_MISSED,
+    NUM_WANTED,
+    NeuronSlots,
+    lacking,
+    slot_for,
+)
+from numba_kernels.storage.read_ahead import ReadAhead, best_rows
+from numba_kernels.storage.read_queue import (
+    FAILED,
+    NOW,
+    NUM_BATCHES,
+    ReadQueue,
+    ask_for,
+    await_batch,
+    await_more,
+    num_come,
+    num_left,
+)
+
+# words of `StoredNeurons.options`
+HAS_GATES, READS_WHOLE, MOST_BYTES, MOST_GAP = range(4)
+NUM_OPTIONS = 4
+SLOTS, LAYER, GATES = range(3)  # targets of reads: slots, a whole layer, gates that stay
+_ALONE = -1  # as the most bytes between neighbours of one read
+
+
+class StoredNeurons(NamedTuple):
+    """A shard of neurons in a file, some of them in slots.
+
+    arrays: up and down rows and their biases lie in slots; so do gates, unless HAS_GATES: then all
+    of them are there, in the shard's order. gate_bias, up_bias (N,) or (0,): of all neurons
+    marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
+    gathered; mark_parts the same uint8
+    gate_slots (N of a layer,), rest_slots, to_come (threads, N of a layer) int32: where candidates'
+    gates, and what fired in each thread, are; which of the latter have not come
+    options (4,) int64: whether gates stay, whether a bundle is read whole, and of spans
+    waits, failed (threads,) int64: nanoseconds that each thread waited for reads so far, and
+    whether what it needed in this request could not be read
+    """
+
+    arrays: FfnArrays
+    gate_bias: np.ndarray
+    up_bias: np.ndarray
+    file: NeuronFile
+    slots: NeuronSlots
+    queue: ReadQueue
+    ahead: ReadAhead
+    marks: np.ndarray
+    mark_parts: np.ndarray
+    gate_slots: np.ndarray
+    rest_slots: np.ndarray
+    to_come: np.ndarray
+    options: np.ndarray
+    waits: np.ndarray
+    failed: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def _slot_lacking(stored, row, parts):
+    """The neuron's slot, and what has to be asked for; its biases are there."""
+    slot = slot_for(stored.slots, row)
+    missing = lacking(stored.slots, slot, parts)
+    if missing:
+        if stored.gate_bias.shape[0] and not stored.options[HAS_GATES]:
+            stored.arrays.gate_bias[slot] = stored.gate_bias[row]
+        if stored.up_bias.shape[0]:
+            stored.arrays.up_bias[slot] = stored.up_bias[row]
+    return slot, missing
+
+
+@njit(nogil=True, cache=True)
+def want(stored, row, parts):
+    """The neuron's slot; what has to be asked for of `parts` is marked for `ask_marked`."""
+    slot, missing = _slot_lacking(stored, row, parts)
+    state = stored.slots.state
+    state[NUM_WANTED] += 1
+    state[NUM_MISSED] += np.int32(parts) & ~atomic_load(stored.slots.held, slot) != 0
+    if missing:
+        place = stored.file.places[row]
+        stored.marks[place], stored.mark_parts[place] = row + 1, missing
+    return slot
+
+
+@njit(nogil=True, cache=True)
+def ask_marked(stored):
+    """Ask for what was marked, in the file's order."""
+    queue, marks, options = stored.queue, stored.marks, stored.options
+    await_batch(queue, NOW)
+    rows, parts, targets = queue.rows[NOW], queue.parts[NOW], queue.targets[NOW]
+    count = 0
+    for place in range(marks.shape[0]):
+        if marks[place]:
+            rows[count], parts[count] = marks[place] - 1, stored.mark_parts[place]
+            targets[count] = stored.slots.slot_of[rows[count]]
+            marks[place] = 0
+            count += 1
+    ask_for(queue, stored.file, NOW, count, options[MOST_BYTES], options[MOST_GAP], SLOTS)
+
+
+@njit(nogil=True, cache=True)
+def ask_ahead(stored, layer):
+    """Ask for what the layer will probably need, after all that was asked for before."""
+    queue, options, ahead = stored.queue, stored.options, stored.ahead
+    batch = NOW + 1
+    while batch < NUM_BATCHES and num_left(queue, batch):
+        batch += 1
+    if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
+        return
+    whole = GATE | REST if options[READS_WHOLE] else GATE
+    wanted_parts = REST if options[HAS_GATES] else whole
+    first = stored.arrays.offsets[layer]
+    rows, parts, targets = queue.rows[batch], queue.parts[batch], queue.targets[batch]
+    count = 0
+    for row in best_rows(ahead, layer, first, stored.slots, wanted_parts):
+        slot, missing = _slot_lacking(stored, row, wanted_parts)
+        if missing:
+            rows[count], parts[count], targets[count] = row, missing, slot
+            count += 1
+    ask_for(queue, stored.file, batch, count, options[MOST_BYTES], _ALONE, SLOTS)
+
+
+@njit(nogil=True, cache=True)
+def has_come(stored, slot, parts):
+    """1 where the slot has the parts, 0 where they are to come, -1 where a read failed."""
+    held = np.int64(atomic_load(stored.slots.held, slot))
+    if held & FAILED:
+        return -1
+    return 1 if held & parts == parts else 0
+
+
+@njit(nogil=True, cache=True)
+def await_some(stored, thread, seen):
+    """Wait until something came since `num_come` was `seen`."""
+    started = now_ns()
+    await_more(stored.queue, seen)
+    stored.waits[thread] += now_ns() - started
+
+
+@njit(nogil=True, cache=True)
+def await_rows(stored, thread, slots, count, parts):
+    """Wait for parts of slots[:count]; False where one could not be read."""
+    for i in range(count):
+        while True:
+            seen = num_come(stored.queue)
+            found = has_come(stored, slots[i], parts)
+            if found < 0:
+                return False
+            if found:
+                break
+            await_some(stored, thread, seen)
+    return True

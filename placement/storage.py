@@ -1,0 +1,59 @@
+"""What a token reads from storage, by which rows of its neurons stay in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_RUN_BYTES = 256 << 10  # of one read of neighbours
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Of one token: how many reads, and bytes."""
+
+    number: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Seconds of a read, and bytes a second, of many at once: the whole takes as long as both.
+
+    Without figures a virtual disk's whose host keeps what was read (docs/lab_log.md).
+    """
+
+    read_s: float = 20e-6
+    bytes_per_s: float = 1.5e9
+
+    @classmethod
+    def of_rates(cls, small: tuple[int, float], large: tuple[int, float]) -> Disk:
+        """From bytes a second at two sizes of reads, (bytes, rate) each, the smaller first."""
+        seconds = [size / rate for size, rate in (small, large)]
+        more = max(seconds[1] - seconds[0], 1e-9)
+        bytes_per_s = (large[0] - small[0]) / more
+        return cls(max(0.0, seconds[0] - small[0] / bytes_per_s), bytes_per_s)
+
+    def seconds(self, reads: Reads) -> float:
+        """How long a token's reads take if nothing else is to be waited for."""
+        return reads.number * self.read_s + reads.num_bytes / self.bytes_per_s
+
+
+def expected_reads(
+    wanted: np.ndarray, num_slots: int, read_bytes: int, in_sequence: bool = False
+) -> Reads:
+    """What a token misses where those neurons are in slots that are wanted most.
+
+    `wanted` (neurons of all layers,) is how often each is wanted, from 0 to 1; neighbours that are
+    missed are read together where they are read `in_sequence`.
+    """
+    missed = float(np.sort(wanted, axis=None)[: max(0, wanted.size - num_slots)].sum())
+    num_bytes = missed * read_bytes
+    return Reads(num_bytes / _RUN_BYTES if in_sequence else missed, num_bytes)
+
+
+def listed_rates(fired: np.ndarray, listed: float) -> np.ndarray:
+    """How often a predictor lists each neuron: all that fire, and others, alike, up to `listed`."""
+    share = max(0.0, listed - float(fired.mean())) / max(1e-9, 1 - float(fired.mean()))
+    return fired + (1 - fired) * share

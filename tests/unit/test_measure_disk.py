@@ -1,0 +1,59 @@
+"""Reads of a file, timed: what is read is counted, and what cannot be read is said."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from model.bundles.direct import open_direct
+from numba_kernels.storage.direct_file import SHORT
+from numba_kernels.storage.disk_reads import read_places
+from placement.machine.measure_disk import measure_disk
+
+doctor = importlib.import_module("jobs.commands.doctor")  # the package names the command so too
+
+
+def test_every_place_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    content = np.random.default_rng(1).integers(0, 256, 8 * 4096).astype(np.uint8)
+    file.write_bytes(content.tobytes())
+    opened, into = open_direct(file), np.zeros(2 * 4096, np.uint8)
+    start = -into.ctypes.data % 4096
+    page, taken = into[start : start + 4096], np.zeros(1, np.int32)
+    places = np.array([4096, 3 * 4096])
+    assert read_places(*opened, places, 4096, 10**12, taken, page) == 0
+    np.testing.assert_array_equal(page, content[3 * 4096 : 4 * 4096])
+    assert taken[0] == 3  # the last look found nothing
+    taken[:] = 0
+    assert read_places(*opened, np.array([8 * 4096]), 4096, 10**12, taken, page) == SHORT
+
+
+def test_rates_and_what_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(1 << 20))
+    assert all(rate > 0 for rate in measure_disk(file, (4096, 1 << 16), 3))
+    with pytest.raises(OSError, match="of a file of 1048576"):
+        measure_disk(file, (2 << 20,))
+
+
+def test_doctor_says_how_fast_a_models_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_READ_SIZES", (4096, 8192))
+    (tmp_path / "small").write_bytes(bytes(4096))
+    (tmp_path / "weights").write_bytes(bytes(1 << 16))
+    assert doctor._disk(tmp_path) == {}  # too small to say anything
+    monkeypatch.setattr(doctor, "_LEAST_FILE_BYTES", 1 << 16)
+    found = doctor._disk(tmp_path)
+    assert list(found) == ["1", "16"] and all(
+        rate > 0 for rates in found.values() for rate in rates
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(doctor._disk_table(found))
+    text = console.export_text()
+    assert "16 at a time" in text and "GB/s of 8 KiB" in text

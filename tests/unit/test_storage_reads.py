@@ -1,0 +1,36 @@
+"""What a token reads of neurons on storage, against counting by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.storage import Disk, expected_reads, listed_rates
+
+
+def test_the_neurons_that_are_wanted_most_are_not_read() -> None:
+    wanted = np.array([[0.9, 0.1], [0.5, 0.3]])
+    reads = expected_reads(wanted, 2, 100)
+    assert reads.number == pytest.approx(0.4) and reads.num_bytes == pytest.approx(40)
+    assert expected_reads(wanted, 4, 100).number == 0
+    assert expected_reads(wanted, 9, 100).number == 0
+    whole = expected_reads(np.ones(1024), 0, 4096, in_sequence=True)
+    assert whole.number == 16 and whole.num_bytes == 1 << 22
+
+
+def test_a_predictor_lists_all_that_fire_and_others() -> None:
+    fired = np.array([1.0, 0.1, 0.0])
+    listed = listed_rates(fired, 0.6)
+    assert (listed >= fired).all() and listed.mean() == pytest.approx(0.6)
+    np.testing.assert_array_equal(listed_rates(fired, 0.2), fired)
+
+
+def test_a_disk_of_two_rates() -> None:
+    disk = Disk(30e-6, 1e9)
+    sizes = 16384, 65536
+    rates = [size / (30e-6 + size / 1e9) for size in sizes]
+    found = Disk.of_rates((sizes[0], rates[0]), (sizes[1], rates[1]))
+    assert found.read_s == pytest.approx(disk.read_s)
+    assert found.bytes_per_s == pytest.approx(disk.bytes_per_s)
+    reads = expected_reads(np.full(1000, 0.5), 0, 16384)
+    assert found.seconds(reads) == pytest.approx(500 * sizes[0] / rates[0])
