@@ -320,8 +320,8 @@ _NUMBA_KERNELS = [
     Fault(
         "two-tokens-swapped",
         "numba_kernels", "rows", _INDEX,
-        "out[t, column], out[t + 1, column] = two[0], two[1]",
-        "out[t, column], out[t + 1, column] = two[1], two[0]",
+        "out[t, column + row], out[t + 1, column + row] = two[0], two[1]",
+        "out[t, column + row], out[t + 1, column + row] = two[1], two[0]",
         ("test_rows::test_rows_times_vectors[numba-17-f32]",),
     ),
     Fault(

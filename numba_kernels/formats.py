@@ -124,6 +124,18 @@ def row_items(dtype: np.dtype, width: int) -> int:
     return width // QUANT_GROUP * ROW_FORMATS[dtype].group_bytes
 
 
+def steps_side_by_side(groups: int, steps: int) -> int:
+    """How many of a last chunk's steps stand in one vector of 16 lanes: a power of two.
+
+    A chunk of so many groups has so many steps: as many as bits. Step i of those that stand side by
+    side is in lanes i * groups to (i + 1) * groups - 1.
+    """
+    side = 1
+    while 2 * side * groups <= CHUNK_GROUPS and 2 * side <= steps:
+        side *= 2
+    return side
+
+
 def whole_chunks(width: int) -> int:
     """The width of rows filled up to whole chunks: what sums in lane order take."""
     return -(-width // CHUNK) * CHUNK

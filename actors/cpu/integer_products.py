@@ -26,7 +26,8 @@ class IntegerProducts:
         vectors = QuantizedVectors(*(array[0, :num_tokens] for array in self._vectors))
 
         def quantize(thread: int) -> None:
-            quantize_kernel(x, vectors, *split_range(num_tokens, thread, self._num_threads, 1))
+            part = split_range(num_tokens, thread, self._num_threads, 1)
+            quantize_kernel(weights, x, vectors, *part)
 
         self._then(quantize)
         return vectors

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
 from model.config.model_config import ModelConfig
@@ -20,6 +20,9 @@ from placement.machine.sysfs import Cpu, missing_features
 from placement.memory import MemoryNeed
 from placement.threads.locality import ServiceMemory
 from placement.threads.pinning import may_bind_memory
+
+if TYPE_CHECKING:
+    from numba_kernels.ir.vector_ir import Tiles
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
@@ -45,7 +48,10 @@ class Finding:
 def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
     """Yield the findings that need no model."""
     yield _versions()
-    yield _processor(machine)
+    processor = _processor(machine)
+    yield processor
+    if processor.level != "problem":
+        yield Finding("ok", "kernels", kernel_paths())
     yield _gpus(machine)
     yield _nodes(machine)
     yield _huge_pages(machine)
@@ -142,6 +148,30 @@ def kernel_instructions() -> str:
     if has_feature("avx512f"):
         return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"
     return "AVX2" if has_feature("avx2") else f"plain vectors ({platform.machine()})"
+
+
+def kernel_paths() -> str:
+    """Which way this CPU's kernels go, where there are several."""
+    from numba_kernels.ir.bfloat16_ir import has_pair_products
+    from numba_kernels.ir.int16_ir import has_word_products
+    from numba_kernels.ir.target import has_feature
+    from numba_kernels.ir.vector_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES
+
+    def tiles(shape: Tiles) -> str:
+        if shape.fewest_tokens == NEVER:
+            return "one token after the other"
+        return f"tiles of {shape.num_rows} rows x {shape.num_tokens} tokens"
+
+    integers = "AVX2's byte products" if has_feature("avx2") else "plain products"
+    integers = "VNNI" if has_feature("avx512vnni") else integers
+    counts = "a vector popcount" if has_feature("avx512vpopcntdq") else "byte tables"
+    pairs = "int16" if has_word_products() else ""
+    pairs = "bfloat16" if has_pair_products() else pairs
+    prompts = f"own pairs of {pairs}, or torch" if pairs else "torch"
+    return (
+        f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}; "
+        f"integers by {integers}; predictors' bits by {counts}; prompts by {prompts}"
+    )
 
 
 def _gpus(machine: MachineSurvey) -> Finding:

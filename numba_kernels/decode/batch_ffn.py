@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.decode.activations import activate, activate_up, passes
-from numba_kernels.decode.rows import block_products, rows_ahead, tile_rows
-from numba_kernels.ir.scalar_bits import lowest_bit
+from numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
+from numba_kernels.ir.bit_ir import lowest_bit
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
 
 _BLOCK_BYTES = 1 << 19  # of one matrix's rows
@@ -59,8 +59,8 @@ def thread_lists(lists, thread, num_tokens):
 
 @njit(nogil=True, cache=True)
 def block_size(weights, num_tokens):
-    """Neurons of a block: whole tiles."""
-    tile = tile_rows(weights, num_tokens)
+    """Neurons of a block: whole blocks of rows for several tokens."""
+    tile = rows_at_once(weights) if num_tokens > 1 else 1
     fitting = min(_MOST_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
     return max(1, fitting // tile) * tile
 
@@ -94,16 +94,16 @@ def _listed_products(gate, ids, token_masks, x, first, last, gates, lists):
 
 
 @njit(nogil=True, cache=True)
-def gate_products_kernel(gate, ids, token_masks, x, first, last, end, products, lists):
+def gate_products_kernel(gate, ids, token_masks, x, first, last, products, lists):
     """products[i - first, t] = gate[n] . x[t] of candidates i in first..last-1; checks nothing.
 
     Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`; where they are listed, only
-    products of tokens that want them. Rows of candidates before `end` may be prefetched.
+    products of tokens that want them.
     """
     if ids.shape[0]:
         _listed_products(gate, ids, token_masks, x, first, last, products, lists)
     else:
-        block_products(gate, x, products.T, first, last, 0, end)
+        block_products(gate, x, products.T, first, last, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -179,7 +179,7 @@ def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
             )  # fmt: skip
         return
     begin, end = fired_ids[first], fired_ids[last - 1] + 1
-    block_products(up, x, lists.products, begin, end, 0, end)
+    block_products(up, x, lists.products, begin, end, 0)
     for i in range(first, last):
         shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)
         for t in range(gates.shape[1]):

@@ -16,7 +16,13 @@ from numba import njit
 from numba_kernels.decode.activations import activate, activate_up, passes
 from numba_kernels.decode.batch_ffn import contribution, up_down_of_some
 from numba_kernels.decode.rows import rows_ahead
-from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
+from numba_kernels.ir.vector_ir import (
+    add_scaled1,
+    add_scaled4_ahead,
+    dot_ahead,
+    dot_row,
+    prefetch_row,
+)
 
 NO_IDS = np.empty(0, np.int32)
 NO_MASKS = np.empty(0, np.uint32)
@@ -32,12 +38,14 @@ def gate_values_kernel(gate, bias, ids, x, function, first, last, end, values):
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)
     for candidate in range(first, last):
-        n, following = candidate, min(candidate + distance, end - 1)
+        n = candidate
         if listed:
-            n, following = ids[candidate], ids[following]
+            n, following = ids[candidate], ids[min(candidate + distance, end - 1)]
             if candidate + distance + 2 < end:
                 prefetch_row(gate, ids[candidate + distance + 2])
-        value = dot_ahead(gate, n, following, x, 0)
+            value = dot_ahead(gate, n, following, x, 0)
+        else:
+            value = dot_row(gate, n, x, 0)
         if bias.shape[0]:
             value += bias[n]
         values[candidate - first] = activate(function, value)

@@ -6,20 +6,33 @@ from numba.extending import overload
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
 from numba_kernels.decode.vectors import empty_vectors, prepared
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, is_quantized, row_width
+from numba_kernels.formats import (
+    CHUNK,
+    CHUNK_GROUPS,
+    QUANT_GROUP,
+    is_quantized,
+    row_width,
+    steps_side_by_side,
+)
 from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.vector_ir import (
-    dot_ahead,
+    NEVER,
+    dot_row,
     dot_tokens2,
     dot_tokens4,
+    fewest_tokens,
+    fit_first_level,
     read_rows,
     tile_narrow,
     tile_panel,
     tile_shape,
     tile_wide,
+    tiles_of,
 )
 
-_BYTES_AHEAD = 16384  # of one stream: what a core reads while memory answers
+_BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
+
+side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
 
 
 @njit(nogil=True, cache=True)
@@ -28,42 +41,74 @@ def rows_ahead(weights):
     return max(1, _BYTES_AHEAD // max(1, weights.shape[1] * weights.itemsize))
 
 
-@njit(nogil=True, cache=True, inline="always")  # a call costs as much as half a short row
-def one_row_kernel(weights, row, following, x, out, column):
-    """out[t, column] = weights[row] . x[t]; row `following` is prefetched; checks nothing."""
-    t, num_tokens = 0, out.shape[0]
-    while t + 4 <= num_tokens:
-        four = dot_tokens4(weights, row, following, x, t, t + 1, t + 2, t + 3)
-        for k in range(4):
-            out[t + k, column] = four[k]
-        t += 4
-    if t + 2 <= num_tokens:
-        two = dot_tokens2(weights, row, following, x, t, t + 1)
-        out[t, column], out[t + 1, column] = two[0], two[1]
-        t += 2
-    if t < num_tokens:
-        out[t, column] = dot_ahead(weights, row, following, x, t)
+@njit(nogil=True, cache=True)
+def _token_by_token(weights, x, out, first, last, column):
+    """out[t, column + n] = weights[n] . x[t] for n in first..last-1, one token after the other.
 
-
-def tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    """out[t, column + r] = weights[row + r] . x[t] for `tile_rows` rows, all tokens; no checks.
-
-    The rows are read through first, then multiplied from the cache. There are more tokens than few
-    of `tile_shape`. For compiled code alone; see the overload below.
+    The first one reads the rows in one stream, the others find them in the cache.
     """
-    raise NotImplementedError("tile_kernel() is for compiled code")
+    for t in range(out.shape[0]):
+        for row in range(first, last):
+            out[t, column + row] = dot_row(weights, row, x, t)
 
 
-@overload(tile_kernel)
-def _tile_kernel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    if format_of(weights.dtype):
-        return _quantized_tiles
-    return _float_panel
+def _row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    """`_token_by_token` for float rows, each of which is read once for all tokens.
+
+    For compiled code alone; see the overload below.
+    """
+    raise NotImplementedError("_row_by_row() is for compiled code")
+
+
+@overload(_row_by_row)
+def _overload_row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    return _never if format_of(weights.dtype) else _float_rows
+
+
+def _never(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    num_tokens = out.shape[0]
+    for row in range(first, last):
+        t = 0
+        while t + 4 <= num_tokens:
+            four = dot_tokens4(weights, row, x, t, t + 1, t + 2, t + 3)
+            for k in range(4):
+                out[t + k, column + row] = four[k]
+            t += 4
+        if t + 2 <= num_tokens:
+            two = dot_tokens2(weights, row, x, t, t + 1)
+            out[t, column + row], out[t + 1, column + row] = two[0], two[1]
+            t += 2
+        if t < num_tokens:
+            out[t, column + row] = dot_row(weights, row, x, t)
+
+
+def _tile(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    """out[t, column + r] = weights[row + r] . x[t] for the rows of a block, all tokens; no checks.
+
+    The rows are read through first, then multiplied from the cache. There are at least as many
+    tokens as a tile has. For compiled code alone; see the overload below.
+    """
+    raise NotImplementedError("_tile() is for compiled code")
+
+
+@overload(_tile)
+def _overload_tile(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    if tiles_of(weights).fewest_tokens == NEVER:
+        return _no_tiles
+    return _quantized_tiles if format_of(weights.dtype) else _float_panel
+
+
+def _no_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    pass
 
 
 def _quantized_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
-    rows, tokens, _, tiles = tile_shape(weights)
+    rows, tokens, tiles = tile_shape(weights)
     read_rows(weights, row, rows * tiles)
     for tile in range(tiles):
         first, t = tile * rows, 0
@@ -77,40 +122,42 @@ def _quantized_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-d
 
 def _float_panel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
-    rows, tokens, _, tiles = tile_shape(weights)
+    rows, tokens, tiles = tile_shape(weights)
     read_rows(weights, row, rows * tiles)
     for t in range(0, num_tokens, tokens):  # the last tokens with some of those before them
         tile_panel(weights, row, x, min(t, num_tokens - tokens), out, column)
 
 
 @njit(nogil=True, cache=True)
-def tile_rows(weights, num_tokens):
-    """Rows that are multiplied side by side with so many tokens: one, or those of `tile_kernel`.
-
-    For few tokens rows are read one after the other, as fast as memory gives; for more, when
-    multiplying takes longer than reading, side by side.
-    """
-    rows, _, few_tokens, tiles = tile_shape(weights)
-    return 1 if num_tokens <= few_tokens else rows * tiles
+def rows_at_once(weights):
+    """Rows that several tokens are multiplied with before others are read."""
+    rows, _, tiles = tile_shape(weights)
+    return rows * tiles
 
 
 @njit(nogil=True, cache=True)
-def block_products(weights, x, out, first, last, column, end):
+def block_products(weights, x, out, first, last, column):
     """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1; checks nothing.
 
-    Rows before `end` may be prefetched. `x` is what `prepared` gave for the T tokens of `out`.
+    `x` is what `prepared` gave for the T tokens of `out`. One token's rows are read one after the
+    other, as fast as memory gives. Several tokens go through blocks of rows, in tiles where those
+    are faster, else one after the other; but where the tokens' vectors fit the first-level cache,
+    float rows are read once for all of them. docs/lab_log.md has the figures.
     """
-    row, num_tokens, distance = first, out.shape[0], rows_ahead(weights)
-    side_by_side, column = tile_rows(weights, num_tokens), column - first
-    while side_by_side > 1 and row + side_by_side <= last:
-        tile_kernel(weights, row, x, out, column + row)
-        row += side_by_side
-    while num_tokens > 1 and row < last:
-        one_row_kernel(weights, row, min(row + distance, end - 1), x, out, column + row)
-        row += 1
-    while row < last:  # without a call: that takes as long as half a short row
-        out[0, column + row] = dot_ahead(weights, row, min(row + distance, end - 1), x, 0)
-        row += 1
+    row, column, num_tokens = first, column - first, out.shape[0]
+    size, fewest = rows_at_once(weights), fewest_tokens(weights)
+    if num_tokens == 1:
+        size = last - first
+    elif fit_first_level(weights, num_tokens):
+        _row_by_row(weights, x, out, first, last, column)
+        return
+    while num_tokens >= fewest and row + size <= last:
+        _tile(weights, row, x, out, column + row)
+        row += size
+    while row < last:
+        end = min(row + size, last)
+        _token_by_token(weights, x, out, row, end, column)
+        row = end
 
 
 @njit(nogil=True, cache=True)
@@ -119,7 +166,7 @@ def rows_kernel(weights, bias, x, out, first, last):
 
     `x` is what `prepared` gave for as many tokens as `out` (T, N) has.
     """
-    block_products(weights, x, out, first, last, first, last)
+    block_products(weights, x, out, first, last, first)
     if bias.shape[0]:
         for t in range(out.shape[0]):
             for n in range(first, last):
@@ -139,15 +186,17 @@ def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyp
     """target[first:last] += what `add_scaled4` summed of `weights` into `source`, in its order.
 
     Float formats keep the weights' order; quantized ones sum in lane order (item i of group g of a
-    chunk at 16 * i + g of it, and chunks are whole there), and `first` and `last` are then
-    multiples of 512 or the end. For compiled code alone; see the overload below.
+    chunk at 16 * i + g of it; in the last chunk, where vectors hold several steps, by those), and
+    `first` and `last` are then multiples of 512 or the end. For compiled code alone; see the
+    overload below.
     """
     raise NotImplementedError("add_in_order() is for compiled code")
 
 
 @overload(add_in_order)
 def _add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    if not format_of(weights.dtype):
+    row_format = format_of(weights.dtype)
+    if not row_format:
 
         def plain(weights, source, target, first, last):  # type: ignore[no-untyped-def]
             values, sums = source[first:last], target[first:last]
@@ -156,12 +205,19 @@ def _add_in_order(weights, source, target, first, last):  # type: ignore[no-unty
 
         return plain
 
+    steps = row_format.bits  # of a chunk
+    items = QUANT_GROUP // steps  # of a group in a step
+
     def from_lanes(weights, source, target, first, last):  # type: ignore[no-untyped-def]
         for begin in range(first, last, CHUNK):
             groups = min(CHUNK_GROUPS, (last - begin) // QUANT_GROUP)
+            side = side_by_side(groups, steps)
             for g in range(groups):
                 for i in range(QUANT_GROUP):
-                    target[begin + g * QUANT_GROUP + i] += source[begin + i * CHUNK_GROUPS + g]
+                    step, item = i // items, i % items
+                    vector, lane = step // side * items + item, step % side * groups + g
+                    cell = source[begin + vector * CHUNK_GROUPS + lane]
+                    target[begin + g * QUANT_GROUP + i] += cell
 
     return from_lanes
 

@@ -17,9 +17,10 @@ NO_BIAS = np.empty(0, np.float32)
 class QuantizedVectors(NamedTuple):
     """T vectors of up to d numbers: x = scale * value, a scale for each group of 32.
 
-    values (T, d) int8, in the order of quantized rows (`numba_kernels.formats`); scales (T, d / 32)
-    float32; sums (T, d / 32) int32, the sum of each group's values. With a leading axis it is one
-    such set for each thread.
+    values (T, d) int8, in the order of the quantized rows that they are for
+    (`numba_kernels.formats`), what meets low nibbles before what meets high ones; scales
+    (T, d / 32) float32; sums (T, d / 32) int32, the sum of each group's values. With a leading
+    axis it is one such set for each thread.
     """
 
     values: np.ndarray
@@ -39,10 +40,13 @@ def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVec
 
 
 @njit(nogil=True, cache=True)
-def quantize_vectors(x, into):
-    """into[t] = x[t] quantized, for all tokens; x (T, d) float32, rows contiguous; no checks."""
+def quantize_vectors(weights, x, into):
+    """into[t] = x[t] quantized for rows like `weights`, for all tokens; no checks.
+
+    x (T, d) float32, rows contiguous
+    """
     for t in range(x.shape[0]):
-        quantize_vector(x, t, into)
+        quantize_vector(weights, x, t, into)
 
 
 def prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
@@ -62,7 +66,7 @@ def _prepared(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
 
     def quantized(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
         own = QuantizedVectors(scratch.values[thread], scratch.scales[thread], scratch.sums[thread])
-        quantize_vectors(x, own)
+        quantize_vectors(weights, x, own)
         return own
 
     return quantized

@@ -134,7 +134,7 @@ class FloatProducts:
         size = item_bytes(self.dtype)
         for row in ahead:
             for line in range(0, count * size, LINE_BYTES):
-                (row + index * size + line).prefetch()
+                (row + index * size + line).prefetch(2)
 
 
 def add_scaled(
@@ -154,7 +154,7 @@ def add_scaled(
 
     def one_line(index: Vec) -> None:
         for row in ahead:
-            (row + index * size).prefetch()
+            (row + index * size).prefetch(2)
         for first in range(0, step, LANES):
             add(index + first, LANES)
 

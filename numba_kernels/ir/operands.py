@@ -12,8 +12,9 @@ from typing import Any
 from numba_kernels.formats import CHUNK, QUANT_GROUP, SCALE_BYTES
 from numba_kernels.ir.arguments import Array
 from numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
+from numba_kernels.ir.integer_ir import emit_products
 from numba_kernels.ir.quantize_ir import ScaledSum
-from numba_kernels.ir.quantized_ir import Row, Vector, emit_products, format_of
+from numba_kernels.ir.quantized_ir import Row, Vector, format_of
 from numba_kernels.ir.vec import Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows

@@ -13,27 +13,30 @@ from numba_kernels.ir.quantized_ir import (
     BYTE_LANES,
     CHUNK_BYTES,
     Chunk,
+    Rest,
     Row,
     Vector,
     each_chunk,
     nibble_offset,
-    one_chunk,
     packed_steps,
-    prefetch_chunk,
+    with_chunks,
 )
-from numba_kernels.ir.target import LANES, has_feature
+from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
 
 _FLOATS = ir.VectorType(F32, LANES)
 _QUARTER = 4  # lanes whose bytes fill a vector of 16
 
 
-def emit_quantize(x: Ptr, into: Vector, groups: Vec) -> None:
-    """Quantize a float32 vector of so many groups.
+def emit_quantize(x: Ptr, into: Vector, groups: Vec, bits: int) -> None:
+    """Quantize a float32 vector of so many groups, for rows of so many bits.
 
     scale = max |x| / 127 of the group, value = x / scale rounded to the nearest, ties to even. A
-    NaN makes its group's scale NaN.
+    NaN makes its group's scale NaN. The steps of a chunk that meet low nibbles stand before those
+    that meet high ones.
     """
+    nibbles = 8 // bits
+    step_places = [step // nibbles + step % nibbles * (8 // nibbles) for step in range(8)]
     last_chunk = groups // CHUNK_GROUPS
     rest = groups - last_chunk * CHUNK_GROUPS
 
@@ -52,7 +55,8 @@ def emit_quantize(x: Ptr, into: Vector, groups: Vec) -> None:
             total = total + values
             fours = values.astype(I8).view(I32)
             for part in range(4):
-                (base + lanes * (4 * (4 * half + part))).store(fours[part], align=1)
+                place = step_places[4 * half + part]
+                (base + lanes * (4 * place)).store(fours[part], align=1)
         (into.scales + index * 4).store(scale)
         (into.sums + index * 4).store(total.call("llvm.vector.reduce.add.v16i32", I32, total))
 
@@ -116,14 +120,16 @@ def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_by
 class ScaledSum:
     """out += sum of factor * row, row after row; `out` (float32) is in lane order, whole chunks.
 
-    In lane order item i of group g of a chunk stands at 16 * i + g of the chunk, whose groups may
-    be fewer: stores of some lanes alone take long on CPUs without AVX-512.
+    In lane order item i of group g of a whole chunk stands at 16 * i + g of it. The last chunk's
+    vectors stand one after the other, each for the lanes of `Rest`:
+    `numba_kernels.decode.rows.add_in_order`.
     """
 
     def __init__(
         self, row_format: RowFormat, rows: list[Row], factors: list[Vec], out: Ptr
     ) -> None:
         self.format = row_format
+        self.bits = row_format.bits
         self.rows = rows
         self.out = out
         unit = 2.0**-24 if row_format.bits == 8 else 1.0  # of what `_byte_weights` gives
@@ -132,37 +138,85 @@ class ScaledSum:
     def emit(self, groups: Vec, ahead: list[Row]) -> None:
         """All columns; rows in `ahead` are prefetched in step."""
 
-        def body(chunk: Chunk) -> None:
-            for row in ahead:
-                prefetch_chunk(chunk, self.format.bits, row)
-            self._add(chunk)
+        def prefetch(begin: Vec, end: Vec) -> None:
+            def line(at: Vec) -> None:
+                for row in ahead:
+                    (row.values + at).prefetch(2)
 
-        each_chunk(groups, body)
+            for_range(begin, end, LINE_BYTES, line)
+
+        def body(index: Vec) -> None:
+            if ahead:
+                begin = index * CHUNK_BYTES[self.bits]
+                prefetch(begin, begin + CHUNK_BYTES[self.bits])
+            self._add(Chunk(index, groups.like(LANES), None))
+
+        def whole(number: Vec) -> None:
+            for_range(0, number, 1, body)
+            if ahead:
+                prefetch(number * CHUNK_BYTES[self.bits], groups * self.format.group_bytes)
+
+        with_chunks(groups, self.bits, whole, self._add_rest)
 
     def emit_chunk(self, groups: Vec, index: Vec) -> None:
         """The columns of one chunk."""
-        one_chunk(groups, index, self._add)
+        left = groups - index * CHUNK_GROUPS
+        is_whole = left >= CHUNK_GROUPS
+        with groups.builder.if_else(is_whole.value, likely=True) as (whole, rest):
+            with whole:
+                self._add(Chunk(index, groups.like(LANES), None))
+            with rest:
+                self._add_rest(Rest(index, left, self.bits))
 
     def _add(self, chunk: Chunk) -> None:
-        bits = self.format.bits
+        scales, minima = self._factors(chunk)
+        target = chunk.at(self.out, 4 * CHUNK)
+        for number in range(self.bits):
+            at = [
+                chunk.step(chunk.at(row.values, CHUNK_BYTES[self.bits]), number)
+                for row in self.rows
+            ]
+            steps = [chunk.load(place, I32) for place in at]
+            self._add_steps(target, number, steps, scales, minima)
+
+    def _add_rest(self, rest: Rest) -> None:
+        scales, minima = (
+            [rest.repeated(factor) for factor in factors] for factors in self._factors(rest.chunk)
+        )
+        target = rest.chunk.at(self.out, 4 * CHUNK)
+
+        def turn(index: Vec) -> None:
+            steps = [
+                rest.load(rest.chunk.at(row.values, CHUNK_BYTES[self.bits]), index)
+                for row in self.rows
+            ]
+            at = target + index * (4 * CHUNK // self.bits)
+            self._add_steps(at, 0, steps, scales, minima)
+
+        rest.each_turn(turn)
+
+    def _factors(self, chunk: Chunk) -> tuple[list[Vec], list[Vec]]:
+        """The rows' scales, times their factors where there are no minima, and minima."""
         scales = [chunk.factors(row.scales) for row in self.rows]
         minima = [chunk.factors(row.minima) for row in self.rows if row.minima is not None]
         if not minima:
             scales = [s * factor for s, factor in zip(scales, self.factors, strict=True)]
-        target = chunk.at(self.out, 4 * CHUNK)
-        for number in range(QUANT_GROUP * bits // 8 // 4):
-            at = [chunk.step(chunk.at(row.values, CHUNK_BYTES[bits]), number) for row in self.rows]
-            steps = [chunk.load(place, I32) for place in at]
-            for place, weights in _step_weights(self.format, number):
-                cell = target + 4 * LANES * place
-                total = cell.load(F32, LANES)
-                for row, (step, scale) in enumerate(zip(steps, scales, strict=True)):
-                    if minima:
-                        weight = weights(step).fma(scale, minima[row])
-                        total = weight.fma(self.factors[row], total)
-                    else:
-                        total = weights(step).fma(scale, total)
-                cell.store(total)
+        return scales, minima
+
+    def _add_steps(
+        self, target: Ptr, number: int, steps: list[Vec], scales: list[Vec], minima: list[Vec]
+    ) -> None:
+        """Add step `number` of each row; `target` is where the sums of step 0 are."""
+        for place, weights in _step_weights(self.format, number):
+            cell = target + 4 * LANES * place
+            total = cell.load(F32, LANES)
+            for row, (step, scale) in enumerate(zip(steps, scales, strict=True)):
+                if minima:
+                    weight = weights(step).fma(scale, minima[row])
+                    total = weight.fma(self.factors[row], total)
+                else:
+                    total = weights(step).fma(scale, total)
+            cell.store(total)
 
 
 def _step_weights(row_format: RowFormat, number: int) -> list[tuple[int, Callable[[Vec], Vec]]]:

@@ -1,34 +1,26 @@
-"""Vector IR for quantized rows: their chunks, and integer products with quantized vectors.
+"""Vector IR for quantized rows: where their chunks are, and what their lanes hold.
 
-A chunk of 16 groups has one group in each 32-bit lane (`numba_kernels.formats`), so four bytes of
-every group are multiplied and added at once, and scales are applied once for 32 weights. Integer
-sums are exact; float sums run chunk by chunk, so a product does not depend on how many others are
-computed beside it.
+A chunk of 16 groups has one group in each 32-bit lane (`numba_kernels.formats`). The last chunk may
+have fewer; several of its steps then stand side by side in a vector, so that it takes about as
+many instructions as it has bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
-from numba_kernels.formats import (
-    CHUNK,
-    CHUNK_GROUPS,
-    QUANT_GROUP,
-    ROW_FORMATS,
-    SCALE_BYTES,
-    RowFormat,
-)
-from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
-from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, Ptr, Var, Vec, for_range, shaped
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, ROW_FORMATS, SCALE_BYTES, RowFormat
+from numba_kernels.ir.target import LANES, has_feature
+from numba_kernels.ir.vec import F32, HALF, I16, I32, I64, Ptr, Var, Vec, for_range, shaped
 
 BYTE_LANES = 4 * LANES
-_INTS = ir.VectorType(I32, LANES)
-_MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
+INTS = ir.VectorType(I32, LANES)
+_HALF_LANES = LANES // 2
 CHUNK_BYTES = {8: CHUNK, 4: CHUNK // 2}
 FACTOR_BYTES = CHUNK_GROUPS * SCALE_BYTES  # of a chunk's scales, or minima
 _BY_NAME = {dtype.names: row_format for dtype, row_format in ROW_FORMATS.items()}
@@ -114,162 +106,131 @@ def each_chunk(num_groups: Vec, body: Callable[[Chunk], None]) -> None:
         body(_last_chunk(whole, rest))
 
 
-def one_chunk(num_groups: Vec, index: Vec, body: Callable[[Chunk], None]) -> None:
-    """Emit `body` for chunk number `index`, which may be the last one and not whole."""
-    left = num_groups - index * CHUNK_GROUPS
-    is_whole = left >= CHUNK_GROUPS
-    with num_groups.builder.if_else(is_whole.value, likely=True) as (whole, rest):
-        with whole:
-            body(Chunk(index, num_groups.like(LANES), None))
-        with rest:
-            body(_last_chunk(index, left))
-
-
 def _last_chunk(index: Vec, num_lanes: Vec) -> Chunk:
     """A chunk of fewer groups than lanes."""
-    lanes = Vec.of(index.builder, range(LANES), I32)
-    return Chunk(index, num_lanes, lanes.below(num_lanes.astype(I32)))
+    return Chunk(index, num_lanes, _first_lanes(index, num_lanes))
+
+
+def _first_lanes(index: Vec, number: Vec) -> Vec:
+    return Vec.of(index.builder, range(LANES), I32).below(number.astype(I32))
 
 
 def packed_steps(chunk: Chunk, bits: int, row: Row, number: int) -> list[Vec]:
     """Load step `number` of a row: 4 bytes a lane, int8 values or nibbles in bytes.
 
-    One vector of 8 bits, two of 4: the quantized vector's steps 2 * number and 2 * number + 1.
+    One vector of 8 bits, two of 4: the steps 2 * number and 2 * number + 1 of a group's values.
     """
-    loaded = chunk.load(chunk.step(chunk.at(row.values, CHUNK_BYTES[bits]), number), I32)
+    return unpacked(
+        bits, chunk.load(chunk.step(chunk.at(row.values, CHUNK_BYTES[bits]), number), I32)
+    )
+
+
+def unpacked(bits: int, loaded: Vec) -> list[Vec]:
+    """Bytes of one value each: one vector of 8 bits, or the low and the high nibbles of 4."""
     if bits == 8:
         return [loaded]
     return [loaded & 0x0F0F0F0F, loaded >> 4 & 0x0F0F0F0F]
 
 
-def emit_products(
-    row_format: RowFormat,
-    rows: list[Row],
-    vectors: list[Vector],
-    groups: Vec,
-    ahead: Sequence[Row],
-) -> list[Vec]:
-    """Products of every row with every vector, row by row, as float32.
+class Rest:
+    """A row's last chunk of g < 16 groups, `side` steps of it in each vector.
 
-    sum over groups g of row_scale[g] * vector_scale[g] * (sum of integer products of the group)
-                         + row_min[g] * vector_scale[g] * (sum of the vector's values)
-    Rows in `ahead` are prefetched in step.
+    `side` is a power of two, as many as fit into 16 lanes: step i of those has lanes i * g to
+    (i + 1) * g - 1. `numba_kernels.formats.steps_side_by_side` says the same of numbers.
     """
-    bits = row_format.bits
-    pairs = [(row, vector) for row in range(len(rows)) for vector in range(len(vectors))]
-    zeros, zero_ints = (Vec.full(groups.builder, 0, dtype, LANES) for dtype in (F32, I32))
-    totals = [Var(zeros) for _ in pairs]
-    multiply = _Multiply(row_format)
 
-    def body(chunk: Chunk) -> None:
-        for following in ahead:
-            prefetch_chunk(chunk, bits, following)
-        starts = [multiply.start(chunk, vector) for vector in vectors]
-        # Two chains of additions where registers allow: whole numbers add up the same either way.
-        chains = 2 if len(pairs) <= _MOST_CHAINS else 1
-        sums = [[starts[vector], zero_ints][:chains] for _, vector in pairs]
-        for number in range(QUANT_GROUP * bits // 8 // 4):
-            weights = [packed_steps(chunk, bits, row, number) for row in rows]
-            per_load = len(weights[0])
-            for part in range(per_load):
-                inputs = [
-                    _vector_step(chunk, vector, number * per_load + part) for vector in vectors
-                ]
-                turn = (number * per_load + part) % chains
-                for i, (row, vector) in enumerate(pairs):
-                    sums[i][turn] = multiply.add(sums[i][turn], weights[row][part], inputs[vector])
-        row_scales = [chunk.factors(row.scales) for row in rows]
-        vector_scales = [
-            chunk.load(chunk.at(vector.scales, 4 * CHUNK_GROUPS), F32) for vector in vectors
-        ]
-        for i, (row, vector) in enumerate(pairs):
-            scale = row_scales[row] * vector_scales[vector]
-            count = sums[i][0] if chains == 1 else sums[i][0] + sums[i][1]
-            totals[i].set(count.astype(F32).fma(scale, totals[i].get()))
-        if not row_format.has_min:
+    def __init__(self, index: Vec, num_groups: Vec, bits: int) -> None:
+        self.chunk = _last_chunk(index, num_groups)
+        self.halvings = num_groups.like(0)  # side is 2 to so many
+        steps = bits  # of a chunk
+        for doublings in range(1, steps.bit_length()):
+            fits = num_groups.below(LANES // (1 << doublings) + 1)
+            self.halvings = self.halvings + fits.astype(I64, signed=False)
+        self.num_turns = (num_groups.like(steps)) >> self.halvings
+        self.num_lanes = num_groups << self.halvings
+        self._mask = _first_lanes(index, self.num_lanes)
+
+    def each_turn(self, body: Callable[[Vec], None]) -> None:
+        """Emit `body(turn)` for each vector of steps."""
+        for_range(0, self.num_turns, 1, body)
+
+    def load(self, start: Ptr, turn: Vec) -> Vec:
+        """The steps of a turn, of those that begin at `start`; 0 in the lanes beyond them."""
+        return (start + turn * self.num_lanes * 4).load_masked(I32, self._mask)
+
+    def fold(self, sums: list[Var]) -> None:
+        """Add up all steps of each group in the lanes of the first step."""
+        if not sums:
             return
-        minima = [chunk.factors(row.minima) for row in rows if row.minima is not None]
-        vector_sums = [
-            chunk.load(chunk.at(vector.sums, 4 * CHUNK_GROUPS), I32).astype(F32) * scale
-            for vector, scale in zip(vectors, vector_scales, strict=True)
-        ]
-        for i, (row, vector) in enumerate(pairs):
-            totals[i].set(minima[row].fma(vector_sums[vector], totals[i].get()))
 
-    each_chunk(groups, body)
-    return [total.get().sum() for total in totals]
+        def fold_once(number: Vec) -> None:
+            distance = (self.num_lanes >> number >> 1).astype(I32)
+            for total in sums:
+                total.set(total.get() + self._moved_down(total.get(), distance))
 
+        for_range(0, self.halvings, 1, fold_once)
 
-def _vector_step(chunk: Chunk, vector: Vector, number: int) -> Vec:
-    return chunk.load(chunk.step(chunk.at(vector.values, CHUNK), number), I32)
-
-
-def prefetch_chunk(chunk: Chunk, bits: int, row: Row) -> None:
-    """Ask for a row's part of a chunk."""
-    values = chunk.at(row.values, CHUNK_BYTES[bits])
-    for line in range(0, CHUNK_BYTES[bits], LINE_BYTES):
-        (values + line).prefetch()
-    for factors in row.factors:
-        chunk.at(factors, FACTOR_BYTES).prefetch()
-
-
-class _Multiply:
-    """sum[lane] += product of four bytes of weights with four of a vector, exactly.
-
-    VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and all sums start
-    with what that, or Q4's offset of 8, adds too much. Nibbles beside a minimum have no offset.
-    """
-
-    def __init__(self, row_format: RowFormat) -> None:
-        self.bits = row_format.bits
-        self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
-        self.avx2 = has_feature("avx2")
-        self.offset = nibble_offset(row_format) if self.bits == 4 else 128 if self.vnni else 0
-
-    def start(self, chunk: Chunk, vector: Vector) -> Vec:
-        """The sums to begin with."""
-        if not self.offset:
-            return Vec.full(chunk.index.builder, 0, I32, LANES)
-        return chunk.load(chunk.at(vector.sums, 4 * CHUNK_GROUPS), I32) * -self.offset
-
-    def add(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        """The sums with one step's products added."""
-        if self.vnni:
-            return self._vnni(total, weights, values)
-        return (
-            self._avx2(total, weights, values) if self.avx2 else self._plain(total, weights, values)
+    def _moved_down(self, ints: Vec, distance: Vec) -> Vec:
+        """Lane i + distance in lane i, for the first eight lanes."""
+        if not has_feature("avx2"):
+            room = _room(ints.builder, 2)
+            room.store(ints)
+            (room + 4 * LANES).store(ints)  # any numbers
+            return (room + distance.astype(I64) * 4).load(I32, LANES)
+        places = Vec.of(ints.builder, range(_HALF_LANES), I32) + distance
+        low, high = (
+            ints.take(range(first, first + _HALF_LANES)).call(
+                "llvm.x86.avx2.permd",
+                shaped(I32, _HALF_LANES),
+                ints.take(range(first, first + _HALF_LANES)),
+                places,
+            )
+            for first in (0, _HALF_LANES)
         )
+        moved = places.below(_HALF_LANES).where(low, high)
+        return moved.take(range(LANES), moved.like(0))
 
-    def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        if self.bits == 8:
-            weights = weights ^ 0x80808080 - (1 << 32)
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        return total.call(name, _INTS, total, weights.view(I8), values.view(I8))
+    def repeated(self, numbers: Vec) -> Vec:
+        """The numbers (float32) of the groups, once for each step of a vector."""
+        if not has_feature("avx2"):
+            room = _room(numbers.builder, 2)
+            for_range(
+                0,
+                self.num_turns.like(1) << self.halvings,
+                1,
+                lambda step: (room + step * self.chunk.num_lanes * 4).store(numbers),
+            )
+            return room.load(F32, LANES)
+        groups = self.chunk.num_lanes.astype(I32)
+        lanes = Vec.of(numbers.builder, range(LANES), I32)
+        inverse = groups.like(256) // groups + 1
+        places = lanes - (lanes * inverse >> 8) * groups  # lane % groups
+        low, high = (
+            numbers.take(range(_HALF_LANES)).call(
+                "llvm.x86.avx2.permps",
+                shaped(F32, _HALF_LANES),
+                numbers.take(range(_HALF_LANES)),
+                places.take(range(first, first + _HALF_LANES)),
+            )
+            for first in (0, _HALF_LANES)
+        )
+        return self.halvings.equals(0).spread(LANES).where(numbers, low.take(range(LANES), high))
 
-    def _avx2(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        """Bytes to pairs to fours; |weight| <= 127 and |value| <= 127, so no pair overflows."""
-        unsigned, signed = weights.view(I8), values.view(I8)
-        if self.bits == 8:
-            negative = unsigned < 0
-            signed = negative.where(-signed, signed)
-            unsigned = negative.where(-unsigned, unsigned)
-        low, high = (_avx2_half(unsigned, signed, half) for half in range(2))
-        return total + low.take(range(LANES), high)
 
-    def _plain(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        for byte in range(4):
-            total = total + signed_byte(weights, byte) * signed_byte(values, byte)
-        return total
+def _room(builder: Any, num_vectors: int) -> Ptr:
+    """Memory of this call for so many vectors."""
+    return Ptr(builder, cgutils.alloca_once(builder, ir.ArrayType(INTS, num_vectors)))
 
 
-def _avx2_half(unsigned: Vec, signed: Vec, half: int) -> Vec:
-    """Products of one half of the bytes, four added up in each lane."""
-    width = BYTE_LANES // 2
-    lanes = range(half * width, (half + 1) * width)
-    first, second = unsigned.take(lanes), signed.take(lanes)
-    pairs = first.call("llvm.x86.avx2.pmadd.ub.sw", shaped(I16, width // 2), first, second)
-    ones = Vec.full(first.builder, 1, I16, width // 2)
-    return pairs.call("llvm.x86.avx2.pmadd.wd", shaped(I32, width // 4), pairs, ones)
+def with_chunks(
+    num_groups: Vec, bits: int, whole: Callable[[Vec], None], rest: Callable[[Rest], None]
+) -> None:
+    """Emit whole(number of whole chunks), then `rest` where groups are left."""
+    number = num_groups // CHUNK_GROUPS
+    whole(number)
+    left = num_groups - number * CHUNK_GROUPS
+    with num_groups.builder.if_then(left.differs(0).value):
+        rest(Rest(number, left, bits))
 
 
 def nibble_offset(row_format: RowFormat) -> int:

@@ -269,7 +269,11 @@ class Ptr:
         return Vec(self.builder, self.builder.ptrtoint(self.value, I64))
 
     def prefetch(self, locality: int = 3) -> None:
-        """Ask for the line here, for reading: 3 into all caches, 2 into all but the first level."""
+        """Ask for the line here, for reading: 3 into all caches, 2 into all but the first level.
+
+        Rows are asked for with 2: a core waits for few lines of its first level at a time, and for
+        more of its second.
+        """
         kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(function, [self.value, I32(0), I32(locality), I32(1)])

@@ -10,9 +10,11 @@ not depend on what is computed beside it. `x` is what `numba_kernels.decode.vect
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -25,40 +27,80 @@ from numba_kernels.ir.quantized_ir import Vector, format_of
 from numba_kernels.ir.target import LANES, LINE_BYTES, LINES_AHEAD, PAGE_BYTES, has_feature
 from numba_kernels.ir.vec import I64, Ptr, Vec, for_range, for_vectors
 
-# Rows and tokens of a tile: as many sums as registers hold beside a column of weights. 32 registers
-# of a whole vector with AVX-512, fewer or smaller ones elsewhere; docs/lab_log.md has the figures.
-_WIDE = has_feature("avx512f")
-FLOAT_TILE = (6, 4) if _WIDE else (3, 2)
-# Tiles that are read through before they are multiplied: 24 rows, which stay in the second-level
-# cache, or 12.
-PANEL_TILES = 4  # of float rows
-_FEW_TOKENS = {0: 3, 8: 2, 4: 1}  # by bits of quantized weights, 0 of floats
-QUANTIZED_TILE = (8, 2) if _WIDE else (3, 2)
-_QUANTIZED_TILES = 3 if _WIDE else 4
+NEVER = 1 << 30  # so many tokens
+_MOST_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
 
+
+@dataclass(frozen=True)
+class Tiles:
+    """How rows and several tokens are multiplied side by side.
+
+    A tile has as many sums as registers hold beside a column of weights. So many tiles are read
+    through before they are multiplied: their rows stay in the second-level cache. Fewer tokens than
+    `fewest_tokens`, or `fewest_of_short` for rows of fewer than SHORT_ROW weights, go one after the
+    other. docs/lab_log.md has the figures.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_tiles: int
+    fewest_tokens: int
+    fewest_of_short: int
+
+
+SHORT_ROW = 2048
+# By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
+_TILES = {
+    True: (Tiles(6, 4, 4, 4, 4), Tiles(8, 2, 3, 2, 4)),
+    False: (Tiles(3, 2, 8, 4, 4), Tiles(1, 1, 48, NEVER, NEVER)),
+}
+FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
+
+_BIT = ir.IntType(1)
 _INDEX = types.int64
 _FACTOR = types.float32
 
 
-def _tile_of(weights: Any) -> tuple[int, int]:
-    return QUANTIZED_TILE if format_of(weights.dtype) else FLOAT_TILE
+def tiles_of(weights: Any) -> Tiles:
+    """The tiles of an array's format."""
+    return QUANTIZED_TILES if format_of(weights.dtype) else FLOAT_TILES
 
 
 @intrinsic
 def tile_shape(typingctx, weights):
-    """(rows, tokens, few tokens, tiles) for weights of this format.
-
-    Rows and tokens are those of `tile_wide`; few tokens' products with a row take no longer than
-    reading it; so many tiles lie side by side in what `tile_kernel` multiplies at once.
-    """
-    row_format = format_of(weights.dtype)
-    few_tokens = _FEW_TOKENS[row_format.bits if row_format else 0]
-    sizes = (*_tile_of(weights), few_tokens, _QUANTIZED_TILES if row_format else PANEL_TILES)
+    """(rows, tokens, tiles) for weights of this format."""
+    tiles = tiles_of(weights)
 
     def emit(given: Arguments) -> list[Vec]:
+        sizes = (tiles.num_rows, tiles.num_tokens, tiles.num_tiles)
         return [Vec.full(given.builder, size, I64) for size in sizes]
 
-    return types.UniTuple(_INDEX, 4)(weights), codegen_of(emit)
+    return types.UniTuple(_INDEX, 3)(weights), codegen_of(emit)
+
+
+@intrinsic
+def fewest_tokens(typingctx, weights):
+    """Fewer tokens than these are multiplied one after the other, not in tiles."""
+    tiles = tiles_of(weights)
+
+    def emit(given: Arguments) -> Vec:
+        width = Weights(given.array(0)).width
+        short, others = (width.like(n) for n in (tiles.fewest_of_short, tiles.fewest_tokens))
+        return width.below(SHORT_ROW).where(short, others)
+
+    return _INDEX(weights), codegen_of(emit)
+
+
+@intrinsic
+def fit_first_level(typingctx, weights, num_tokens):
+    """Whether so many tokens' vectors of floats fit the first-level cache; never quantized ones."""
+
+    def emit(given: Arguments) -> Vec:
+        matrix, number = Weights(given.array(0)), given.number(1)
+        fit = (matrix.width * number * 4).below(_MOST_TOKEN_BYTES + 1)
+        return fit & Vec.full(given.builder, not matrix.format, _BIT)
+
+    return types.boolean(weights, _INDEX), codegen_of(emit)
 
 
 @intrinsic
@@ -97,42 +139,55 @@ def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
     return signature, codegen_of(emit)
 
 
-def _dot_tokens(num_tokens: int) -> Callable[[Arguments], list[Vec]]:
-    """weights[row] times vectors, while weights[following] is prefetched."""
+@intrinsic
+def dot_ahead(typingctx, weights, row, following, x, token):
+    """weights[row] . x[token], while the lines of weights[following] are prefetched in step.
 
-    def emit(given: Arguments) -> list[Vec]:
+    For rows that do not follow each other in memory: the hardware prefetches those that do.
+    """
+
+    def emit(given: Arguments) -> Vec:
         matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(3))
         row, following = (matrix.row(row) for row in given.numbers(1, 2))
-        tokens = given.numbers(*range(4, 4 + num_tokens))
-        return matrix.products([row], [vectors.vector(token) for token in tokens], [following])
+        return matrix.products([row], [vectors.vector(given.number(4))], [following])[0]
+
+    return types.float32(weights, _INDEX, _INDEX, x, _INDEX), codegen_of(emit)
+
+
+def _dot_tokens(num_tokens: int) -> Callable[[Arguments], list[Vec]]:
+    """weights[row] times vectors."""
+
+    def emit(given: Arguments) -> list[Vec]:
+        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
+        tokens = given.numbers(*range(3, 3 + num_tokens))
+        row = matrix.row(given.number(1))
+        return matrix.products([row], [vectors.vector(token) for token in tokens])
 
     return emit
 
 
 @intrinsic
-def dot_ahead(typingctx, weights, row, following, x, token):
-    """weights[row] . x[token], while the lines of weights[following] are prefetched in step.
+def dot_row(typingctx, weights, row, x, token):
+    """weights[row] . x[token].
 
-    One stream a core with the row after it on its way reads as fast as memory gives; several rows
-    side by side reach less of that (docs/lab_log.md).
+    Rows one after the other are one stream a core, which the hardware prefetches: it reads as fast
+    as memory gives, and prefetch instructions beside it would slow it down (docs/lab_log.md).
     """
-    signature = types.float32(weights, _INDEX, _INDEX, x, _INDEX)
+    signature = types.float32(weights, _INDEX, x, _INDEX)
     return signature, codegen_of(lambda given: _dot_tokens(1)(given)[0])
 
 
 @intrinsic
-def dot_tokens2(typingctx, weights, row, following, x, token0, token1):
-    """(weights[row] . x[token0], weights[row] . x[token1]); prefetches as `dot_ahead`."""
-    ids = (_INDEX,) * 2
-    signature = types.UniTuple(types.float32, 2)(weights, *ids, x, *ids)
+def dot_tokens2(typingctx, weights, row, x, token0, token1):
+    """(weights[row] . x[token0], weights[row] . x[token1])."""
+    signature = types.UniTuple(types.float32, 2)(weights, _INDEX, x, *(_INDEX,) * 2)
     return signature, codegen_of(_dot_tokens(2))
 
 
 @intrinsic
-def dot_tokens4(typingctx, weights, row, following, x, token0, token1, token2, token3):
-    """(weights[row] . x[token0], ..., weights[row] . x[token3]); prefetches as `dot_ahead`."""
-    ids = (_INDEX,) * 4
-    signature = types.UniTuple(types.float32, 4)(weights, _INDEX, _INDEX, x, *ids)
+def dot_tokens4(typingctx, weights, row, x, token0, token1, token2, token3):
+    """(weights[row] . x[token0], ..., weights[row] . x[token3])."""
+    signature = types.UniTuple(types.float32, 4)(weights, _INDEX, x, *(_INDEX,) * 4)
     return signature, codegen_of(_dot_tokens(4))
 
 
@@ -140,7 +195,7 @@ def _emit_tile(given: Arguments, num_tokens: int) -> None:
     """given: weights, row, x, token, out, column."""
     matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
     first, token, column = given.numbers(1, 3, 5)
-    num_rows = _tile_of(matrix)[0]
+    num_rows = tiles_of(matrix).num_rows
     tokens = [token + t for t in range(num_tokens)]
     rows = [matrix.row(first + r) for r in range(num_rows)]
     results = matrix.products(rows, [vectors.vector(token) for token in tokens])
@@ -155,7 +210,7 @@ def tile_wide(typingctx, weights, row, x, token, out, column):
     A row is widened once for all tokens and a token's vector loaded once for all rows, so that
     vectors which do not fit the first-level cache do not hold up the multiplication.
     """
-    num_tokens = _tile_of(weights)[1]
+    num_tokens = tiles_of(weights).num_tokens
     signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
     return signature, codegen_of(lambda given: _emit_tile(given, num_tokens))
 
@@ -169,14 +224,14 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
 
 @intrinsic
 def tile_panel(typingctx, weights, row, x, token, out, column):
-    """`tile_wide` for PANEL_TILES tiles of float rows; see `numba_kernels.ir.float_ir`."""
+    """`tile_wide` for all tiles of a block of float rows; see `numba_kernels.ir.float_ir`."""
+    tiles = tiles_of(weights)
 
     def emit(given: Arguments) -> None:
         matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
         first, token, column = given.numbers(1, 3, 5)
-        num_rows, num_tokens = _tile_of(weights)
-        operands = [vectors.vector(token + t) for t in range(num_tokens)]
-        panel = matrix.panel(first, operands, num_rows, PANEL_TILES)
+        operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
+        panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles)
         panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
     return types.void(weights, _INDEX, x, _INDEX, out, _INDEX), codegen_of(emit)
@@ -277,7 +332,7 @@ def prefetch_row(typingctx, weights, row):
 
         def first_lines(index: Vec) -> None:
             for line in range(LINES_AHEAD):
-                (start + index + line * LINE_BYTES).prefetch()
+                (start + index + line * LINE_BYTES).prefetch(2)
 
         first_lines(address.like(0))
         for_range(next_page, matrix.row_bytes, PAGE_BYTES, first_lines)
@@ -302,16 +357,22 @@ def prefetch_part(typingctx, weights, row, part):
 
 
 @intrinsic
-def quantize_vector(typingctx, x, token, into):
-    """into[token] = x[token] quantized; x (T, d) float32, into QuantizedVectors."""
+def quantize_vector(typingctx, weights, x, token, into):
+    """into[token] = x[token] quantized for rows like `weights`; x (T, d) float32.
+
+    into: QuantizedVectors
+    """
+    row_format = format_of(weights.dtype)
+    assert row_format
 
     def emit(given: Arguments) -> None:
-        source, token = given.array(0), given.number(1)
-        target = Vectors(given.arrays(2)).vector(token)
+        source, token = given.array(1), given.number(2)
+        target = Vectors(given.arrays(3)).vector(token)
         assert isinstance(target, Vector)
-        emit_quantize(source.at(token), target, source.shape[1] // QUANT_GROUP)
+        groups = source.shape[1] // QUANT_GROUP
+        emit_quantize(source.at(token), target, groups, row_format.bits)
 
-    return types.void(x, _INDEX, into), codegen_of(emit)
+    return types.void(weights, x, _INDEX, into), codegen_of(emit)
 
 
 @intrinsic

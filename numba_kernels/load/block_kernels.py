@@ -7,7 +7,7 @@ import numpy as np
 from numba import float32, int8, int32, njit, uint8, uint16
 
 from numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
-from numba_kernels.ir.scalar_bits import float32_of
+from numba_kernels.ir.bit_ir import float32_of
 from numba_kernels.load.quantize_kernels import DONE, NOT_FINITE, store_half, store_q4, store_q8
 
 # Codes that no row of Q8 has: -128. Of what `repack_kernel` returns.

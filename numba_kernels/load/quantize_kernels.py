@@ -4,7 +4,7 @@ import numpy as np
 from numba import float32, int32, njit, uint8, uint32
 
 from numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
-from numba_kernels.ir.scalar_bits import (
+from numba_kernels.ir.bit_ir import (
     float32_bits,
     float32_from_bits,
     float32_of,

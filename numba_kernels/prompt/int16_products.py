@@ -10,6 +10,7 @@ token gets does not depend on its company.
 import numpy as np
 from numba import njit
 
+from numba_kernels.ir.bit_ir import float32_of
 from numba_kernels.ir.int16_ir import (
     COLUMN_GROUP,
     GROUP_PAIRS,
@@ -19,7 +20,6 @@ from numba_kernels.ir.int16_ir import (
     round_group,
 )
 from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
-from numba_kernels.ir.scalar_bits import float32_of
 from numba_kernels.ir.target import LANES
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024

@@ -10,10 +10,13 @@ TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while 
 
 
 @njit(nogil=True, cache=True)
-def quantize_kernel(x, into, first, last):
-    """into[t] = x[t] quantized for tokens first..last-1; x (T, d) float32; checks nothing."""
+def quantize_kernel(weights, x, into, first, last):
+    """into[t] = x[t] quantized for rows like `weights`, for tokens first..last-1; checks nothing.
+
+    x (T, d) float32
+    """
     for t in range(first, last):
-        quantize_vector(x, t, into)
+        quantize_vector(weights, x, t, into)
 
 
 @njit(nogil=True, cache=True)

@@ -53,7 +53,7 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
         begin = first + next_block(counters, part) * size
         while begin < last:
             end = min(begin + size, last)
-            block_products(weights, x, out, begin, end, begin, last)
+            block_products(weights, x, out, begin, end, begin)
             for t in range(out.shape[0]):
                 if bias.shape[0]:
                     for n in range(begin, end):

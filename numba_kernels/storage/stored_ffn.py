@@ -103,7 +103,7 @@ def _work_stealing_gates(
                 )
             else:
                 gate_products_kernel(
-                    gate, places, token_masks, x, begin, end, last, products[begin:end], lists
+                    gate, places, token_masks, x, begin, end, products[begin:end], lists
                 )
             begin = first + next_block(counters, part) * size
 

@@ -140,13 +140,16 @@ def test_bench_prefill(command: Command, words: Path) -> None:
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8", "q4_1", "q4"])
 def test_bench_kernels(command: Command, dtype: str) -> None:
     lines, report = command(
-        "bench", "kernels", "--hidden", "64", "--ffn", "96", "--layers", "2", "--repeat", "1",
-        "--threads", "1", "--dtype", dtype,
+        "bench", "kernels", "--hidden", "64", "--hidden", "96", "--ffn", "96", "--layers", "2",
+        "--repeat", "1", "--threads", "1", "--tokens", "1", "--tokens", "5", "--dtype", dtype,
     )  # fmt: skip
     assert report["gb_per_s"] > 0 and report["read_gb_per_s"] > 0
     found = report["kernels"][dtype]
-    assert list(found) == ["rows x vector", "sparse FFN at 10%", "sparse FFN at 5%"]
-    for part in found.values():
-        assert part["gb_per_s"] > 0
-        assert part["read_gb_per_s"] > 0
-    assert len(lines) == 4
+    assert list(found) == ["64", "96"]
+    for parts in found.values():
+        assert list(parts) == [
+            "rows x vector", "rows x 5 vectors", "sparse FFN at 10%", "sparse FFN at 5%"
+        ]  # fmt: skip
+        assert all(number > 0 for part in parts.values() for number in part.values())
+    assert all(part["of_first"] == 1 for part in found["64"].values())
+    assert len(lines) == 1 + 4 * 2

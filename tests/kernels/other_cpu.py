@@ -27,7 +27,7 @@ from tests.kernels.quantized_rows import quantized_vectors, random_rows
 
 KINDS = ("f16", "q8", "q4", "q4_1")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
-NUM_ROWS, WIDTH = 27, 544  # some whole tiles of rows and some not, a whole chunk and a group more
+NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
 _TRIPLE = "aarch64-unknown-linux-gnu"
 

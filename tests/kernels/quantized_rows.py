@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_kernels.formats import Q4, Q4_1, Q8
 
-WIDTHS = [32, 96, 512, 544, 1056]
+WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1}
 _LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15)}
 

@@ -20,9 +20,9 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("height", [1, 6, 23])
-def test_rows(backend: SimpleNamespace, kind: str, height: int) -> None:
-    weights, x = random_weights(1, kind, height, 608), random_floats(2, 32, 608)
+@pytest.mark.parametrize(("height", "width"), [(1, 608), (23, 608), (51, 608), (51, 2112)])
+def test_rows(backend: SimpleNamespace, kind: str, height: int, width: int) -> None:
+    weights, x = random_weights(1, kind, height, width), random_floats(2, 32, width)
     alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
     for num_tokens in range(2, 33):
         assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()

@@ -46,7 +46,7 @@ def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
     rounded = x.astype(np.float64)
     if is_quantized(up.dtype):
         vectors = QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
-        quantize_kernel(x, vectors, 0, num_tokens)
+        quantize_kernel(up, x, vectors, 0, num_tokens)
         rounded = quantized_vectors(x)
     factors = rounded @ up_values.T + bias if gated else np.ones_like(h)
     expected = (h * factors) @ down_values
