@@ -20,13 +20,22 @@ import pytest
 import ray
 
 from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.service import Service
 from actors.processes.driver_actor import DriverActor
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.failures import ServiceLost
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, ask_all, cell
+from numba_kernels.serve.mailbox import (
+    DONE,
+    NO_DOORBELLS,
+    OPERATION,
+    REQUEST,
+    STOP,
+    ask_all,
+    cell,
+)
 
 _NODE = "this node"
 _END_NS = 60 * 10**9
@@ -264,6 +273,8 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
                     patch.setattr(module, replaced, stand_in)
         patch.setattr("actors.exchange.watch._STOPPED_LOOKS", 2)
         patch.setattr(ArenaExchange, "ask", asked)
+        # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
+        patch.setattr(RecoveringExchange, "asking", NO_DOORBELLS)
         yield host
         host.on_ask = lambda services: None
         for actor in host.alive():
