@@ -86,7 +86,7 @@ def many():
     return rows.rows_times_vectors(weights, x)
 def tiles():
     out = np.zeros((3, 8), np.float32)
-    rows.block_products(weights, x, out, 0, 8, 0, 8)
+    rows.block_products(weights, x, out, 0, 8, 0)
     return out
 for name in sys.argv[1:]:
     print(name, globals()[name]().tobytes().hex())
