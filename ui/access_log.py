@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-KINDS = ("text", "json", "none")
 # What programs and the page ask for again and again is told only where it is refused.
 _QUIET = ("/health", "/metrics", "/gradio_api/", "/assets/", "/static/", "/config", "/theme.css")
 _CUT_OFF = 499  # the client was gone before there was an answer
@@ -16,7 +15,7 @@ class AccessLog:
     """Passes everything on to `app`, and tells of each answer once it is sent or cut off."""
 
     def __init__(self, app: ASGIApp, kind: str, tell: Callable[[str], None]) -> None:
-        """`kind` is one of KINDS; `tell` gets a line without its end."""
+        """`kind` is "text" or "json"; `tell` gets a line without its end."""
         self._app = app
         self._is_json = kind == "json"
         self._tell = tell

@@ -74,7 +74,7 @@ class ServerThread:
         limits: ConnectionLimits,
         log: str = "none",
     ) -> None:
-        """`listener` is bound, `log` one of access_log.KINDS. Serves until `stop`."""
+        """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`."""
         self._loading_gate = loading_gate
         app: ASGIApp = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
         if log != "none":

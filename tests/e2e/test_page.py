@@ -19,7 +19,6 @@ from actors.system import System
 from model import reference
 from model.config.build import read_config
 from model.sampling import SamplingParams
-from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_server import LongWinded, served_page
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,16 +27,6 @@ UI = DEMO.parent / "ui" / "page"
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
 PATIENCE_MS = 120_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        find_chromium()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

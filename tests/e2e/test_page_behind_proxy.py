@@ -11,7 +11,6 @@ import pytest
 
 from actors.protocol.messages import SystemConfig
 from actors.system import System
-from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_server import served, served_page
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,16 +70,6 @@ def address(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         served(proxy_to(behind), **files) as port,
     ):
         yield f"https://localhost:{port}/"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        find_chromium()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    with chromium() as found:
-        yield found
 
 
 def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
