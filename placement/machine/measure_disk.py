@@ -20,7 +20,7 @@ _MOST_READS = 1 << 16
 
 
 def measure_disk(
-    path: Path, sizes: Sequence[int], depth: int = DEPTH, seed: int = 0
+    path: Path, sizes: Sequence[int], depth: int = DEPTH, seed: int | None = None
 ) -> list[float]:
     """Bytes a second of reads of each size at random places of a file, `depth` at once.
 
@@ -31,9 +31,8 @@ def measure_disk(
     file = open_direct(path)
     try:
         num_bytes = os.fstat(file.descriptor).st_size
-        draw = np.random.default_rng(
-            time.time_ns()
-        )  # places of their own: the host may keep what was read
+        # Without a seed places are new each time: the host may keep what was read before.
+        draw = np.random.default_rng(seed)
         return [_rate(file, num_bytes, size, depth, draw) for size in sizes]
     finally:
         os.close(file.descriptor)
