@@ -19,6 +19,7 @@ from typing import NoReturn
 import click
 
 from actors.private_ray.fork_server import ForkServer
+from jobs.settings.settings import origin_of
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from jobs.support.until_stopped import interrupt_again
 from model.errors import HotcoldError
@@ -71,6 +72,10 @@ COMMANDS = {
     ),
     "train-predictors": LazyCommand(
         "jobs.commands.train_predictors:train_predictors", "Fit what says which neurons will fire."
+    ),
+    "config": LazyCommand("jobs.settings.config:config", "Say what settings hold, and from where."),
+    "completion": LazyCommand(
+        "jobs.settings.completion:completion", "Let the shell complete commands and options."
     ),
     "bench": LazyCommand(
         "jobs.commands.bench:bench", "Measure one part, beside the hardware's limit."
@@ -163,6 +168,8 @@ def _report(error: BaseException) -> tuple[str, int]:
             return "", EXIT_USAGE
         case click.UsageError():
             path = error.ctx.command_path if error.ctx else "hotcold"
+            if isinstance(error, click.BadParameter) and (origin := origin_of(error)):
+                return f"{error.format_message()} (from {origin})", EXIT_USAGE
             return f"{error.format_message()} (see '{path} --help')", EXIT_USAGE
         case click.ClickException():
             return error.format_message(), error.exit_code

@@ -32,6 +32,7 @@ from jobs.cli import run
 from jobs.requests.answer_file import AnswerFile
 from jobs.requests.cluster_system import job_system
 from jobs.requests.request_lines import RequestLine, read_requests
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.lazy_group import add_debug_option
 from jobs.support.options import split_system_options, system_options
 from model.errors import HotcoldError, ServiceError, UsageError
@@ -47,7 +48,7 @@ _LINE_EVERY_S = 5.0
 _Pending = tuple[RequestLine, "Future[Generation]"]
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--requests", type=click.Path(path_type=Path), required=True, help="JSON lines.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines.")
 @click.option("--resume", is_flag=True, help="Keep the answers in --out; skip their ids.")

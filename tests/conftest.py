@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,13 @@ FIRST = [
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# No test, and no command that one starts, takes the settings of whoever runs it.
+TESTS_OWN = {"HOTCOLD_ALL_KERNELS", "HOTCOLD_CHROMIUM"}
+for name in [name for name in os.environ if name.startswith("HOTCOLD_")]:
+    if name not in TESTS_OWN:
+        del os.environ[name]
+os.environ["HOTCOLD_CONFIG"] = ""
 
 # What is imported and collected stays, so there is no garbage among it to look for.
 gc.disable()

@@ -14,6 +14,7 @@ from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from actors.setup.preflight import prepare_system, require_one_mode
 from actors.system import System
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
@@ -30,7 +31,7 @@ _READ_BYTES = 1 << 30
 _Measured = TypeVar("_Measured")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=2), default=64, show_default=True)
@@ -161,7 +162,7 @@ def decode_request(
     return GenerateRequest(sampling, prompt_ids=ids)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from jobs.bench.kernel_timing import DTYPES, Comparison, KernelBench, Memory, compare
+from jobs.settings.shared_option import shared_option
 from jobs.support.console import json_option, print_json, stderr_console
 from placement.machine.survey import usable_cores
 
@@ -43,7 +44,7 @@ from placement.machine.survey import usable_cores
     show_default=True,
     help="May be given several times.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Cores to use; all without it.")
+@shared_option("--threads", type=click.IntRange(min=1), help="Cores to use; all without it.")
 @click.option(
     "--tokens",
     "batches",

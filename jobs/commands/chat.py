@@ -13,6 +13,7 @@ from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import GenerateRequest
 from actors.setup.preflight import prepare_system
 from actors.system import System
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.loading import running_system
 from jobs.support.options import (
     sampling_options,
@@ -28,7 +29,7 @@ from model.sampling import SamplingParams
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--system", "system_prompt", help="What the model is told before the conversation.")
 @sampling_options

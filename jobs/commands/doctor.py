@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json, stderr_console
 from jobs.support.weight_dtype import dtype_option
 from model.errors import CheckpointError, UsageError
@@ -27,10 +28,10 @@ _LEAST_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @dtype_option
-@click.option("--context", type=int, help="Positions in the KV cache.")
+@shared_option("--context", type=int, help="Positions in the KV cache.")
 @click.option(
     "--measure/--no-measure",
     default=True,

@@ -9,6 +9,7 @@ import click
 from actors.driver.text.prompts import Prompts, require_something
 from actors.protocol.messages import GenerateRequest, Generation
 from actors.setup.preflight import prepare_system
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json
 from jobs.support.loading import running_system
 from jobs.support.options import (
@@ -22,7 +23,7 @@ from model.errors import PromptError
 from model.files.locate import locate_model
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--prompt", help="Text to continue; read from standard input without it.")
 @click.option("--prompt-ids", type=TokenIds(), help="Token ids to continue, like 1,2,3.")

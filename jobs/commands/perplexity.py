@@ -18,6 +18,7 @@ from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import THRESHOLD, SystemConfig
 from actors.setup.preflight import SystemOptions, prepare_system, require_one_mode
 from actors.system import System
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json, transient_progress
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
@@ -31,7 +32,7 @@ _WINDOW = 512
 _LEAST_WINDOW = 32
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option(
     "--text",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actors.protocol.messages import MODES
+from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json, stderr_console
 from jobs.support.options import Bytes, split_system_options
 from jobs.support.weight_dtype import QUANTIZED, dtype_option
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@click.option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
-@click.option("--predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
+@shared_option("--mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
+@shared_option("--predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
 @dtype_option
-@click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
-@click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
-@click.option("--context", "context_length", type=int, help="Positions in the KV cache.")
-@click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format.")
-@click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services; one a NUMA node.")
-@click.option("--threads", "num_threads", type=int, help="Cores to use; all without it.")
+@shared_option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use of each GPU.")
+@shared_option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, like 8GiB.")
+@shared_option("--context", "context_length", type=int, help="Positions in the KV cache.")
+@shared_option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format.")
+@shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services; one a NUMA node.")
+@shared_option("--threads", "num_threads", type=int, help="Cores to use; all without it.")
 @click.option("--machine", "machine_file", type=_FILE, help="Plan for the machine described there.")
 @click.option("--profile", "profile_file", type=_FILE, help="How often neurons fire.")
 @click.option("--shape", help="Plan for a named shape, as of make-model, without any weights.")

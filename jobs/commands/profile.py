@@ -16,6 +16,7 @@ from jobs.profile.files import ProfileFiles
 from jobs.profile.report import LayerSummary, print_summary
 from jobs.profile.run import run_profile
 from jobs.profile.state import ProfileState, ProfileTask
+from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json
 from jobs.support.text_file import TextIds, read_text
 from model.config.model_config import ModelConfig
@@ -52,10 +53,10 @@ _OPTIONS = [
     click.option("--restart", is_flag=True, help="Do not go on from where a run was stopped."),
     click.option("--save-every", "every_s", type=click.FloatRange(min=0), default=10.0,
                  show_default=True, help="Seconds of work that a stopped run may lose."),
-    click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
-    click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
+    shared_option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "neurons; as many as NUMA nodes without it."),
-    click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
+    shared_option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
 ]  # fmt: skip
 
@@ -76,7 +77,7 @@ class _Reading:
     max_tokens: int | None
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @_profile_options
 @json_option

@@ -17,6 +17,7 @@ from actors.exchange.watch import Pulse
 from actors.protocol.messages import LoadProgress, SystemConfig
 from actors.setup.preflight import prepare_system
 from actors.system import System
+from jobs.settings.shared_option import GroupedCommand
 from jobs.support.listening import listen, url_of
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
@@ -34,7 +35,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(

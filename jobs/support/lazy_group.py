@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from jobs.settings.settings import check_top, let_settings_decide, read_settings
 from jobs.support.until_stopped import interrupts_after
 
 
@@ -47,6 +48,8 @@ class LazyGroup(click.Group):
         with interrupts_after():
             command: click.Command = getattr(import_module(module), attribute)
         add_debug_option(command)
+        if not ctx.resilient_parsing:  # a line that is being completed is run by nobody
+            _let_settings_decide(ctx, cmd_name, command)
         return command
 
     def resolve_command(
@@ -63,6 +66,18 @@ class LazyGroup(click.Group):
         """Write the table of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, e.short_help) for name, e in self.lazy_commands.items()])
+
+
+def _let_settings_decide(ctx: click.Context, name: str, command: click.Command) -> None:
+    """Take the options of `command` from the environment and the settings' file, too."""
+    path = [name]
+    group = ctx
+    while group.parent is not None:
+        path.insert(0, str(group.info_name))
+        group = group.parent
+    content = read_settings()
+    check_top(content, group.command.list_commands(group))  # type: ignore[attr-defined]
+    ctx.default_map = {name: let_settings_decide(command, tuple(path), content)}
 
 
 def add_debug_option(command: click.Command) -> None:

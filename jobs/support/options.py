@@ -11,6 +11,7 @@ import click
 from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
 from actors.setup.gpu_choice import DEVICES
 from actors.setup.preflight import SystemOptions
+from jobs.settings.shared_option import shared_option as _option
 from jobs.support.weight_dtype import dtype_option
 from model.errors import shown
 from model.sampling import SamplingParams
@@ -65,51 +66,51 @@ class Addresses(click.ParamType[tuple[str, ...]]):
 
 
 _SYSTEM = [
-    click.option("--mode", type=click.Choice((*MODES, AUTO_MODE)), help="Which neurons to compute: "
+    _option("--mode", type=click.Choice((*MODES, AUTO_MODE)), help="Which neurons to compute: "
                  "all; up and down only where the gate fired (the same tokens); only where they "
                  "add more than a threshold; what a predictor chooses; auto: the faster of the "
                  "model's default and of predictors made for a recall of 0.99 or more, where such "
                  "lie beside it."),
-    click.option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
+    _option("--predictors", type=click.Path(path_type=Path), help="The file of predictors for "
                  "--mode sign and lowrank; the model's own without it."),
-    click.option("--thresholds", type=click.Path(path_type=Path), help="The file of thresholds for "
+    _option("--thresholds", type=click.Path(path_type=Path), help="The file of thresholds for "
                  "--mode threshold; the model's own without it."),
     dtype_option,
-    click.option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
+    _option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
                  "the one that `hotcold plan` made for these options, if there is one."),
-    click.option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
-    click.option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
+    _option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    _option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "cold neurons; as many as NUMA nodes without it."),
-    click.option("--context", "context_length", type=int, help="Most tokens of a request, the "
+    _option("--context", "context_length", type=int, help="Most tokens of a request, the "
                  "prompt and the answer together."),
-    click.option("--parallel", "max_batch", type=int, help="Requests that run at once, 1 to 32; 8 "
+    _option("--parallel", "max_batch", type=int, help="Requests that run at once, 1 to 32; 8 "
                  "without it."),
-    click.option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
+    _option("--kv-tokens", "kv_positions", type=int, help="Tokens that the KV cache holds, of "
                  "all requests together; one context without it."),
-    click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
-    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+    _option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format."),
+    _option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
                  help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
-    click.option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
+    _option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
                  "all that is free, but for a reserve, without it; 0: no GPU."),
-    click.option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
-    click.option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
+    _option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
+    _option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
-    click.option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,
+    _option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,
                  help="Keep services on the cores and memory of their NUMA nodes; auto: with one "
                  "node, on cores until another program wants those."),
-    click.option("--hosts", type=Addresses(), default="", help="Ray nodes that share the CPU "
+    _option("--hosts", type=Addresses(), default="", help="Ray nodes that share the CPU "
                  "services, like 10.0.0.1,10.0.0.2; the driver's own without it."),
 ]  # fmt: skip
 
 _SAMPLING = [
-    click.option("--max-tokens", type=int, help="Longest answer."),
-    click.option("--temperature", type=float, help="0 takes the likeliest token every time."),
-    click.option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
-    click.option("--top-p", type=float, help="Choose among those that hold so much probability."),
-    click.option("--min-p", type=float, help="Leave out those so much less likely than the first."),
-    click.option("--seed", type=int, help="The same seed gives the same text."),
-    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after an end token."),
+    _option("--max-tokens", type=int, help="Longest answer."),
+    _option("--temperature", type=float, help="0 takes the likeliest token every time."),
+    _option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
+    _option("--top-p", type=float, help="Choose among those that hold so much probability."),
+    _option("--min-p", type=float, help="Leave out those so much less likely than the first."),
+    _option("--seed", type=int, help="The same seed gives the same text."),
+    _option("--stop", multiple=True, help="End before this text; may be given several times."),
+    _option("--ignore-eos", is_flag=True, help="Go on after an end token."),
 ]
 
 

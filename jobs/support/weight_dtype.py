@@ -2,9 +2,11 @@
 
 import click
 
+from jobs.settings.shared_option import shared_option
+
 QUANTIZED = ("q8", "q4_1", "q4")
 DTYPES = ("f16", "bf16", *QUANTIZED)
-dtype_option = click.option(
+dtype_option = shared_option(
     "--dtype",
     "weight_dtype",
     type=click.Choice(DTYPES),

@@ -34,6 +34,7 @@ FOREIGN = {
     "--cpu-manager-policy",
     "--topology-manager-policy",
     "--num-gpus",
+    "--shm-size",
 }
 
 
@@ -98,10 +99,10 @@ def _check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
             _check(shlex.join(ours), monkeypatch)
             words = [*words[: words.index("--")], "--", "true"]
         _parse(ray_cli, words, program)
-    elif program == "pip":
+    elif program in ("pip", "uv"):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert words[:2] == ["install", "-e"]
-        named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[2])
+        assert words[:2] in (["install", "-e"], ["tool", "install"], ["wheel", "--no-deps"])
+        named = re.fullmatch(r"(?:\.|/path/to/hotcold)(?:\[([\w,]+)\])?", words[-1])
         assert named and set(filter(None, (named[1] or "").split(","))) <= set(
             extras["optional-dependencies"]
         )

@@ -1,0 +1,301 @@
+"""Options from the environment and from config.toml, as a user gives them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from jobs.cli import COMMANDS, cli, main
+from jobs.settings.settings import settings_of
+from jobs.settings.shared_option import SHARED_OPTIONS, GroupedCommand, SharedOption, shared_option
+from jobs.support.lazy_group import LazyCommand, LazyGroup
+
+
+def _command() -> click.Command:
+    @click.command(cls=GroupedCommand)
+    @click.argument("model", required=False)
+    @click.option("--port", type=int, default=8000)
+    @click.option("--names", multiple=True)
+    @click.option("--loud", is_flag=True)
+    @shared_option("--mode", type=click.Choice(["dense", "sign"]))
+    @shared_option("--threads", "num_threads", type=int)
+    def shows(**values: object) -> None:
+        click.echo(repr(values))
+
+    return shows
+
+
+@click.group()
+def bench() -> None:
+    pass
+
+
+run = _command()
+bench.add_command(_command(), "decode")
+TABLE = {
+    "run": LazyCommand(f"{__name__}:run", "Runs."),
+    "bench": LazyCommand(f"{__name__}:bench", "A group."),
+}
+group = LazyGroup("hotcold", lazy_commands=TABLE)
+
+Given = Callable[..., str]
+
+
+@pytest.fixture
+def given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Given:
+    """Run a command line with this file and these variables; its output, or its error."""
+
+    def of(line: str, file: str | bytes | None = None, /, **variables: str) -> str:
+        path = tmp_path / "config.toml"
+        if file is not None:
+            path.write_bytes(file if isinstance(file, bytes) else file.encode())
+        monkeypatch.setenv("HOTCOLD_CONFIG", str(path))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        status = main(line.split(), group)
+        out, err = capsys.readouterr()
+        assert (status == 0) == (err == "") and err.count("\n") <= 1
+        return (out + err).replace(str(path), "FILE")
+
+    return of
+
+
+def _values(out: str) -> dict[str, object]:
+    return dict(eval(out))  # what `run` printed
+
+
+NOTHING = {
+    "model": None, "port": 8000, "names": (), "loud": False, "mode": None, "num_threads": None,
+}  # fmt: skip
+
+
+def test_without_settings_nothing_changes(given: Given) -> None:
+    assert _values(given("run")) == NOTHING
+
+
+def test_the_file_sets_options_of_all_commands_and_of_one(given: Given) -> None:
+    file = """
+    mode = "sign"
+    threads = 3
+    model = "here"
+    [run]
+    port = 1
+    names = ["a b", "c"]
+    loud = true
+    threads = 4
+    [bench.decode]
+    mode = "dense"
+    """
+    expected = {"model": "here", "port": 1, "names": ("a b", "c"), "loud": True, "mode": "sign"}
+    assert _values(given("run", file)) == expected | {"num_threads": 4}
+    other = NOTHING | {"model": "here", "mode": "dense", "num_threads": 3}
+    assert _values(given("bench decode", file)) == other
+
+
+def test_line_before_environment_before_file(given: Given) -> None:
+    file = 'threads = 1\nmode = "sign"\n'
+    variables = {"HOTCOLD_THREADS": "2", "HOTCOLD_BENCH_DECODE_THREADS": "5"}
+    assert _values(given("run", file, **variables))["num_threads"] == 2
+    assert _values(given("bench decode"))["num_threads"] == 5
+    found = _values(given("run --threads 3 there"))
+    assert (found["num_threads"], found["mode"], found["model"]) == (3, "sign", "there")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("thread = 1", "FILE: no option is called 'thread'; did you mean threads?"),
+        ("port = 1", "FILE: no option is called 'port'"),
+        ("[ran]\nport = 1", "FILE: no command is called 'ran'; did you mean run?"),
+        ("[run]\nprot = 1", "[run] of FILE: no option is called 'prot'; did you mean port?"),
+        ('[run]\nport = "many"', "'many' is not a valid integer. (from FILE)"),
+        ('mode = "all"', "'all' is not one of 'dense', 'sign'. (from FILE)"),
+        ("threads = 2026-01-01", "FILE: threads is datetime.date"),
+        ("run = 1", "FILE: no option is called 'run'"),
+        ("[bench]\ndecode = 1", "FILE: bench.decode is a command; write [bench.decode]"),
+        ("mode = ", "FILE is no TOML: Invalid value"),
+        (b"mode = '\xff'", "FILE is not in UTF-8"),
+        ("#" * (1 << 20) + "\n", "FILE has over 1 MiB"),
+    ],
+)
+def test_a_wrong_file_is_one_line(given: Given, file: str | bytes, text: str) -> None:
+    line = "bench decode" if file == "[bench]\ndecode = 1" else "run"
+    out = given(line, file)
+    assert out.startswith("hotcold: error: ") and text in out
+
+
+def test_a_folder_in_the_files_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOTCOLD_CONFIG", str(tmp_path))
+    assert main(["run"], group) == 1
+    expected = f"hotcold: error: {tmp_path} cannot be read: Is a directory\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_wrong_variable_is_named(given: Given) -> None:
+    assert "(from HOTCOLD_RUN_PORT)" in given("run", HOTCOLD_RUN_PORT="many")
+
+
+def test_the_usual_place_is_that_of_xdg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HOTCOLD_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "hotcold").mkdir()
+    (tmp_path / "hotcold/config.toml").write_text("threads = 7")
+    assert main(["run"], group) == 0
+    assert _values(capsys.readouterr().out)["num_threads"] == 7
+    monkeypatch.setenv("HOTCOLD_CONFIG", "")
+    assert main(["run"], group) == 0
+    assert _values(capsys.readouterr().out)["num_threads"] is None
+
+
+def _commands() -> dict[tuple[str, ...], click.Command]:
+    ctx = click.Context(cli, resilient_parsing=True)
+    found: dict[tuple[str, ...], click.Command] = {}
+    for name in COMMANDS:
+        command = cli.get_command(ctx, name)
+        assert command is not None
+        below = command.list_commands(ctx) if isinstance(command, click.Group) else []
+        for inner in below:
+            assert isinstance(command, click.Group)
+            found[name, inner] = command.get_command(ctx, inner)  # type: ignore[assignment]
+        if not below:
+            found[name,] = command
+    return found
+
+
+def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
+    """An option named like a shared one, that HOTCOLD_NAME would not set, would mislead."""
+    shared = set().union(*SHARED_OPTIONS.values())
+    own_meaning = {
+        ("make-model", "context"), ("make-model", "dtype"), ("make-model", "seed"),
+        ("profile", "max-tokens"), ("train-predictors", "dtype"), ("kernels", "dtype"),
+        ("quantize", "dtype"),
+    }  # fmt: skip
+    for names, command in _commands().items():
+        options = [p for p in command.params if isinstance(p, click.Option)]
+        unset = {"--help", "--debug"} | {p.opts[0] for p in options if p.required}
+        keys = {setting.key for setting in settings_of(command, names)} - {"model"}
+        assert {max(p.opts, key=len) for p in options} - unset == {f"--{key}" for key in keys}
+        for option in options:
+            key = max(option.opts, key=len).lstrip("-")
+            if key in shared and not option.required and (names[-1], key) not in own_meaning:
+                assert isinstance(option, SharedOption), (names, key)
+
+
+def test_help_groups_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    text = capsys.readouterr().out
+    own, sampling, system = (text.index(f"\n{name}:") for name in (
+        "Options", "Sampling options", "System options"))  # fmt: skip
+    assert own < text.index("--prompt ") < sampling < text.index("--top-k") < system
+    assert text.index("--cpu-memory") > system
+
+
+def test_config_says_what_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('mode = "dense"\n[serve]\nport = 8080\nqueue = 3\napi-key = "0123456789abcdef"')
+    monkeypatch.setenv("HOTCOLD_CONFIG", str(path))
+    monkeypatch.setenv("HOTCOLD_SERVE_PORT", "9")
+    monkeypatch.setenv("HOTCOLD_SEED", "1")
+    assert main(["config"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        [str(path)],
+        ["mode", "dense", f"({path})"],
+        ["seed", "1", "(HOTCOLD_SEED)"],
+        ["serve.api-key", "...", f"({path})"],
+        ["serve.port", "9", "(HOTCOLD_SERVE_PORT)"],
+        ["serve.queue", "3", f"({path})"],
+    ]
+    path.write_text("[serve]\nprot = 1")
+    assert main(["config"]) == 1
+    assert "did you mean port?" in capsys.readouterr().err
+
+
+def test_the_example_is_a_file_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--example"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    is_setting = [" = " in line or line.startswith("# [") for line in lines]
+    text = "\n".join(
+        line.removeprefix("# ") for line, wanted in zip(lines, is_setting, strict=True) if wanted
+    )
+    content = tomllib.loads(text)
+    assert content["serve"]["port"] == 8000 and content["bench"]["decode"]["tokens"] == 64
+    assert {"model", "mode", "cpu-memory", "top-p"} <= set(content)
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    monkeypatch.setenv("HOTCOLD_CONFIG", str(path))
+    assert main(["config"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shell", "file"),
+    [
+        ("bash", ".local/share/bash-completion/completions/hotcold"),
+        ("zsh", ".local/share/hotcold/completion.zsh"),
+        ("fish", ".config/fish/completions/hotcold.fish"),
+    ],
+)
+def test_completion_is_installed(
+    shell: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    for _ in range(2):
+        assert main(["completion"]) == 0
+        assert str(tmp_path / file) in capsys.readouterr().out
+    assert "_HOTCOLD_COMPLETE" in (tmp_path / file).read_text()
+    if shell == "zsh":
+        assert (tmp_path / ".zshrc").read_text() == f'source "{tmp_path / file}"\n'
+
+
+def test_completion_of_an_unknown_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert main(["completion"]) == 1
+    assert "name one of bash, zsh, fish" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "last", "expected"),
+    [
+        (["hotcold", "gen"], 1, {"generate"}),
+        (["hotcold", "generate", "--mo"], 2, {"--mode"}),
+        (["hotcold", "generate", "--mode", "s"], 3, {"sign"}),
+        (["hotcold", "bench", "de"], 2, {"decode"}),
+    ],
+)
+def test_what_is_completed(
+    words: list[str],
+    last: int,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the script that bash runs asks for it; a broken file of settings is no reason to fail."""
+    monkeypatch.setenv("HOTCOLD_CONFIG", __file__)
+    monkeypatch.setenv("_HOTCOLD_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", " ".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(last))
+    with pytest.raises((SystemExit, click.exceptions.Exit)):
+        cli.main(args=[], prog_name="hotcold", standalone_mode=False)
+    assert {line.partition(",")[2] for line in capsys.readouterr().out.split()} == expected
