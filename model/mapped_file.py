@@ -23,11 +23,15 @@ class MappedFile:
     def view(self, start: int, end: int) -> np.ndarray:
         """Return the bytes `start` to `end`: uint8, read-only."""
         if self._data is None:
-            self._region = mapped(self.path)
-            self._data = np.frombuffer(self._region, np.uint8)
+            self._data = np.frombuffer(self._open(), np.uint8)
         if end > self._data.size:
             raise CheckpointError(f"{self.path}: became shorter while in use; download it again")
         return self._data[start:end]
+
+    def _open(self) -> mmap.mmap:
+        if self._region is None:
+            self._region = mapped(self.path)
+        return self._region
 
     def release(self, start: int, end: int) -> None:
         """Give up the whole pages among these bytes; they are mapped again if read."""
@@ -35,6 +39,12 @@ class MappedFile:
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
             self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def read_apart(self, start: int, end: int) -> None:
+        """Of these bytes only those that are looked at are read from now on, nothing ahead."""
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and hasattr(mmap, "MADV_RANDOM"):
+            self._open().madvise(mmap.MADV_RANDOM, start, end - start)
 
 
 def forget_pages(path: Path) -> None:

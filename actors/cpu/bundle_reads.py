@@ -24,8 +24,8 @@ from numba_kernels.storage.neuron_file import (
 )
 from numba_kernels.storage.neuron_slots import NeuronSlots
 from numba_kernels.storage.read_queue import (
+    HAS_BEGUN,
     NOW,
-    READ_NS,
     new_queue,
     read_all,
     serve_reads,
@@ -96,7 +96,7 @@ class BundleReads:
         for reader in self._readers:
             reader.start()
         # Each says so once its loop is compiled; one that cannot be must not be waited for.
-        while not self.queue.counts[:, READ_NS].all():
+        while not self.queue.counts[:, HAS_BEGUN].all():
             if not all(reader.is_alive() for reader in self._readers):
                 raise ServiceError("the threads that read neurons could not be started")
             time.sleep(_LOOK_S)

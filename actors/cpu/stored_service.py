@@ -14,6 +14,7 @@ from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.mapped_file import forget_pages
 from model.weights.check import stored_config
 from model.weights.ffn import load_ffn_biases
 from numba_kernels.decode.activations import Activation, activation
@@ -88,13 +89,15 @@ def load_stored_service(
     Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
              ServiceError where it cannot be read
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, keeps_pages=False)
     geometry = BundleGeometry.of(stored_config(checkpoint, config, weight_dtype))
     file = read_bundle_file(bundles, geometry, ModelIdentity.of(path))
+    forget_pages(bundles)
     weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
     ahead = None
     if predictors is not None:
         found = read_predictors(predictors, ModelIdentity.of(path), config)
+        forget_pages(predictors)
         ahead = shard_predictors(found, neuron_ids)
     store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)

@@ -51,6 +51,7 @@ from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.mapped_file import forget_pages
 from model.weights.embedding import load_embedding
 from numba_kernels.serve.layer_walk import GPU
 from predictors.magnitude.thresholds import LayerThresholds
@@ -106,10 +107,7 @@ class Driver:
         self._system, self._shards = system, shards
         path = Path(system.model_path)
         config = read_config(path)
-        checkpoint = Checkpoint(path)
-        embedding = load_embedding(checkpoint, config)
-        if system.storage is not None:
-            checkpoint.forget()
+        embedding = load_embedding(Checkpoint(path, system.storage is None), config)
         predictor = _load_predictor(system, config, shards)
         num_hot = hot_counts(config, shards)
         calibrated = system_thresholds(system, config)
@@ -382,5 +380,8 @@ def _load_predictor(
 ) -> NeuronPredictor | None:
     if system.mode not in PREDICTED_MODES:
         return None
-    identity = ModelIdentity.of(system.model_path)
-    return read_predictors(Path(system.predictors_path), identity, config).arranged(shards)
+    identity, file = ModelIdentity.of(system.model_path), Path(system.predictors_path)
+    predictors = read_predictors(file, identity, config)
+    if system.storage is not None:
+        forget_pages(file)
+    return predictors.arranged(shards)

@@ -218,14 +218,16 @@ def load_gpu_service(
     touch: Touch | None = None,
     neuron_ids: Sequence[np.ndarray] | None = None,
     has_down_norms: bool = False,
+    keeps_pages: bool = True,
 ) -> GpuService:
     """Read attention, head and the neurons `neuron_ids`; make room for the KV cache.
 
-    `touch` takes each new matrix before it is filled.
+    `touch` takes each new matrix before it is filled. Without `keeps_pages` what was read of the
+    files is not left in the page cache.
 
     Errors:  CheckpointError, MemoryBudgetError, UsageError
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, keeps_pages)
     attention = load_attention(
         checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
     )

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from actors.gpu.cuda.device import Device
     from actors.gpu.cuda.load import CudaLoading
 
-# Of a model larger than memory: after so many the pages that they were read from are let go of.
-_FORGET_BYTES = 64 << 20
-
 
 class ServiceActor:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
@@ -94,8 +91,6 @@ class ServiceActor:
         require_room(self.spec, num_bytes)
         self._settle(num_bytes)
         service = self._loader(config)(self._count)
-        if self.spec.storage is not None:
-            Checkpoint(Path(self.spec.model_path)).forget()
         # One that waits for a GPU goes where a core is free: all of them have threads that work.
         if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
@@ -147,6 +142,7 @@ class ServiceActor:
                 touch,
                 spec.neuron_ids,
                 spec.has_down_norms,
+                keeps_pages=spec.storage is None,
             )
         ids = spec.neuron_ids or []
         if spec.storage is not None:
@@ -206,10 +202,7 @@ class ServiceActor:
         return FirstTouch(self._place.thread_cores)
 
     def _count(self, num_bytes: int) -> None:
-        before = self._loaded_bytes // _FORGET_BYTES
         self._loaded_bytes += num_bytes
-        if self.spec.storage is not None and self._loaded_bytes // _FORGET_BYTES > before:
-            Checkpoint(Path(self.spec.model_path)).forget()
 
     def held_neurons(self) -> list[np.ndarray] | None:
         """The neurons of each layer that it was loaded with; None: it holds none."""

@@ -42,8 +42,10 @@ class Checkpoint:
              or mis-declared file, an index that disagrees with its files, or an unknown tensor
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, keeps_pages: bool = True):
+        """Without `keeps_pages` what was read and released is not left in the page cache either."""
         self.path = Path(path)
+        self.keeps_pages = keeps_pages
         self._files = _open_files(self.path)
 
     @functools.cached_property
@@ -101,9 +103,13 @@ class Checkpoint:
         return self._entry(name).format_name
 
     def first_bytes(self, name: str, count: int) -> bytes:
-        """Return the first `count` bytes of the tensor's data; none of an unsupported format."""
+        """Return the first `count` bytes of the tensor's data; none of an unsupported format.
+
+        Nothing more is read, now or later: those of many tensors must not fill the page cache.
+        """
         if not self.is_readable(name):
             return b""
+        self.read_apart(name)
         items = self.array(name).reshape(-1)
         return items[: -(-count // items.itemsize)].tobytes()[:count]
 
@@ -132,11 +138,21 @@ class Checkpoint:
         """Let go of the memory that reading the tensor took, where the file is mapped."""
         full_name = self.full_name(name)
         self._files[full_name].release(full_name)
+        self.forget()
 
     def forget(self) -> None:
-        """Let the kernel free what it keeps of the files: they were read, and memory is short."""
-        for path in {file.path for file in self._files.values()}:
+        """Let the kernel free what it keeps of the files, unless pages are to be kept."""
+        for path in () if self.keeps_pages else self._paths:
             forget_pages(path)
+
+    @functools.cached_property
+    def _paths(self) -> set[Path]:
+        return {file.path for file in self._files.values()}
+
+    def read_apart(self, name: str) -> None:
+        """Single rows of the tensor are read from now on: the kernel is to read nothing ahead."""
+        full_name = self.full_name(name)
+        self._files[full_name].read_apart(full_name)
 
     def full_name(self, name: str) -> str:
         """Return the tensor's name with its prefix. Errors: CheckpointError where it is missing."""

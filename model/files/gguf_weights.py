@@ -82,6 +82,10 @@ class GgufWeights:
         """Give up the tensor's pages; they are mapped again if read."""
         self._model.release(self._places[name].name)
 
+    def read_apart(self, name: str) -> None:
+        """Single rows of the tensor are read from now on."""
+        self._model.read_apart(self._places[name].name)
+
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return what the matrix is in memory: the same for its role in all layers."""
         kind = self._model.info(self._places[name].name).type

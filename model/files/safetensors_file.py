@@ -69,6 +69,11 @@ class SafetensorsFile:
         entry = self.entries[name]
         self._file.release(entry.start, entry.end)
 
+    def read_apart(self, name: str) -> None:
+        """Single rows of the tensor are read from now on."""
+        entry = self.entries[name]
+        self._file.read_apart(entry.start, entry.end)
+
 
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:
     length_bytes = stream.read(8)

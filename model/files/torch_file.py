@@ -45,6 +45,9 @@ class TorchFile:
     def release(self, name: str) -> None:
         """Nothing can be let go of: torch keeps the file."""
 
+    def read_apart(self, name: str) -> None:
+        """Nothing changes: torch keeps the file."""
+
 
 def _load(path: Path) -> dict[str, Any]:
     import torch

@@ -68,6 +68,11 @@ class GgufFile:
         info = self.tensors[name]
         self._mapped.release(info.start, info.end)
 
+    def read_apart(self, name: str) -> None:
+        """Single rows of the tensor are read from now on."""
+        info = self.tensors[name]
+        self._mapped.read_apart(info.start, info.end)
+
     def fail(self, key: str, problem: str) -> CheckpointError:
         """Return (not raise) the error that a key of the metadata has `problem`."""
         return CheckpointError(f"{self.path}: key {shown(key)} {problem}; download it again")
@@ -121,6 +126,10 @@ class GgufModel:
     def release(self, name: str) -> None:
         """Give up the tensor's pages."""
         self._file_of[name].release(name)
+
+    def read_apart(self, name: str) -> None:
+        """Single rows of the tensor are read from now on."""
+        self._file_of[name].read_apart(name)
 
     def _other_parts(self) -> list[GgufFile]:
         count, number = (self.metadata.get(f"split.{key}", 0) for key in ("count", "no"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +33,7 @@ class EmbeddingWeights:
     position_offset: int
     scale: float  # of what is looked up
     ffn_output_norm: np.ndarray  # (L, d) float32, or (L, 0)
+    release: Callable[[], None] | None = None  # lets go of the token rows' pages
 
     def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return hidden states of tokens at positions.
@@ -42,6 +45,8 @@ class EmbeddingWeights:
         """
         _check_range("token id", token_ids, self.tokens.shape[0])
         hidden_states = to_float32(self.tokens[token_ids])
+        if self.release is not None:
+            self.release()
         if self.project_in.size:
             hidden_states = hidden_states @ self.project_in.T
         if self.scale != 1:
@@ -79,7 +84,11 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     positions = project_in = np.empty((0, 0), np.float32)
-    tokens = reader.mapped(f"{names.tokens}.weight", (config.vocab_size, embed))
+    name, checkpoint, release = f"{names.tokens}.weight", reader.checkpoint, None
+    tokens = reader.mapped(name, (config.vocab_size, embed))
+    if not checkpoint.keeps_pages:
+        checkpoint.read_apart(name)
+        release = partial(checkpoint.release, name)
     if not config.ropes:
         num_rows = config.max_positions + config.position_offset
         positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
@@ -97,6 +106,7 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         config.position_offset,
         config.embedding_scale,
         output_norm,
+        release,
     )
 
 

@@ -35,6 +35,7 @@ OnBytes = Callable[[int], None]
 # Takes new matrices (R, C) before anything is written to them; see `placement.threads.first_touch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
 BLOCK_BYTES = 16 << 20
+_RELEASED_BYTES = 64 << 20  # of a tensor at a time, where no pages are kept
 _TURNED_BYTES = 2 << 20  # of columns that become rows before they are quantized, in each thread
 
 
@@ -70,6 +71,7 @@ class TensorReader:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self.checkpoint.forget()
 
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the dtype that a matrix is loaded in.
@@ -161,6 +163,7 @@ class TensorReader:
         values = to_float32(self.checkpoint.array(name))
         self._require_good(name, finite_status(bool(np.isfinite(values).all())))
         self._on_bytes(self.checkpoint.num_bytes(name))
+        self.checkpoint.release(name)
         return values
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -239,9 +242,15 @@ class TensorReader:
         block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
         futures = [self._pool.submit(copy, start, end) for start, end in spans]
+        num_read = 0
         for future, (start, end) in zip(futures, spans, strict=True):
             self._require_good(name, future.result())
-            self._on_bytes((end - start) * row_bytes)
+            num_bytes = (end - start) * row_bytes
+            self._on_bytes(num_bytes)
+            num_read += num_bytes
+            if num_read >= _RELEASED_BYTES and not self.checkpoint.keeps_pages:
+                self.checkpoint.release(name)
+                num_read = 0
         self.checkpoint.release(name)  # or a process would hold the model twice
 
     def _require_good(self, name: str, status: int) -> None:

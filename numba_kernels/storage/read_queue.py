@@ -33,7 +33,7 @@ _LOOK_NS = 100_000_000
 _SPINS = 100
 _SPANS_A_WAKE = np.int32(8)  # to wake somebody for each that comes costs more than it gains
 BATCH, FIRST, LAST, TARGET = range(4)  # of a span
-BYTES_READ, READ_NS = 0, 1  # words of `counts`
+BYTES_READ, READ_NS, HAS_BEGUN = range(3)  # words of `counts`
 FAILED = np.int32(8)  # in `held`, beside the parts of `neuron_file`: a read of the slot failed
 
 
@@ -46,7 +46,8 @@ class ReadQueue(NamedTuple):
     spans[k % S]; firsts (M + 1,) int32: work space
     rows, targets (batches, M) int32, parts (batches, M) uint8: `Wanted` of each batch
     failure (2,) int64: see `neuron_file.read_span`; of the last that failed
-    counts (threads, 8) int64: bytes read by each thread, and nanoseconds that it took
+    counts (threads, 8) int64: bytes read by each thread, nanoseconds that it took, and whether the
+    thread serves
     """
 
     cells: np.ndarray
@@ -215,7 +216,7 @@ def serve_reads(thread, queue, file, held, staging, targets):
     """
     cells, counts = queue.cells, queue.counts[thread]
     span = np.zeros(4, np.int32)
-    counts[READ_NS] = 1  # it has begun
+    counts[HAS_BEGUN] = 1
     while not atomic_load(cells, _STOP * INTS_A_CELL):
         seen = atomic_load(cells, _ASKED * INTS_A_CELL)
         if not _take_span(queue, span):
