@@ -212,6 +212,7 @@ class ActiveRequest:
             decode_s=now - first_token,
             queued_s=admitted - submitted,
             per_token_ms=self.times.per_step_ms(),
+            step_tokens=self.times.num_tokens / max(self.times.num_steps, 1),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,
             ups_computed=self.times.num_ups / total,

@@ -156,6 +156,7 @@ class Generation:
     # What a decoding step took, by parts, on average over this request's steps. A step is shared
     # with whatever else runs: the times are of the whole step, not of this request's part in it.
     per_token_ms: dict[str, float] = field(default_factory=dict)
+    step_tokens: float = 1.0  # in such a step, of all requests, those of their prompts too
     # Shares of all neurons in those steps: a neuron that one request of a step wants is computed.
     neurons_computed: float = 0.0  # gate, up and down
     gates_computed: float = 0.0  # gates: all, or those that a predictor chose

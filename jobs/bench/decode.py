@@ -140,14 +140,12 @@ def batch_report(
 
 
 def batch_tokens_per_s(requests: list[Generation]) -> float:
-    """New tokens of all requests a second, from the first one's first token to the last one's last.
+    """New tokens of all requests a second while the one decodes that was the last to begin.
 
-    They were submitted together.
+    They were submitted together. Before its first token the others' steps have prompts in them.
     """
-    begins = [result.queued_s + result.prefill_s for result in requests]
-    ends = [begin + result.decode_s for begin, result in zip(begins, requests, strict=True)]
-    num_tokens = sum(len(result.ids) - 1 for result in requests)
-    return num_tokens / (max(ends) - min(begins))
+    last = max(requests, key=lambda result: result.queued_s + result.prefill_s)
+    return last.decode_tokens_per_s * last.step_tokens
 
 
 def decode_request(

@@ -79,6 +79,25 @@ def test_tokens_do_not_depend_on_company(
         assert all_pages_are_free(driver)
 
 
+def test_a_result_says_how_many_tokens_its_steps_had(tiny: Tiny) -> None:
+    with batching(tiny("llama-relu"), "dense") as (_, driver):
+        assert complete(driver, greedy([5] * 20, 12)).step_tokens == 1
+        running: list[Asking] = []
+
+        def ask_two() -> None:  # both wait until this has ended
+            for number in range(2):
+                running.append(ask(driver, greedy([7] * 20, 12, f"{number}")))
+                while driver.load().num_waiting <= number:
+                    threading.Event().wait(0.001)
+
+        driver.between_requests(ask_two)
+        second, first = sorted(asked.end().step_tokens for asked in running)
+        # The first one's first step had 8 or 20 tokens of the other's prompt, by when that was let
+        # in; the second one's last step was its own.
+        assert second == pytest.approx((10 * 2 + 1) / 11)
+        assert first in (pytest.approx((9 + 10 * 2) / 11), pytest.approx((21 + 10 * 2) / 11))
+
+
 FAMILIES = [
     *product(("opt-postnorm", "opt-prenorm", "falcon-bias", "llama-silu"), ("float32", "bfloat16")),
     *product(("mistral", "gemma2", "gemma3", "olmo2", "phi3-windows"), ("float32",)),

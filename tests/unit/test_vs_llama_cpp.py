@@ -23,8 +23,9 @@ from tests.unit.test_llama_cpp_driver import _build
 ROUND_OF_HOTCOLD = """
 from actors.protocol.messages import Generation
 from benchmarks.hotcold_side import batch_report
-results = [Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=5.0),
-           Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=10.0, queued_s=1.0)]
+results = [Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=5.0, step_tokens=3.0),
+           Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=10.0, queued_s=1.0,
+                      step_tokens=1.5)]
 report = batch_report(results)
 """
 
@@ -114,8 +115,8 @@ def test_requests_of_a_batch_are_summed() -> None:
     names: dict[str, Any] = {}
     exec(ROUND_OF_HOTCOLD, names)
     report = names["report"]
-    # 20 tokens from 0.5 s, when the first one was there, to 11.5 s; at 2 and 1 tokens a second.
-    assert report["tokens_per_s"] == pytest.approx(20 / 11)
+    # From the second one on, 10 steps of 1.5 tokens in 10 s; each has 2 and 1 a second.
+    assert report["tokens_per_s"] == pytest.approx(1.5)
     assert report["slowest_share"] == pytest.approx(1 / 1.5)
 
 
