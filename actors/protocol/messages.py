@@ -127,12 +127,14 @@ class TokenLogprob:
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them.
 
+    `tools` are what an answer to messages may call (`model/text/tools.py`).
     `request_id` is for cancelling; no other request may have had it.
     """
 
     sampling: SamplingParams
     prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
     request_id: str = ""
     grammar: Grammar | None = None

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from model.config.json_reader import read_json_object
 from model.errors import ConfigError, HotcoldError, PromptError, shown
 from model.text.template_sandbox import RefusedMessagesError, chat_environment
+from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
 
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_TIMEOUT_S = 5.0
@@ -32,9 +34,17 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
         try:
-            self._template = chat_environment().from_string(text)
+            environment = chat_environment()
+            self._template = environment.from_string(text)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateError as problem:
             raise ConfigError(f"{source}: bad chat template: {_line(problem)}") from None
+        self._own_syntax = syntax_of(text, "tools" in names)
+
+    @property
+    def call_syntax(self) -> CallSyntax:
+        """How the model is asked to write calls of tools."""
+        return self._own_syntax or TAGGED
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ChatTemplate | None:
@@ -49,19 +59,35 @@ class ChatTemplate:
         text = _default_template(value, str(file))
         return None if text is None else cls(text, str(file), tokens)
 
-    def render(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+    ) -> str:
         """Return the text of a conversation of {"role", "content"} messages.
+
+        tools: what the model may call (`model/text/tools.py`); then messages may hold tool_calls,
+               whose arguments are objects, and have the role tool
 
         Errors:  PromptError where the template refuses the messages; ConfigError where it fails,
                  reaches for what the sandbox forbids, or takes longer than RENDER_TIMEOUT_S
         """
+        if tools is None or self._own_syntax is not None:
+            return self._rendered(messages, add_generation_prompt, tools)
+        told = told_in_words(messages, tools)
+        try:
+            return self._rendered(told, add_generation_prompt, None)
+        except PromptError:  # some know no system message
+            return self._rendered(without_system(told), add_generation_prompt, None)
+
+    def _rendered(
+        self, messages: Messages, add_generation_prompt: bool, tools: Tools | None
+    ) -> str:
         # In a thread, as it is the model's own code: only a thread's end can be forced.
         result: list[str | BaseException] = []
         arguments: dict[str, Any] = {
             **self._special_tokens,
             "messages": _plain(messages),
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": None if tools is None else _plain(tools),
             "documents": None,
         }
 
@@ -104,7 +130,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return found
 
 
-def _plain(messages: Messages) -> Any:
+def _plain(messages: Messages | Tools) -> Any:
     """Return a copy made of plain JSON types, whose methods a template may safely reach."""
     try:
         return json.loads(json.dumps(list(messages)))

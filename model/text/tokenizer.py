@@ -12,6 +12,7 @@ from model.gguf.file import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from model.text.older_files import older_tokenizer
+from model.text.tools import CallSyntax, Tools
 
 # As much of a prompt as may decide how the first token after it is written.
 _CONTEXT_TOKENS = 6
@@ -87,15 +88,25 @@ class Tokenizer:
         """Return the text of `ids`; bytes that form no character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    @property
+    def call_syntax(self) -> CallSyntax:
+        """How the model is asked to write calls of tools. Errors: PromptError without a template"""
+        return self._require_template().call_syntax
+
+    def render_chat(
+        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+    ) -> str:
         """Return the conversation as the model's template writes it, special tokens included.
 
         Errors:  PromptError where there is no template or it refuses the messages; ConfigError
                  where the template itself fails
         """
+        return self._require_template().render(messages, add_generation_prompt, tools)
+
+    def _require_template(self) -> ChatTemplate:
         if self._template is None:
             raise PromptError("this model has no chat template; give a plain prompt instead")
-        return self._template.render(messages, add_generation_prompt)
+        return self._template
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for the tokens that follow `prompt_ids`."""

@@ -66,7 +66,7 @@ def test_prompts_of_every_form(prompt: Any, expected: Any) -> None:
         ({"stop": [""]}, "stop"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
@@ -86,7 +86,7 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": [{"type": "function"}]}, "tools is not supported; leave it out"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is not supported; leave it out"),
         ({"best_of": 2}, "best_of is not supported; leave it out"),
         ({"logit_bias": {"5": 1}}, "logit_bias is not supported; leave it out"),

@@ -117,7 +117,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "train_demo": {"demo"},
     },
     "ui": {
-        "api": set(),
+        "strict": set(),
+        "api.tools": {"strict"},
+        "api": {"api.tools", "strict"},
         "page": {"api"},
         "headers": set(),
         "keys": set(),

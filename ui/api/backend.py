@@ -12,7 +12,9 @@ from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
 from actors.system import System
 from model.config.build import read_config
+from model.errors import PromptError
 from model.sampling import SamplingParams, eos_ids
+from model.text.tools import CallSyntax
 from ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from ui.api.metrics import Metrics
 
@@ -47,6 +49,14 @@ class Backend:
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run
         self.capacity = config.max_batch + settings.max_queue
+
+    @property
+    def call_syntax(self) -> CallSyntax:
+        """How the model is asked to write calls. Errors: PromptError without a chat template."""
+        tokenizer = self.prompts.tokenizer
+        if tokenizer is None:
+            raise PromptError("this model has no tokenizer, so no text")
+        return tokenizer.call_syntax
 
     def require_model(self, name: str | None) -> None:
         """Refuse any model but the one that is served. Errors: ApiError 404."""

@@ -11,6 +11,7 @@ from ui.api.requests import chat_requests
 from ui.api.route import Route
 from ui.api.schemas import ChatRequest
 from ui.api.tokens import chat_logprobs
+from ui.api.tools.deltas import CallDeltas, Deltas, whole_message
 
 
 class ChatRoute(Route):
@@ -23,12 +24,13 @@ class ChatRoute(Route):
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": {"role": "assistant", "refusal": None, **message},
                 "logprobs": self._logprobs(body, answer),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": finish_reason,
             }
             | ({"token_ids": answer.ids} if body.return_token_ids else {})
             for index, answer in enumerate(answers)
+            for message, finish_reason in [self._message(body, answer)]
         ]
         head = self._head("chatcmpl", "chat.completion")
         return {**head, "choices": choices, "usage": usage(started.requests, answers, body.n or 1)}
@@ -41,13 +43,20 @@ class ChatRoute(Route):
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             return empty | more
 
+        told = [self._deltas(body) for _ in range(body.n or 1)]
+
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
-            if event.text or event.logprobs:
-                delta = {"content": event.text}
-                yield choice(index, delta, logprobs=self._logprobs(body, event))
+            logprobs = self._logprobs(body, event)
+            deltas = told[index].of(event)
+            if event.logprobs and not deltas:
+                deltas = [{"content": ""}]
+            for delta in deltas:
+                yield choice(index, delta, logprobs=logprobs)
+                logprobs = None
             if event.result is not None:
                 more = {"token_ids": event.result.ids} if body.return_token_ids else {}
-                yield choice(index, {}, finish_reason=event.result.finish_reason, **more)
+                reason = told[index].finish_reason(event.result.finish_reason)
+                yield choice(index, {}, finish_reason=reason, **more)
 
         return await self._chunks(
             body,
@@ -60,6 +69,15 @@ class ChatRoute(Route):
 
     async def _start(self, body: ChatRequest) -> Answers:
         return await self._backend.start(body.n or 1, lambda: chat_requests(self._backend, body))
+
+    def _deltas(self, body: ChatRequest) -> Deltas:
+        return CallDeltas(self._backend.call_syntax) if body.callable else Deltas()
+
+    def _message(self, body: ChatRequest, answer: Answer) -> tuple[dict[str, Any], str]:
+        """What is said and called, and why it ended."""
+        deltas = self._deltas(body)
+        message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
+        return message, deltas.finish_reason(answer.finish_reason)
 
     def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
         """Without the end token, which is no content."""

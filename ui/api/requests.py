@@ -7,6 +7,7 @@ from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
+from ui.api.tools.grammar import calls_grammar
 
 _LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
@@ -17,9 +18,17 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     wanted = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(backend, body, wanted or backend.settings.max_tokens)
     messages = [message.for_template for message in body.messages]
-    ids = await backend.prompt_ids([GenerateRequest(sampling, messages=messages)])
+    wanted_calls = body.callable
+    tools = [tool.for_template for tool in body.tools or ()] if wanted_calls else None
+    asked = GenerateRequest(sampling, messages=messages, tools=tools)
+    ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _copies(body, GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs))
+    request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
+    grammar = _grammar(body)
+    if wanted_calls is not None:
+        shape = None if grammar is None else grammar.text
+        grammar = calls_grammar(wanted_calls, backend.call_syntax, shape)
+    return _copies(body, request, grammar)
 
 
 async def completion_requests(backend: Backend, body: CompletionRequest) -> list[GenerateRequest]:
@@ -49,14 +58,17 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
                 num_logprobs=body.logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
             ),
+            _grammar(body),
         )
     ]
 
 
-def _copies(body: SamplingRequest, request: GenerateRequest) -> list[GenerateRequest]:
+def _copies(
+    body: SamplingRequest, request: GenerateRequest, grammar: Grammar | None
+) -> list[GenerateRequest]:
     """`request` for each of `n` answers; seeds are counted up from the one that was given."""
     sampling, count = request.sampling, body.n or 1
-    request = replace(request, grammar=_grammar(body))
+    request = replace(request, grammar=grammar)
     if sampling.seed is None:
         return [request] * count
     seeds = [(sampling.seed + i) & _LARGEST_SEED for i in range(count)]

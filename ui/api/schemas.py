@@ -6,10 +6,12 @@ Types are strict: a number is no text. What a text means to the model is checked
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ui.api.errors import ApiError
 from ui.api.refusals import refusal
+from ui.api.tools.schemas import Callable, ToolCalls, ToolChoice, Tools, callable_functions
+from ui.strict import StrictModel
 
 _MOST_CHOICES = 128
 _MOST_TOP = 20
@@ -29,23 +31,19 @@ _StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class StreamOptions(_Request):
+class StreamOptions(StrictModel):
     """What a stream ends with."""
 
     include_usage: bool | None = None
 
 
-class JsonSchema(_Request):
+class JsonSchema(StrictModel):
     """A schema as `response_format` wraps it."""
 
     content: dict[str, Any] | bool = Field(alias="schema")
 
 
-class ResponseFormat(_Request):
+class ResponseFormat(StrictModel):
     """What an answer must be: anything, a JSON object, or JSON that a schema describes."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -58,7 +56,7 @@ class ResponseFormat(_Request):
         return self
 
 
-class SamplingRequest(_Request):
+class SamplingRequest(StrictModel):
     """What both kinds of completion share. A missing value is the model's own default."""
 
     model: str | None = None
@@ -97,25 +95,35 @@ class SamplingRequest(_Request):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ContentPart(_Request):
+class ContentPart(StrictModel):
     """A part of a message; only text is understood."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Request):
+class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None  # of a tool, in its result
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
 
     @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message for a chat template."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": text}
+        if role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [call.for_template for call in self.tool_calls]
+        if role == "tool":
+            given = {"name": self.name, "tool_call_id": self.tool_call_id}
+            message |= {key: value for key, value in given.items() if value is not None}
+        return message
 
 
 _Messages = Annotated[
@@ -131,7 +139,20 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None  # not supported
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def callable(self) -> Callable | None:
+        """What the answer may call."""
+        return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> "ChatRequest":
+        if self.callable is not None and self.grammar is not None:
+            raise ValueError("tools and grammar were both given; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> "ChatRequest":
@@ -162,7 +183,7 @@ class CompletionRequest(SamplingRequest):
         return [prompt] if is_one else prompt
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(StrictModel):
     """POST /tokenize: one of `prompt` and `messages`."""
 
     model: str | None = None
@@ -178,14 +199,14 @@ class TokenizeRequest(_Request):
         return self
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=_MOST_IDS, fail_fast=True)]
 
 
-_Body = TypeVar("_Body", bound=_Request)
+_Body = TypeVar("_Body", bound=StrictModel)
 
 
 def parse(schema: type[_Body], body: bytes) -> _Body:

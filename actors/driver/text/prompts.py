@@ -32,7 +32,9 @@ class Prompts:
 
     def checked(self, request: GenerateRequest) -> GenerateRequest:
         """The same request with `ids` in place of its text. Errors: PromptError."""
-        return replace(request, prompt=None, messages=None, prompt_ids=self.ids(request))
+        return replace(
+            request, prompt=None, messages=None, tools=None, prompt_ids=self.ids(request)
+        )
 
     def ids(self, request: GenerateRequest) -> list[int]:
         """The request's token ids, all in the vocabulary, fewer than the context holds.
@@ -65,7 +67,7 @@ class Prompts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
         if request.messages is not None:
-            text = self.tokenizer.render_chat(request.messages)
+            text = self.tokenizer.render_chat(request.messages, tools=request.tools)
         else:
             text = request.prompt or ""
         if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode

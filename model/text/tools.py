@@ -1,0 +1,107 @@
+"""Tools that a model may call: how they are told to it, and how it writes a call.
+
+Tools are objects of OpenAI's API: {"type": "function", "function": {"name", "description",
+"parameters"}}. A template that knows them has them as `tools`; to others they are told in words,
+in the system message, and calls and their results are text of the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Tools = Sequence[dict[str, Any]]
+
+
+class CallSyntax(NamedTuple):
+    """How a model writes a call: begin, {"name": NAME, ARGUMENTS: {...}}, end."""
+
+    begin: str  # no text that is not a call holds it; empty: a call is the whole answer
+    end: str
+    arguments: str  # the key
+
+    def opening(self, name: str) -> str:
+        """All before the arguments."""
+        return f'{self.begin}{{"name": "{name}", "{self.arguments}": '
+
+    @property
+    def closing(self) -> str:
+        """All after the arguments."""
+        return "}" + self.end
+
+
+# Hermes, Qwen 2.5 and 3, SmolLM; and whoever is told in words.
+TAGGED = CallSyntax("<tool_call>\n", "\n</tool_call>", "arguments")
+# Llama 3.
+BARE = CallSyntax("", "", "parameters")
+
+# Texts that a template holds -> the syntax that it teaches.
+_TAUGHT = {
+    ("<tool_call>", '"arguments"'): TAGGED,
+    ('{"name": function name, "parameters": dictionary',): BARE,
+}
+# A template that has this teaches another syntax, whatever else it holds.
+_OTHERS = ("<function=", "<|tool_call", "<tool_calls")
+
+_IN_WORDS = """\
+You may call functions to help with what the user asks. You are given them as JSON within <tools>:
+<tools>
+{tools}
+</tools>
+For each call write a JSON object with the function's name and its arguments within <tool_call>:
+<tool_call>
+{{"name": NAME, "arguments": {{...}}}}
+</tool_call>"""
+
+
+def syntax_of(template: str, knows_tools: bool) -> CallSyntax | None:
+    """The syntax that a template teaches, or None where tools have to be told in words."""
+    if not knows_tools or any(text in template for text in _OTHERS):
+        return None
+    for texts, syntax in _TAUGHT.items():
+        if all(text in template for text in texts):
+            return syntax
+    return None
+
+
+def told_in_words(messages: Sequence[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """The conversation for a template that knows no tools, with roles that every one knows."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = _IN_WORDS.format(tools=described)
+    told = [_plain_message(message) for message in messages]
+    if told and told[0]["role"] == "system":
+        words = f"{told[0]['content']}\n\n{words}"
+        del told[0]
+    return [{"role": "system", "content": words}, *_joined(told)]
+
+
+def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same conversation with the system's words at the head of the first message after it."""
+    system, *rest = messages
+    if not rest or rest[0]["role"] != "user":
+        return [{"role": "user", "content": system["content"]}, *rest]
+    return _joined([{"role": "user", "content": system["content"]}, *rest])
+
+
+def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [
+        f"{TAGGED.begin}{json.dumps(call['function'], ensure_ascii=False)}{TAGGED.end}"
+        for call in message.get("tool_calls") or ()
+    ]
+    return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of one role that follow each other as one: many templates refuse them."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"]:
+            content = f"{joined[-1]['content']}\n{message['content']}"
+            joined[-1] = {"role": message["role"], "content": content}
+        else:
+            joined.append(message)
+    return joined

@@ -1,0 +1,138 @@
+"""Tools as OpenAI's client and an agent framework use them, on the demo model.
+
+It knows nothing of tools, so that whatever is right about its calls is the grammar's doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import jsonschema
+import pytest
+from pydantic import Field
+
+from tests.e2e.server import WAIT_S, Server, serving
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "module": {"type": "string", "maxLength": 12},
+        "depth": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kind": {"enum": ["class", "function"]},
+    },
+    "required": ["module", "depth", "kind"],
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": PARAMETERS},
+}
+OTHER = {"type": "function", "function": {"name": "now"}}
+ASKED = {"role": "user", "content": "What does textwrap.dedent do?"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--kv-tokens", "2048") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    return importlib.import_module("openai")
+
+
+@pytest.fixture
+def client(openai: Any, server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+
+
+def test_fifty_turns_of_calls_that_fit_their_schema(client: Any) -> None:
+    """Each answer calls, and each result goes back with the next question."""
+    messages: list[dict[str, Any]] = [ASKED]
+    for turn in range(50):
+        answer = client.chat.completions.create(
+            model="demo", messages=messages, tools=[TOOL, OTHER], tool_choice="required",
+            parallel_tool_calls=False, temperature=1, seed=turn, max_tokens=100,
+        )  # fmt: skip
+        choice = answer.choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        arguments = json.loads(call.function.arguments)
+        expected = PARAMETERS if call.function.name == "look_up" else {"maxProperties": 0}
+        jsonschema.validate(arguments, expected)
+        result = {"role": "tool", "tool_call_id": call.id, "content": str(turn)}
+        messages = [ASKED, choice.message.model_dump(exclude_none=True), result]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", TOOL["function"]["name"]])
+def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    line: dict[str, Any] = {
+        "model": "demo", "messages": [ASKED], "tools": [TOOL, OTHER], "temperature": 0.8,
+        "seed": 5, "max_tokens": 100, "parallel_tool_calls": False,
+        "tool_choice": choice if choice in ("auto", "required") else named,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**line).choices[0]
+    with client.chat.completions.stream(**line) as stream:
+        stream.until_done()
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.finish_reason
+
+    def calls(message: Any) -> list[tuple[str, str]]:
+        return [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
+
+    assert calls(streamed.message) == calls(whole.message)
+    assert (streamed.message.content or None) == (whole.message.content or None)
+    assert bool(calls(whole.message)) == (choice != "auto")  # left to itself, it only talks
+
+
+def test_without_tools_to_call_the_answer_is_as_without_tools(client: Any) -> None:
+    line: dict[str, Any] = {"model": "demo", "messages": [ASKED], "temperature": 0}
+    plain = client.chat.completions.create(**line).choices[0].message
+    none = client.chat.completions.create(**line, tools=[TOOL], tool_choice="none")
+    assert none.choices[0].message.content == plain.content
+    assert none.choices[0].message.tool_calls is plain.tool_calls is None
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused(openai: Any, client: Any) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(
+            model="demo", messages=[ASKED], tools=[{"type": "function", "function": function}]
+        )
+    assert "the Lark grammar cannot be used" in str(refusal.value)
+
+
+def test_an_agent_frameworks_loop(openai: Any, server: Server) -> None:
+    """openai-agents: the model is made to call, the framework calls, and gives the result back."""
+    agents = importlib.import_module("agents")
+    agents.set_tracing_disabled(True)
+    called: list[tuple[str, int]] = []
+
+    @agents.function_tool
+    def look_up(
+        module: Annotated[str, Field(max_length=12)], depth: Annotated[int, Field(ge=0, le=9)]
+    ) -> str:
+        """Look a module up."""
+        called.append((module, depth))
+        return f"{module[:3]} is a module"
+
+    async_client = openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S
+    )
+    agent = agents.Agent(
+        name="librarian",
+        instructions="Look things up.",
+        tools=[look_up],
+        model=agents.OpenAIChatCompletionsModel("demo", async_client),
+        model_settings=agents.ModelSettings(
+            tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=150
+        ),
+    )
+    outcome = agents.Runner.run_sync(agent, "What is textwrap?")
+    assert len(called) == 1 and isinstance(called[0][1], int)
+    kinds = [item.type for item in outcome.new_items]
+    assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]

@@ -1,0 +1,249 @@
+"""Tools: told to models by their templates or in words, held to schemas, read from answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from model.errors import PromptError
+from model.files.locate import DEMO_DIRECTORY
+from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import Tokenizer
+from model.text.tools import BARE, TAGGED, CallSyntax
+from ui.api.errors import ApiError
+from ui.api.schemas import ChatRequest, parse
+from ui.api.tools.deltas import delta, whole_message
+from ui.api.tools.grammar import calls_grammar
+from ui.api.tools.reader import CallReader
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+CALL = {"name": "weather", "arguments": {"city": "Paris"}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How is Paris?"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c1", "type": "function", "function": CALL}]},
+    {"role": "tool", "content": "20 °C", "tool_call_id": "c1"},
+]  # fmt: skip
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+HERMES = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    'Write <tool_call>\n{"name": N, "arguments": A}\n</tool_call>{% endif %}'
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+LLAMA = (
+    "{% if tools is not none %}Respond in the format "
+    '{"name": function name, "parameters": dictionary of argument name and its value}.{% endif %}'
+    + PLAIN
+)
+OTHER = "{% if tools %}<tool_call>\n<function=name>{% endif %}" + PLAIN
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+
+
+def _template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, "a template", {})
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [(PLAIN, TAGGED), (HERMES, TAGGED), (LLAMA, BARE), (OTHER, TAGGED), (NO_SYSTEM, TAGGED)],
+)
+def test_how_calls_are_written_is_the_templates_choice(template: str, syntax: CallSyntax) -> None:
+    assert _template(template).call_syntax == syntax
+
+
+def test_a_template_that_knows_tools_gets_them() -> None:
+    text = _template(HERMES).render(TALK, tools=TOOLS)
+    assert text.count(json.dumps(WEATHER)) == 1 and "<tool>20 °C" in text
+    assert '<assistant><tool_call>{"city": "Paris"}' in text
+    assert "You may call functions" not in text
+    assert "Write" not in _template(HERMES).render(TALK[:2])
+
+
+@pytest.mark.parametrize("template", [PLAIN, OTHER])
+def test_others_are_told_in_words(template: str) -> None:
+    text = _template(template).render(TALK, tools=TOOLS)
+    system, user, assistant, result = text.split("<system>")[1].replace(
+        "<user>", "\0").replace("<assistant>", "\0").split("\0")  # fmt: skip
+    assert system.startswith("Be brief.\n\nYou may call functions")
+    assert all(json.dumps(tool["function"]) in system for tool in TOOLS)
+    assert user == "How is Paris?"
+    assert assistant == f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    assert result == "<tool_response>\n20 °C\n</tool_response>"
+    assert _template(PLAIN).render(TALK[:2]) == "<system>Be brief.<user>How is Paris?"
+
+
+def test_several_results_are_one_message() -> None:
+    text = _template(PLAIN).render([*TALK, {"role": "tool", "content": "x"}], tools=TOOLS)
+    assert text.count("<user>") == 2 and text.count("<tool_response>") == 2
+
+
+def test_where_there_is_no_system_message_the_user_tells() -> None:
+    text = _template(NO_SYSTEM).render(TALK, tools=TOOLS)
+    assert text.startswith("<user>Be brief.\n\nYou may call") and "\nHow is Paris?<a" in text
+    with pytest.raises(PromptError, match="refuses"):
+        _template("{{ raise_exception('never') }}").render(TALK, tools=TOOLS)
+
+
+def _request(**fields: Any) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields
+    return parse(ChatRequest, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two of the tools have the same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is no tool"),
+        ({"grammar": 'start: "a"'}, "tools and grammar were both given"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError, match=text):
+        _request(**fields)
+
+
+def test_arguments_that_were_cut_off_are_told_as_they_are() -> None:
+    function = {"name": "now", "arguments": '{"a'}
+    call = {"id": "1", "type": "function", "function": function}
+    message = _request(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0]
+    assert message.for_template["tool_calls"] == [call]
+    assert '"{\\"a"' in _template(HERMES).render([message.for_template])
+
+
+def test_what_may_be_called() -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    auto, one = _request().callable, _request(tool_choice=named).callable
+    assert auto is not None and one is not None
+    assert [f.name for f in auto.functions] == ["weather", "now"]
+    assert (auto.is_required, auto.may_be_several) == (False, True)
+    assert ([f.name for f in one.functions], *one[1:]) == (["now"], True, False)
+    assert _request(tool_choice="none").callable is None
+    assert _request(tools=[]).callable is None
+    single = _request(parallel_tool_calls=False, tool_choice="required").callable
+    assert single is not None and single.is_required and not single.may_be_several
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert found is not None
+    return found
+
+
+def _accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the grammar takes the text whole, and may end after it."""
+    table = LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, [0])
+    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, False)
+    return bool(matcher.consume_tokens(ids) and not matcher.is_error() and matcher.is_accepting())
+
+
+PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+BARE_PARIS = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+SHAPE = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "fields", "taken", "refused"),
+    [
+        (
+            TAGGED, {},
+            ["", "hello", PARIS, f"I look.\n{PARIS}\n{NOW}", f"{NOW}done", "a <tool_call> b {"],
+            [PARIS.replace("weather", "wether"), PARIS.replace('"Paris"', "1"), PARIS[:-3],
+             PARIS.replace("city", "town"), NOW.replace("{}", '{"a": 1}'), f"x{NOW[:30]}"],
+        ),
+        (TAGGED, {"parallel_tool_calls": False}, ["x", f"x {NOW}"], [NOW + NOW, NOW + "x"]),
+        (TAGGED, {"tool_choice": "required"}, [PARIS, f"{PARIS}\n{NOW}"], ["", "x", f"x{NOW}"]),
+        (
+            TAGGED, {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+            [NOW], [PARIS, f"{NOW}\n{NOW}", ""],
+        ),
+        (TAGGED, {"response_format": SHAPE}, ["7", PARIS], ["x", f"7{NOW}", "7.5"]),
+        (BARE, {}, ["", "hello {", BARE_PARIS], ["{}", BARE_PARIS + "x", BARE_PARIS[:-1]]),
+        (BARE, {"tool_choice": "required"}, [BARE_PARIS], ["hello", ""]),
+    ],
+)  # fmt: skip
+def test_answers_are_held_to_the_grammar(
+    tokenizer: Tokenizer,
+    syntax: CallSyntax,
+    fields: dict[str, Any],
+    taken: list[str],
+    refused: list[str],
+) -> None:
+    request = _request(**fields)
+    assert request.callable is not None
+    shape = json.dumps({"type": "integer"}) if "response_format" in fields else None
+    grammar = calls_grammar(request.callable, syntax, shape).text
+    assert {text: _accepts(tokenizer, grammar, text) for text in [*taken, *refused]} == {
+        **dict.fromkeys(taken, True), **dict.fromkeys(refused, False)
+    }  # fmt: skip
+
+
+def _read(syntax: CallSyntax, pieces: list[str]) -> tuple[str | None, list[tuple[str, str]]]:
+    """What an answer of these pieces says and calls."""
+    reader = CallReader(syntax)
+    found: list[dict[str, Any]] = []
+    for number, piece in enumerate(pieces):
+        found += map(delta, reader.push(piece, is_last=number == len(pieces) - 1))
+    message = whole_message(found)
+    calls = [(one["function"]["name"], one["function"]["arguments"])
+             for one in message.get("tool_calls", ())]  # fmt: skip
+    return message["content"], calls
+
+
+ODD = '{"city": "a}\\"{ </tool_call>", "days": 1}'
+ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
+    (TAGGED, "hello  ", "hello  ", []),
+    (TAGGED, "", "", []),
+    (TAGGED, PARIS, None, [("weather", '{"city": "Paris"}')]),
+    (TAGGED, f"I look.\n\n{PARIS}\n{NOW}\n", "I look.",
+     [("weather", '{"city": "Paris"}'), ("now", "{}")]),
+    (TAGGED, PARIS.replace('{"city": "Paris"}', ODD), None, [("weather", ODD)]),
+    (TAGGED, f"{NOW} done ", "done", [("now", "{}")]),
+    (TAGGED, "a <tool_call> b", "a <tool_call> b", []),
+    (TAGGED, PARIS[:50], None, [("weather", '{"cit')]),
+    (TAGGED, f"a {PARIS[:20]}", "a", []),
+    (BARE, BARE_PARIS, None, [("weather", '{"city": "Paris", "days": 3}')]),
+    (BARE, "hello " + BARE_PARIS, "hello " + BARE_PARIS, []),
+    (BARE, '{"na', '{"na', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("syntax", "text", "said", "calls"), ANSWERS)
+def test_answers_are_told_apart(
+    syntax: CallSyntax, text: str, said: str | None, calls: list[tuple[str, str]]
+) -> None:
+    assert _read(syntax, [text]) == (said, calls)
+    assert _read(syntax, [*text, ""]) == (said, calls)
+    assert _read(syntax, list(text) or [""]) == (said, calls)
+
+
+@given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 200), max_size=8))
+def test_however_the_answer_comes(answer: Any, cuts: list[int]) -> None:
+    syntax, text, said, calls = answer
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
+    assert _read(syntax, pieces) == (said, calls)

@@ -1,0 +1,1 @@
+"""Tools that answers may call, by OpenAI's names."""

@@ -1,0 +1,122 @@
+"""What a request says of tools, and calls that a conversation holds."""
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from ui.strict import StrictModel
+
+_MOST_TOOLS = 128
+_MOST_CALLS = 128
+_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(StrictModel):
+    """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """What arguments are held to: an object, of declared keys alone where any are declared."""
+        schema = {"type": "object", **(self.parameters or {})}
+        if "properties" in schema or self.parameters is None:
+            schema.setdefault("additionalProperties", False)
+        return schema
+
+
+class Tool(StrictModel):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool for a chat template, which may want every key."""
+        function = self.function
+        described = {
+            "name": function.name,
+            "description": function.description or "",
+            "parameters": function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": described}
+
+
+class NamedFunction(StrictModel):
+    """The name in a `tool_choice`."""
+
+    name: str
+
+
+class NamedTool(StrictModel):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(StrictModel):
+    """What was called, with which arguments, as JSON; cut off where the answer was."""
+
+    name: _Name
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The call for a chat template: its arguments as an object, where they are whole."""
+        arguments: Any = self.function.arguments or "{}"
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=_MOST_CALLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Callable(NamedTuple):
+    """What an answer may call, as one request says."""
+
+    functions: list[Function]
+    is_required: bool  # nothing but calls
+    may_be_several: bool
+
+
+def callable_functions(
+    tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None
+) -> Callable | None:
+    """What an answer may call, or None where it may call nothing.
+
+    Errors:  ValueError, for a validator of pydantic's
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice is for requests with tools")
+        return None
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError("two of the tools have the same name")
+    if choice == "none":
+        return None
+    functions = [tool.function for tool in tools]
+    if isinstance(choice, NamedTool):
+        functions = [one for one in functions if one.name == choice.function.name]
+        if not functions:
+            raise ValueError(f"tool_choice names {choice.function.name[:64]!a}, which is no tool")
+    several = parallel is not False and not isinstance(choice, NamedTool)
+    return Callable(functions, choice == "required" or isinstance(choice, NamedTool), several)
