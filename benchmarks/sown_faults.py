@@ -796,7 +796,7 @@ _PREDICTORS = [
     ),
     Fault(
         "scores-of-another-layer",
-        "predictors", "sign_team", _CHECK,
+        "numba_kernels", "predict_team", _CHECK,
         "or task[LAYER] != layer or task", "or task",
         ("test_what_was_not_announced_is_not_scored",),
     ),

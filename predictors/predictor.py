@@ -7,6 +7,7 @@ import numpy as np
 
 from numba_kernels.decode.predict import select_kernel
 from numba_kernels.serve.mailbox import Wires
+from numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 from predictors.sign import SignLayer
 from predictors.sign_team import SignTeam
 
@@ -75,8 +76,13 @@ class NeuronPredictor:
         if not known or len(known) < sum(layer is not None for layer in self._layers):
             return
         layers = [layer if isinstance(layer, SignLayer) else None for layer in self._layers]
-        self._team = SignTeam(layers, wires, service, num_threads, max_tokens)
+        self._team = SignTeam(layers, wires, service, num_threads, max_tokens, self._bounds)
         self._layers = list(self._team.layers)
+
+    @property
+    def team(self) -> PredictTeam:
+        """The threads of `use_threads`, for compiled code that asks and chooses by itself."""
+        return NO_TEAM if self._team is None else self._team.compiled
 
     def announce(self, layer: int, num_tokens: int, array_name: str, number: int) -> None:
         """The service is about to be asked for the input; see `SignTeam.announce`."""

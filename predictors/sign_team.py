@@ -12,26 +12,22 @@ from numba_kernels.serve.mailbox import DONE, Wires, cell
 from numba_kernels.serve.predict_team import (
     FFN_INPUT,
     HIDDEN,
-    INPUT,
-    LAYER,
     MIXED,
     NUM_DOORS,
     NUM_TASK_WORDS,
-    NUM_TOKENS,
-    NUMBER,
     STOP,
+    PredictTeam,
     SignPredictors,
     TeamWork,
-    close_task,
     help_predict,
-    lead_predict,
-    open_task,
+    score_task,
+    write_task,
 )
 from numba_kernels.serve.work_stealing import new_block_counters
 from predictors.sign import SignLayer
 
 _NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
-_INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
+INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 
 
 class SignTeam:
@@ -48,8 +44,12 @@ class SignTeam:
         service: int,
         num_threads: int,
         max_tokens: int,
+        bounds: np.ndarray,
     ) -> None:
-        """Start num_threads - 1 helpers, which wake when `service` of the wires answers."""
+        """Start num_threads - 1 helpers, which wake when `service` of the wires answers.
+
+        bounds: as in `PredictTeam`
+        """
         self._predictors = stacked(layers)
         self._wires = wires
         self._service = service
@@ -63,6 +63,8 @@ class SignTeam:
             planes=np.empty((num_threads, INPUT_PLANES, words), np.uint64),
             counters=new_block_counters(max_tokens, num_threads),
         )
+        # For compiled code, which announces and scores by itself.
+        self.compiled = PredictTeam(num_threads, self._predictors, self._work, bounds)
         seen = self._answered()
         shared = (wires, self._predictors, self._work)
         self._work.task[STOP] = 1
@@ -97,23 +99,15 @@ class SignTeam:
 
         input_name: the array of the wires that holds the input, "ffn_input", "mixed" or "hidden"
         """
-        close_task(self._work)  # one that was announced and never scored: its request failed
-        task = self._work.task
-        task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, _INPUTS[input_name]
-        task[NUMBER] = number
-        open_task(self._work)
+        write_task(self.compiled, layer, num_tokens, INPUTS[input_name], number)
 
     def score(self, layer: int, num_tokens: int) -> np.ndarray | None:
         """Scores (T, N) float32 of the layer, overwritten by the next.
 
         None if it was not announced, or for another request than the service answered last.
         """
-        task = self._work.task
-        announced = task[NUMBER] == self._answered() and task[NUMBER] != 0
-        if not announced or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
+        if not score_task(self.compiled, layer, num_tokens, self._wires, self._service):
             return None
-        lead_predict(self._num_threads, self._wires, self._predictors, self._work)
-        task[NUMBER] = 0
         count = self._predictors.offsets[layer + 1] - self._predictors.offsets[layer]
         return self._work.scores[:num_tokens, :count]
 

@@ -36,7 +36,9 @@ from numba_kernels.serve.mailbox import (
     PARTS_MISSED,
     threshold_words,
 )
+from numba_kernels.serve.predict_team import NO_TEAM
 from predictors.predictor import NeuronPredictor
+from predictors.sign_team import INPUTS
 
 
 class Engine:
@@ -170,8 +172,13 @@ class Engine:
 
     def _run_layers(self, layers: range, num_tokens: int) -> None:
         walk, exchange = self._walk, self.exchange
-        begin_walk(walk, layers, num_tokens, self._predicts(num_tokens), self._asks_ffn(num_tokens))
-        while reason := walk_layers(walk, exchange.asking, exchange.wires, self._facts):
+        team = NO_TEAM if self.predictor is None else self.predictor.team
+        predicts = layer_walk.NOBODY
+        if self._predicts(num_tokens):
+            predicts = layer_walk.IN_TEAM if team.num_threads else layer_walk.IN_PYTHON
+        own_ffn, read = self._asks_ffn(num_tokens), INPUTS[self._predictor_input()]
+        begin_walk(walk, layers, num_tokens, predicts, own_ffn, read)
+        while reason := walk_layers(walk, exchange.asking, exchange.wires, self._facts, team):
             self._come_back(reason, int(walk[layer_walk.AT_LAYER]), num_tokens)
         self.times.add_layers(walk)
 

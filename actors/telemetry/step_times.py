@@ -12,6 +12,7 @@ from numba_kernels.serve.layer_walk import (
     ATTENTION_WAITED_NS,
     FFN_BUSY_NS,
     FFN_WAITED_NS,
+    PREDICTOR_NS,
     SUM_COMPUTED,
     SUM_GATES,
     SUM_UPS,
@@ -59,10 +60,11 @@ class StepTimes:
         """Count what a walk through layers has counted; see `numba_kernels.serve.layer_walk`."""
         self.add("attention", int(walk[ATTENTION_WAITED_NS]), int(walk[ATTENTION_BUSY_NS]))
         self.add("ffn", int(walk[FFN_WAITED_NS]), int(walk[FFN_BUSY_NS]))
+        self.add_predictor(int(walk[PREDICTOR_NS]))
         self.count_neurons(int(walk[SUM_COMPUTED]), int(walk[SUM_UPS]), int(walk[SUM_GATES]))
 
     def add_predictor(self, busy_ns: int) -> None:
-        """Count one choice of neurons by the driver."""
+        """Count the driver's choices of neurons."""
         self.parts["predictor"] += busy_ns
 
     def count_neurons(self, num_neurons: int, num_ups: int, num_gates: int) -> None:

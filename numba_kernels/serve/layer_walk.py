@@ -20,6 +20,7 @@ from numba_kernels.serve.mailbox import (
     FFN,
     GATE_THRESHOLD,
     LAYER,
+    NEXT_NUMBER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -28,18 +29,24 @@ from numba_kernels.serve.mailbox import (
     PRODUCT_THRESHOLD,
     ask_services,
 )
+from numba_kernels.serve.predict_team import choose_neurons, write_task
 
 GPU = 0  # the service of attention, head and hot neurons; the CPU services follow
 
 # words of a walk: where it is
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
-PREDICTS, OWN_FFN = 4, 5  # whether a predictor chooses neurons; whether Python asks for the FFN
+PREDICTS, OWN_FFN = 4, 5  # who has a predictor choose neurons; whether Python asks for the FFN
 FIRST, END, IS_ASKED = 6, 7, 8  # services first..end - 1 are, or were, asked; not counted yet
 ASK_WAITED_NS = 9  # for their answers
 # and sums over its layers, as `StepTimes` has them
 ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(10, 14)
 SUM_COMPUTED, SUM_UPS, SUM_GATES = range(14, 17)
+PREDICTOR_NS = 17
+PREDICTOR_INPUT = 18  # which array of the wires: as INPUT of `predict_team`
 NUM_WALK_WORDS = 24  # whole cache lines
+
+# as PREDICTS
+NOBODY, IN_PYTHON, IN_TEAM = range(3)
 
 # what a layer consists of, in order
 _ANNOUNCE, _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(5)
@@ -49,7 +56,7 @@ _NUM_PHASES = 5
 DONE = 0  # all layers are done
 ASK = 1  # services FIRST..END - 1 are to be asked what their request words say
 RESUME = 2  # they were rung: one is silent for so long that it is to be looked after, or failed
-ANNOUNCE = 3  # the GPU service is about to be asked for a predictor's input
+ANNOUNCE = 3  # the GPU service is about to be asked for a predictor's input, which is Python's
 CHOOSE = 4  # the input is there: NUM_IDS and ids of the CPU services are to be written
 COMPUTE = 5  # services FIRST..END - 1 have their request words; their sum is added next
 NOT_FINITE = 6  # the layer's FFN input or output
@@ -78,19 +85,27 @@ def new_walk() -> np.ndarray:
 
 
 def begin_walk(
-    walk: np.ndarray, layers: range, num_tokens: int, predicts: bool, own_ffn: bool
+    walk: np.ndarray,
+    layers: range,
+    num_tokens: int,
+    predicts: int = NOBODY,
+    own_ffn: bool = False,
+    predictor_input: int = 0,
 ) -> None:
     """Let `walk` stand before `layers`, with nothing counted."""
     walk[:] = 0
     walk[AT_LAYER], walk[END_LAYER], walk[TOKENS] = layers.start, layers.stop, num_tokens
     walk[PREDICTS], walk[OWN_FFN] = predicts, own_ffn
+    walk[PREDICTOR_INPUT] = predictor_input
 
 
 @njit(nogil=True, cache=True)
-def walk_layers(walk, asking, wires, facts):
+def walk_layers(walk, asking, wires, facts, team):
     """Go on with a walk; returns why it comes back, or DONE.
 
-    `asking` is of `numba_kernels.serve.mailbox`, or empty where Python asks. After ASK and RESUME
+    `asking` is of `numba_kernels.serve.mailbox`, or empty where Python asks. `team` is a
+    `PredictTeam`, NO_TEAM unless it chooses neurons; it is Python's turn where `asking` is empty,
+    and where the team was not told of the answer that has come. After ASK and RESUME
     Python adds what it waited to ASK_WAITED_NS. A walk that failed is begun again: what its layers
     read of each other is `hidden` alone.
     """
@@ -98,17 +113,29 @@ def walk_layers(walk, asking, wires, facts):
         phase = walk[AT_PHASE]
         walk[AT_PHASE] = (phase + 1) % _NUM_PHASES
         if phase == _ANNOUNCE:
-            reason = ANNOUNCE if walk[PREDICTS] else DONE
+            reason = _announce(walk, asking, team)
         elif phase == _ATTEND:
             reason = _attend(walk, asking, wires, facts)
         elif phase == _CHOOSE:
-            reason = _choose(walk, wires, facts)
+            reason = _choose(walk, wires, facts, team)
         elif phase == _COMPUTE:
             reason = _compute(walk, asking, wires, facts)
         else:
             reason = _add(walk, wires, facts)
         if reason != DONE:
             return reason
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _announce(walk, asking, team):
+    """Tell the team what it is to score once attention is done."""
+    if walk[PREDICTS] == NOBODY:
+        return DONE
+    if walk[PREDICTS] == IN_PYTHON or asking.shape[0] == 0:
+        return ANNOUNCE
+    number = asking[NEXT_NUMBER]
+    write_task(team, walk[AT_LAYER], walk[TOKENS], walk[PREDICTOR_INPUT], number)
     return DONE
 
 
@@ -121,7 +148,7 @@ def _attend(walk, asking, wires, facts):
 
 
 @njit(nogil=True, cache=True)
-def _choose(walk, wires, facts):
+def _choose(walk, wires, facts, team):
     """Write who is to be asked for the FFN: all neurons, unless a predictor chooses."""
     busy_ns = _longest_busy(walk, wires)
     walk[ATTENTION_BUSY_NS] += busy_ns
@@ -132,7 +159,15 @@ def _choose(walk, wires, facts):
     for service in range(walk[FIRST], walk[END]):
         _write_request(wires.requests[service], FFN, walk, facts)
         wires.requests[service, NUM_IDS] = ALL_NEURONS
-    return CHOOSE if walk[PREDICTS] else DONE
+    if walk[PREDICTS] == NOBODY:
+        return DONE
+    started_ns = now_ns()
+    if walk[PREDICTS] == IN_PYTHON or not choose_neurons(
+        team, walk[AT_LAYER], walk[TOKENS], wires, GPU
+    ):
+        return CHOOSE
+    walk[PREDICTOR_NS] += now_ns() - started_ns
+    return DONE
 
 
 @njit(nogil=True, cache=True)

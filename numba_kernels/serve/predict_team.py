@@ -10,7 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
+from numba_kernels.decode.predict import (
+    pack_planes_kernel,
+    select_kernel,
+    sign_scores_kernel,
+)
 from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.doorbell import (
     INTS_A_CELL,
@@ -20,7 +24,7 @@ from numba_kernels.serve.doorbell import (
     sleep_change,
     wait_change,
 )
-from numba_kernels.serve.mailbox import DONE, IDLE_NS, SPINS, cell
+from numba_kernels.serve.mailbox import DONE, IDLE_NS, NUM_IDS, SPINS, cell
 from numba_kernels.serve.work_stealing import block_rows, next_block
 
 _LOOK_NS = 50_000  # helpers leave without ringing
@@ -62,6 +66,30 @@ class TeamWork(NamedTuple):
     scores: np.ndarray
     planes: np.ndarray
     counters: np.ndarray
+
+
+class PredictTeam(NamedTuple):
+    """A team, and how the CPU services share out the neurons that it scores.
+
+    bounds (L, S + 1) int64: service s has the neurons bounds[l, s]:bounds[l, s + 1] of layer l
+    """
+
+    num_threads: int
+    predictors: SignPredictors
+    work: TeamWork
+    bounds: np.ndarray
+
+
+def _no_team() -> PredictTeam:
+    ints, floats = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
+    bits, planes = np.zeros(0, np.uint64), np.zeros((0, 0, 0), np.uint64)
+    predictors = SignPredictors(ints, ints, bits, floats.reshape(-1), floats, floats)
+    counters = np.zeros((0, 0), np.int32)
+    work = TeamWork(ints, counters.reshape(-1), floats, planes, counters)
+    return PredictTeam(0, predictors, work, np.zeros((0, 0), np.int64))
+
+
+NO_TEAM = _no_team()  # where nothing is predicted, or not by a team
 
 
 @njit(nogil=True, cache=True)
@@ -139,3 +167,59 @@ def close_task(work):
             break
         wait_change(work.doors, INSIDE, inside, SPINS, _LOOK_NS)
     work.counters[:] = 0
+
+
+@njit(nogil=True, cache=True)
+def has_predictor(predictors, layer):
+    """Whether the layer's neurons are scored at all."""
+    return predictors.offsets[layer + 1] > predictors.offsets[layer]
+
+
+@njit(nogil=True, cache=True)
+def write_task(team, layer, num_tokens, input_code, number):
+    """Let the team score the layer when its service answers request `number`.
+
+    What was written before is dropped: one that was never scored, because its request failed.
+    """
+    task = team.work.task
+    close_task(team.work)
+    task[NUMBER] = 0
+    if has_predictor(team.predictors, layer):
+        task[LAYER], task[NUM_TOKENS], task[INPUT] = layer, num_tokens, input_code
+        task[NUMBER] = number
+        open_task(team.work)
+
+
+@njit(nogil=True, cache=True)
+def score_task(team, layer, num_tokens, wires, service):
+    """Score what was written, with the helpers; False unless it is this layer's and its input came.
+
+    work.scores[:num_tokens] then has the scores. `service` is the one that answers.
+    """
+    task = team.work.task
+    answered = atomic_load(wires.cells, cell(service, DONE) * INTS_A_CELL)
+    is_written = task[NUMBER] == answered and task[NUMBER] != 0
+    if not is_written or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
+        return False
+    lead_predict(team.num_threads, wires, team.predictors, team.work)
+    task[NUMBER] = 0
+    return True
+
+
+@njit(nogil=True, cache=True)
+def choose_neurons(team, layer, num_tokens, wires, service):
+    """Write NUM_IDS and ids of the CPU services, which follow `service`: who is expected to fire.
+
+    Nothing is written for a layer that has no predictor. False where the team cannot: `score_task`.
+    """
+    if not has_predictor(team.predictors, layer):
+        return True
+    if not score_task(team, layer, num_tokens, wires, service):
+        return False
+    scores, bounds = team.work.scores[:num_tokens], team.bounds[layer]
+    for s in range(bounds.shape[0] - 1):
+        asked = service + 1 + s
+        wires.requests[asked, NUM_IDS] = select_kernel(
+            scores, bounds[s], bounds[s + 1], wires.active_ids[asked], wires.active_masks[asked]
+        )
+    return True

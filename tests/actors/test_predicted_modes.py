@@ -16,6 +16,7 @@ from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from numba_kernels.serve.mailbox import NUM_IDS
 from predictors.predictor import NeuronPredictor
+from tests.actors.batching import random_predictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -116,6 +117,26 @@ def test_an_oracle_changes_nothing(
             assert counts.size == 40 * system.config.num_layers
             assert 0.2 < counts.mean() / system.config.ffn_size < 0.8
         assert system.python_answers == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_walk_that_chooses_by_itself_computes_the_same_bits(tiny: Tiny, num_threads: int) -> None:
+    checkpoint = tiny("llama-relu")
+    with InProcessSystem(checkpoint.path, 2, 1) as system:
+        predictor = random_predictor(system, "sign")
+        sizes = [1, 5, KERNEL_TOKENS]
+        expected = system.logits("exact", checkpoint.ids, sizes, predictor=predictor)
+        predictor.use_threads(system.exchange.wires, 0, num_threads, KERNEL_TOKENS)
+        engine, first = system.engine("exact", predictor), 0
+        engine._choose = None  # type: ignore[assignment, method-assign]  # Python is not asked
+        for count in sizes:
+            ids = checkpoint.ids[first : first + count].tolist()
+            places = range(first, first + len(ids))
+            found = engine.step(ids, places, [0] * len(ids), len(ids))
+            np.testing.assert_array_equal(found, expected[first : first + len(ids)])
+            first += len(ids)
+        predictor.close()
+        assert engine.times.parts["predictor"] > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -44,6 +44,7 @@ from numba_kernels.serve.mailbox import (
     threshold_words,
     told_thresholds,
 )
+from numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 
 LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
 LONG = 120_000_000_000
@@ -77,12 +78,12 @@ class Model:
             np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
         )  # fmt: skip
 
-    def begin(self, predicts: bool = False, own_ffn: bool = False) -> None:
+    def begin(self, predicts: int = layer_walk.NOBODY, own_ffn: bool = False) -> None:
         self.wires.hidden[:] = self.first
         begin_walk(self.walk, range(LAYERS), TOKENS, predicts, own_ffn)
 
-    def go_on(self, asking: np.ndarray) -> int:
-        return int(walk_layers(self.walk, asking, self.wires, self.facts))
+    def go_on(self, asking: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
+        return int(walk_layers(self.walk, asking, self.wires, self.facts, team))
 
     def answer(self, service: int) -> None:
         """What a service does, by its request words."""
@@ -221,7 +222,7 @@ def test_a_service_that_failed_is_told_at_once() -> None:
 
 def test_a_predictor_is_asked_before_and_after_attention() -> None:
     model, reasons = Model(), []
-    model.begin(predicts=True)
+    model.begin(predicts=layer_walk.IN_PYTHON)
     while reason := model.go_on(NO_DOORBELLS):
         reasons.append(reason)
         if reason == layer_walk.ASK:

@@ -14,6 +14,7 @@ from predictors.sign import SignLayer
 from predictors.sign_team import SignTeam
 
 WIDTH, MOST_TOKENS, SERVICE = 100, 8, 0
+NO_BOUNDS = np.zeros((0, 0), np.int64)
 SIZES = [200, None, 37, 3]  # a layer's neurons; None: no predictor
 
 
@@ -49,7 +50,7 @@ def wires() -> Wires:
 def team(
     request: pytest.FixtureRequest, layers: list[SignLayer | None], wires: Wires
 ) -> Iterator[SignTeam]:
-    team = SignTeam(layers, wires, SERVICE, request.param, MOST_TOKENS)
+    team = SignTeam(layers, wires, SERVICE, request.param, MOST_TOKENS, NO_BOUNDS)
     yield team
     team.close()
 
@@ -114,7 +115,7 @@ def test_helpers_end_that_have_not_woken_for_the_last_answer(
     done = cell(SERVICE, DONE) * INTS_A_CELL
     for before in {*range(last)}:
         wires.cells[done] = before
-        team = SignTeam(layers, wires, SERVICE, 3, MOST_TOKENS)
+        team = SignTeam(layers, wires, SERVICE, 3, MOST_TOKENS, NO_BOUNDS)
         threading.Event().wait(0.05)  # until they sleep
         wires.cells[done] = last  # not rung, so they sleep on
         team.close()

@@ -1,0 +1,141 @@
+"""A walk whose predictor is compiled code: it lists neurons by itself, as Python would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from numba_kernels.decode.predict import pack_weights
+from numba_kernels.serve import layer_walk
+from numba_kernels.serve.layer_walk import AT_LAYER, END, FIRST, begin_walk
+from numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    FAILED,
+    FFN,
+    NO_DOORBELLS,
+    NUM_IDS,
+    STATUS,
+    ask_services,
+    new_asking,
+)
+from numba_kernels.serve.predict_team import FFN_INPUT, MIXED
+from predictors.sign import SignLayer
+from predictors.sign_team import SignTeam
+from tests.kernels.test_layer_walk import LAYERS, LONG, TOKENS, WIDTH, Model, serving
+
+NEURONS, BOUNDS = 30, np.array([[0, 14, 30]] * LAYERS)
+Listed = dict[tuple[int, int], list[list[int]]]  # by layer and service: each token's neurons
+
+
+def sign_layers() -> list[SignLayer | None]:
+    """Layer 1 has no predictor."""
+    random = np.random.default_rng(5)
+
+    def layer() -> SignLayer:
+        bits = pack_weights(random.standard_normal((NEURONS, WIDTH), np.float32), 1)
+        zeros, ones = np.zeros(WIDTH, np.float32), np.ones(WIDTH, np.float32)
+        return SignLayer(bits, random.standard_normal(NEURONS).astype(np.float32), zeros, ones)
+
+    return [layer(), None, layer()]
+
+
+class Listing:
+    """A model whose services note which neurons they are asked for, beside those they should be."""
+
+    def __init__(self, read: int) -> None:
+        self.model, self.layers = Model(), sign_layers()
+        self.found: Listed = {}
+        self.expected: Listed = {}
+        self.fails = False  # the next answer
+        self._read, self._lock = read, threading.Lock()
+
+    def answer(self, service: int) -> None:
+        wires, at = self.model.wires, int(self.model.walk[AT_LAYER])
+        with self._lock:
+            self.model.answer(service)
+            if self.fails:
+                wires.replies[service, STATUS], self.fails = FAILED, False
+            if self.model.asked[-1][1] != FFN or service == 0:
+                return
+            self.found[at, service] = self._asked(service)
+            self.expected[at, service] = self._chosen(wires.ffn_input, wires.mixed, at, service)
+
+    def _asked(self, service: int) -> list[list[int]]:
+        wires = self.model.wires
+        count = int(wires.requests[service, NUM_IDS])
+        if count == ALL_NEURONS:
+            return []
+        pairs = zip(wires.active_ids[service, :count], wires.active_masks[service], strict=False)
+        listed = [(int(i), int(mask)) for i, mask in pairs]
+        return [[i for i, mask in listed if mask >> t & 1] for t in range(TOKENS)]
+
+    def _chosen(
+        self, ffn_input: np.ndarray, mixed: np.ndarray, at: int, service: int
+    ) -> list[list[int]]:
+        layer = self.layers[at]
+        if layer is None:
+            return []
+        scores = np.empty((TOKENS, NEURONS), np.float32)
+        layer.score(ffn_input if self._read == FFN_INPUT else mixed, scores)
+        begin, end = BOUNDS[at, service - 1 : service + 1]
+        return [np.flatnonzero(row > 0).tolist() for row in scores[:, begin:end]]
+
+
+@contextmanager
+def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
+    """A team for the model's wires, and services that answer."""
+    wires = listing.model.wires
+    team = SignTeam(listing.layers, wires, 0, num_threads, TOKENS, BOUNDS)
+    with serving(listing.model, listing.answer):
+        wires.hidden[:] = listing.model.first
+        yield team
+    team.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("read", [FFN_INPUT, MIXED])
+def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
+    listing, asking = Listing(read), new_asking(2**31 - 4, LONG)  # numbers begin anew meanwhile
+    with walking(listing, num_threads) as team:
+        walk = listing.model.walk
+        begin_walk(walk, range(LAYERS), TOKENS, layer_walk.IN_TEAM, predictor_input=read)
+        assert listing.model.go_on(asking, team.compiled) == layer_walk.DONE
+        assert walk[layer_walk.PREDICTOR_NS] > 0
+    assert listing.found == listing.expected
+    listed = [len(ids) for key in listing.found for ids in listing.found[key]]
+    assert len(listing.found) == 2 * LAYERS and 0 < sum(listed) < 4 * TOKENS * NEURONS
+    np.testing.assert_array_equal(listing.model.wires.hidden, listing.model.expected())
+
+
+def test_python_chooses_for_an_answer_of_another_number() -> None:
+    """The question was asked once more: what was written down for the first is not scored."""
+    listing, asking = Listing(FFN_INPUT), new_asking(1, LONG)
+    reasons, model = [], listing.model
+    listing.fails = True
+    with walking(listing, 2) as team:
+        begin_walk(model.walk, range(LAYERS), TOKENS, layer_walk.IN_TEAM)
+        while reason := model.go_on(asking, team.compiled):
+            reasons.append((int(model.walk[AT_LAYER]), reason))
+            if reason == layer_walk.CHOOSE:
+                model.wires.requests[1:, NUM_IDS] = 0
+            else:
+                services = np.arange(model.walk[FIRST], model.walk[END])
+                assert ask_services(asking, model.wires.cells, model.wires.replies, services)
+    assert reasons == [(0, layer_walk.RESUME), (0, layer_walk.CHOOSE)]
+    assert listing.found[0, 1] == [[], []]
+    assert {key: listing.found[key] for key in listing.found if key[0]} == {
+        key: listing.expected[key] for key in listing.expected if key[0]
+    }
+
+
+def test_where_python_asks_it_announces_and_chooses() -> None:
+    listing = Listing(FFN_INPUT)
+    model = listing.model
+    with walking(listing, 1) as team:
+        begin_walk(model.walk, range(1), TOKENS, layer_walk.IN_TEAM)
+        reasons = [model.go_on(NO_DOORBELLS, team.compiled) for _ in range(3)]
+    assert reasons == [layer_walk.ANNOUNCE, layer_walk.ASK, layer_walk.CHOOSE]
