@@ -15,6 +15,8 @@ from ui.api.backend import Backend
 from ui.api.chat import ChatRoute
 from ui.api.completions import CompletionRoute
 from ui.api.errors import ApiError, as_api_error
+from ui.api.responses.route import ResponsesRoute
+from ui.api.responses.schemas import ResponsesRequest
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from ui.api.tokens import TokenTexts
 from ui.described import add_description, body_of
@@ -31,7 +33,10 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
     _add_completions(app, backend)
     _add_models(app, backend)
     _add_tools(app, backend)
-    add_description(app, [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+    add_description(
+        app,
+        [ChatRequest, ResponsesRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
+    )
     _add_unknown(app)
     if page is not None:
         from ui.page.page import mount_page  # Gradio takes seconds to import
@@ -57,6 +62,7 @@ def _add_error_handlers(app: FastAPI, backend: Backend) -> None:
 def _add_completions(app: FastAPI, backend: Backend) -> None:
     texts = TokenTexts(backend.prompts.tokenizer)
     chats, completions = ChatRoute(backend, texts), CompletionRoute(backend, texts)
+    responses = ResponsesRoute(backend)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
@@ -75,6 +81,15 @@ def _add_completions(app: FastAPI, backend: Backend) -> None:
         if body.stream:
             return await _answer(request, completions.stream(body))
         return JSONResponse(await _answer(request, completions.whole(body)))
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+    async def respond(request: Request) -> Response:
+        """Answer a conversation of items, as OpenAI's responses do; nothing is kept."""
+        body = parse(ResponsesRequest, await request.body())
+        backend.require_model(body.model)
+        if body.stream:
+            return await _answer(request, responses.stream(body))
+        return JSONResponse(await _answer(request, responses.whole(body)))
 
 
 async def _answer(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -17,10 +17,11 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(content: Any) -> bytes:
-    """One event that carries JSON, which has no line break in it."""
+def event(content: Any, name: str | None = None) -> bytes:
+    """One event that carries JSON, which has no line break in it; some have a `name`."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:

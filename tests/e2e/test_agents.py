@@ -1,4 +1,4 @@
-"""Tools as OpenAI's client and an agent framework use them, on the demo model.
+"""Tools and responses as OpenAI's client and an agent framework use them, on the demo model.
 
 It knows nothing of tools, so that whatever is right about its calls is the grammar's doing.
 """
@@ -106,7 +106,97 @@ def test_a_schema_that_no_grammar_can_hold_is_refused(openai: Any, client: Any) 
     assert "the Lark grammar cannot be used" in str(refusal.value)
 
 
-def test_an_agent_frameworks_loop(openai: Any, server: Server) -> None:
+def test_a_response_is_the_chats_answer(client: Any) -> None:
+    chat = client.chat.completions.create(model="demo", messages=[ASKED], temperature=0)
+    text = chat.choices[0].message.content
+    response = client.responses.create(model="demo", input=ASKED["content"], temperature=0)
+    assert (response.status, response.output_text) == ("completed", text)
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens) == (
+        chat.usage.prompt_tokens, chat.usage.completion_tokens
+    )  # fmt: skip
+    items = [{"role": "user", "content": [{"type": "input_text", "text": ASKED["content"]}]}]
+    again = client.responses.create(model="demo", input=items, temperature=0, max_output_tokens=3)
+    assert again.status == "incomplete" and text.startswith(again.output_text)
+    assert again.incomplete_details.reason == "max_output_tokens"
+
+
+RESPONSE_TOOL = {"type": "function", **TOOL["function"]}
+
+
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_a_responses_stream_tells_what_the_response_is(client: Any, choice: str) -> None:
+    line: dict[str, Any] = {
+        "model": "demo", "input": [ASKED], "tools": [RESPONSE_TOOL], "tool_choice": choice,
+        "parallel_tool_calls": False, "temperature": 0.7, "max_output_tokens": 100,
+        "instructions": "Be brief.", "metadata": {"turn": "1"},
+    }  # fmt: skip
+    with client.responses.stream(**line) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    final = stream.get_final_response()
+    assert kinds[-1] == f"response.{final.status}" and final.metadata == {"turn": "1"}
+    (item,) = final.output
+    told = "".join(event.delta for event in events if event.type.endswith(".delta"))
+    if choice == "none":
+        assert item.content[0].text == told != ""
+    else:
+        assert (item.name, item.arguments) == ("look_up", told)
+        jsonschema.validate(json.loads(told), PARAMETERS)
+
+
+def test_a_responses_calls_go_back_into_the_conversation(client: Any) -> None:
+    line: dict[str, Any] = {"model": "demo", "tools": [RESPONSE_TOOL], "temperature": 0}
+    first = client.responses.create(
+        input=[ASKED], tool_choice="required", parallel_tool_calls=False, **line
+    )
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "a function"}
+    talk = [ASKED, *first.output, result]
+    second = client.responses.create(input=talk, **line)
+    function = {"name": call.name, "arguments": call.arguments}
+    same = client.chat.completions.create(
+        model="demo", temperature=0, tools=[TOOL],
+        messages=[
+            ASKED,
+            {"role": "assistant", "tool_calls": [
+                {"id": call.call_id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "a function"},
+        ],
+    )  # fmt: skip
+    assert second.output_text == same.choices[0].message.content
+
+
+def test_a_response_of_a_schema(client: Any) -> None:
+    shape = {"type": "json_schema", "name": "place", "schema": PARAMETERS}
+    response = client.responses.create(
+        model="demo", input="Where?", text={"format": shape}, temperature=1, max_output_tokens=150
+    )
+    jsonschema.validate(json.loads(response.output_text), PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "answers are not kept here"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"input": "a", "model": "other"}, "'other' is not served"),
+    ],
+)
+def test_wrong_responses_are_refused(
+    openai: Any, client: Any, line: dict[str, Any], text: str
+) -> None:
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refusal:
+        client.responses.create(**({"model": "demo"} | line))
+    assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_an_agent_frameworks_loop(openai: Any, server: Server, kind: str) -> None:
     """openai-agents: the model is made to call, the framework calls, and gives the result back."""
     agents = importlib.import_module("agents")
     agents.set_tracing_disabled(True)
@@ -127,7 +217,7 @@ def test_an_agent_frameworks_loop(openai: Any, server: Server) -> None:
         name="librarian",
         instructions="Look things up.",
         tools=[look_up],
-        model=agents.OpenAIChatCompletionsModel("demo", async_client),
+        model=getattr(agents, kind)("demo", async_client),
         model_settings=agents.ModelSettings(
             tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=150
         ),

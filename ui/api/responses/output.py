@@ -1,0 +1,86 @@
+"""The items of one response, and the events that tell of them as they come."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ui.api.tools.reader import Argued, Called, Part, Said
+
+Event = dict[str, Any]
+
+
+class Output:
+    """Messages and calls, in the order in which the answer has them."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False  # the last item
+
+    def of(self, parts: Iterable[Part]) -> Iterator[Event]:
+        """Take the next parts; the events that tell of them."""
+        for part in parts:
+            match part:
+                case Said(text):
+                    if not self._is_open or self._last["type"] != "message":
+                        yield from self._begin_message()
+                    self._last["content"][0]["text"] += text
+                    yield self._event("response.output_text.delta", delta=text, logprobs=[])
+                case Called(_, call_id, name):
+                    call = {"call_id": call_id, "name": name, "arguments": ""}
+                    yield from self._begin("function_call", "fc", call)
+                case Argued(_, text):
+                    self._last["arguments"] += text
+                    yield self._event("response.function_call_arguments.delta", delta=text)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """End the answer, whose last item is as `status` says: completed or incomplete."""
+        if not self.items:
+            yield from self._begin_message()
+        yield from self._close(status)
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        return self.items[-1]
+
+    def _begin_message(self) -> Iterator[Event]:
+        yield from self._begin("message", "msg", {"role": "assistant", "content": []})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.content_part.added", part=dict(part))
+        self._last["content"].append(part)
+
+    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close("completed")
+        item_id = f"{prefix}_{uuid.uuid4().hex}"
+        self.items.append({"type": kind, "id": item_id, "status": "in_progress", **fields})
+        self._is_open = True
+        yield {**self._item_event("response.output_item.added")}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        last = self._last
+        last["status"] = status
+        if last["type"] == "message":
+            (part,) = last["content"]
+            yield self._event("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._event("response.content_part.done", part=dict(part))
+        else:
+            done = {"arguments": last["arguments"], "name": last["name"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        yield self._item_event("response.output_item.done")
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        """An event about the last item, or about the one part of a message."""
+        about: Event = {"output_index": len(self.items) - 1, "item_id": self._last["id"]}
+        if "function_call" not in kind:
+            about["content_index"] = 0
+        return {"type": kind, **about, **fields}
+
+    def _item_event(self, kind: str) -> Event:
+        item = dict(self._last)
+        if item["type"] == "message":
+            item["content"] = [dict(part) for part in item["content"]]
+        return {"type": kind, "output_index": len(self.items) - 1, "item": item}

@@ -1,0 +1,145 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from pydantic import ValidationError
+
+from actors.protocol.messages import Generation, TokenEvent
+from ui.api import sse
+from ui.api.answer import first_then_rest
+from ui.api.backend import Answers, Backend
+from ui.api.errors import as_api_error
+from ui.api.refusals import refusal
+from ui.api.requests import chat_requests
+from ui.api.responses.output import Event, Output
+from ui.api.responses.schemas import ResponsesRequest
+from ui.api.schemas import ChatRequest
+from ui.api.tools.reader import CallReader, Part, Said
+
+
+class ResponsesRoute:
+    """Answers conversations of items."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def whole(self, body: ResponsesRequest) -> dict[str, Any]:
+        """The whole response. Errors: ApiError, HotcoldError."""
+        response = _Response(self._backend, body)
+        answers = await response.start()
+        try:
+            async with aclosing(answers.events()) as events:
+                async for _, event in events:
+                    for _told in response.take(event):
+                        pass
+        finally:
+            answers.close()
+        return response.content
+
+    async def stream(self, body: ResponsesRequest) -> sse.EventStream:
+        """The response as events; it has begun. Errors: ApiError, HotcoldError."""
+        response = _Response(self._backend, body)
+        answers = await response.start()
+        events = await first_then_rest(answers)
+        number = 0
+
+        def sent(told: Iterable[Event]) -> Iterator[bytes]:
+            nonlocal number
+            for event in told:
+                yield sse.event({**event, "sequence_number": number}, event["type"])
+                number += 1
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                for piece in sent(response.opening()):
+                    yield piece
+                async for _, event in events:
+                    for piece in sent(response.take(event)):
+                        yield piece
+            except Exception as error:
+                problem = as_api_error(error)
+                failed = {"type": "error", "message": problem.message, "code": problem.code}
+                for piece in sent([{**failed, "param": problem.param}]):
+                    yield piece
+
+        return sse.EventStream(pieces(), answers.deadline, answers.close)
+
+
+class _Response:
+    """One response, from its request to its end; `content` is what is known of it."""
+
+    def __init__(self, backend: Backend, body: ResponsesRequest) -> None:
+        """Errors:  ApiError 400"""
+        self._backend = backend
+        try:
+            self._chat: ChatRequest = body.as_chat()
+        except ValidationError as error:
+            raise refusal(error) from None
+        self._output = Output()
+        self._reader = None if self._chat.callable is None else CallReader(backend.call_syntax)
+        self.content: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": backend.settings.model_name,
+            "output": self._output.items,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tools": [tool.model_dump() | {"strict": True} for tool in body.tools or ()],
+            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "metadata": body.metadata or {},
+            "previous_response_id": None,
+            "store": False,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+
+    async def start(self) -> Answers:
+        """Ask the system. Errors: ApiError, HotcoldError."""
+        answers = await self._backend.start(1, lambda: chat_requests(self._backend, self._chat))
+        (request,) = answers.requests
+        self._num_prompt_tokens = len(request.prompt_ids or ())
+        return answers
+
+    def opening(self) -> Iterator[Event]:
+        """The events before the answer's own."""
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": {**self.content, "output": []}}
+
+    def take(self, event: TokenEvent) -> Iterator[Event]:
+        """Take what the system says next; the events that tell of it."""
+        yield from self._output.of(self._parts(event))
+        if event.result is not None:
+            status = "completed" if event.result.finish_reason == "stop" else "incomplete"
+            yield from self._output.end(status)
+            self._finish(status, event.result)
+            yield {"type": f"response.{status}", "response": self.content}
+
+    def _parts(self, event: TokenEvent) -> list[Part]:
+        if self._reader is not None:
+            return self._reader.push(event.text, is_last=event.result is not None)
+        return [Said(event.text)] if event.text else []
+
+    def _finish(self, status: str, result: Generation) -> None:
+        asked, new = self._num_prompt_tokens, len(result.ids)
+        self.content["status"] = status
+        if status == "incomplete":
+            self.content["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.content["usage"] = {
+            "input_tokens": asked,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": asked + new,
+        }

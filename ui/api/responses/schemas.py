@@ -1,0 +1,161 @@
+"""What POST /v1/responses may hold, and the conversation that it stands for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from ui.api.schemas import ChatRequest
+from ui.api.tools.schemas import NamedFunction
+from ui.strict import StrictModel
+
+_MOST_ITEMS = 10_000
+_Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class InputText(StrictModel):
+    """A part of a message or of a tool's result; only text is understood."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+_Text = str | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class InputMessage(StrictModel):
+    """A message, of whoever said it."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text
+
+
+class InputCall(StrictModel):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputResult(StrictModel):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Text
+
+
+_Item = InputCall | InputResult | InputMessage
+
+
+class FunctionTool(StrictModel):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedTool(NamedFunction):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+
+
+class TextFormat(StrictModel):
+    """What the text of an answer must be; a schema stands beside its type here."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class TextOptions(StrictModel):
+    """How the text of an answer is to be."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(StrictModel):
+    """POST /v1/responses. Nothing is kept: each request holds its whole conversation."""
+
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: _Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+
+    @field_validator("previous_response_id")
+    @classmethod
+    def _nothing_is_kept(cls, given: str | None) -> str | None:
+        if given is not None:
+            raise ValueError("answers are not kept here; send the whole conversation as input")
+        return given
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat completion. Errors: ValidationError, as of one."""
+        asked: dict[str, Any] = {
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tool_choice": _named(self.tool_choice),
+            "response_format": self._response_format(),
+        }
+        if self.tools:
+            asked["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                for tool in self.tools
+            ]
+        return ChatRequest.model_validate(asked)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Instructions, then the conversation; calls belong to what was said before them."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case InputMessage():
+                    messages.append({"role": item.role, "content": _text(item.content)})
+                case InputCall():
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant", "content": ""})
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                case InputResult():
+                    result = {"tool_call_id": item.call_id, "content": _text(item.output)}
+                    messages.append({"role": "tool"} | result)
+        return messages
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None:
+            return None
+        if wanted.type != "json_schema" or wanted.content is None:
+            return {"type": wanted.type}
+        return {"type": wanted.type, "json_schema": {"schema": wanted.content}}
+
+
+def _named(choice: Any) -> Any:
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
