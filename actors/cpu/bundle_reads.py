@@ -40,8 +40,12 @@ _LOOK_S = 0.001
 class BundleReads:
     """The open file, where a shard's neurons are in it, and the queue of its reading threads."""
 
-    def __init__(self, file: BundleFile, weights: FfnWeights, most: int) -> None:
+    def __init__(
+        self, file: BundleFile, weights: FfnWeights, most: int, piece_bytes: int = 0
+    ) -> None:
         """`weights` says whose neurons; `most` of them may be asked for at once.
+
+        A read of the file takes at most `piece_bytes`, unless that is 0.
 
         Errors:  ServiceError
         """
@@ -50,11 +54,13 @@ class BundleReads:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
-        self.located = self._locate(file, weights.offsets, keeps_pages)
+        self.located = self._locate(file, weights.offsets, keeps_pages, piece_bytes)
         self.queue = new_queue(READ_THREADS, most)
         self._readers: list[threading.Thread] = []
 
-    def _locate(self, file: BundleFile, offsets: np.ndarray, keeps_pages: bool) -> NeuronFile:
+    def _locate(
+        self, file: BundleFile, offsets: np.ndarray, keeps_pages: bool, piece_bytes: int
+    ) -> NeuronFile:
         geometry = self._geometry
         layers = np.repeat(np.arange(geometry.num_layers, dtype=np.int32), np.diff(offsets))
         places = file.places()[layers, self._ids]
@@ -67,6 +73,7 @@ class BundleReads:
             geometry.num_neurons,
             geometry.gate_bytes,
             geometry.rest_bytes,
+            piece_bytes,
         ]
         return NeuronFile(facts, layers, places, file.sums[layers, places])
 

@@ -14,7 +14,7 @@ from model.config.weight_formats import numpy_dtype
 from model.errors import ServiceError
 from model.weights.ffn import FfnWeights
 from model.weights.memory import aligned_empty
-from numba_kernels.serve.layer_ffn import FfnArrays
+from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 from numba_kernels.serve.predict_team import SignPredictors
 from numba_kernels.storage.neuron_file import GATE, REST, RowBytes
 from numba_kernels.storage.neuron_slots import new_slots
@@ -35,10 +35,12 @@ class NeuronStore:
         num_threads: int,
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         predictors: SignPredictors | None = None,
+        has_down_norms: bool = False,
     ) -> None:
         """`weights` has the shard's ids, offsets and biases, and no rows.
 
-        With `predictors` of the shard's neurons the next layer's are read ahead.
+        With `predictors` of the shard's neurons the next layer's are read ahead. With
+        `has_down_norms` thresholds of products can be told in requests.
         Errors:  ServiceError
         """
         self._file, self._weights, self._has_gates = file, weights, share.has_gates
@@ -47,7 +49,10 @@ class NeuronStore:
         num_slots = max(self._most, min(ids.size, share.num_slots))
         if num_slots < ids.size and share.num_slots < self._most + share.pinned.size:
             raise ValueError(f"{share.num_slots} slots for layers of {self._most} neurons")
-        self._reads = BundleReads(file, weights, self._most)
+        self._reads = BundleReads(file, weights, self._most, share.piece_bytes)
+        located = self._reads.located
+        norms = file.norms[located.layers, located.places] if has_down_norms else NO_NORMS
+        self._down_norms = norms
         self.arrays = self._new_arrays(num_slots, share.has_gates)
         self._layer = self._rows(self._most, not share.has_gates)
         self.stored = self._new_stored(num_slots, share, num_threads, predictors)
@@ -87,8 +92,9 @@ class NeuronStore:
         elif gate_bias.size:
             gate_bias = np.zeros(num_slots, np.float32)
         up_bias = np.zeros(num_slots if weights.up_bias.size else 0, np.float32)
+        norms = np.zeros(num_slots if self._down_norms.size else 0, np.float32)
         return FfnArrays(
-            weights.offsets, gate, up, down, gate_bias, up_bias, down_bias=weights.down_bias
+            weights.offsets, gate, up, down, gate_bias, up_bias, weights.down_bias, norms
         )
 
     def _new_stored(
@@ -99,7 +105,14 @@ class NeuronStore:
         predictors: SignPredictors | None,
     ) -> StoredNeurons:
         options = np.zeros(NUM_OPTIONS, np.int64)
-        options[:] = [share.has_gates, share.reads_whole, share.most_bytes, share.most_gap]
+        options[:] = [
+            share.has_gates,
+            share.reads_whole,
+            share.most_bytes,
+            share.most_gap,
+            share.forgets,
+            share.waits_first,
+        ]
         num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
         # Two layers' may be under way, and none may take a slot that this layer needs.
         spare = num_slots - share.pinned.size - self._most
@@ -107,6 +120,7 @@ class NeuronStore:
             arrays=self.arrays,
             gate_bias=self._weights.gate_bias,
             up_bias=self._weights.up_bias,
+            down_norms=self._down_norms,
             file=self._reads.located,
             slots=new_slots(num_neurons, num_slots, share.pinned),
             queue=self._reads.queue,
@@ -143,6 +157,8 @@ class NeuronStore:
             self._reads.read(rows, np.full(rows.size, parts, np.uint8), own, SLOTS)
             if self.arrays.up_bias.size:
                 self.arrays.up_bias[own] = self._weights.up_bias[rows]
+            if self._down_norms.size:
+                self.arrays.down_norms[own] = self._down_norms[rows]
             if self._weights.gate_bias.size and parts & GATE:
                 self.arrays.gate_bias[own] = self._weights.gate_bias[rows]
             on_bytes(rows.size * (geometry.slot_bytes if parts & GATE else geometry.rest_bytes))
@@ -182,6 +198,7 @@ class NeuronStore:
             part(weights.gate_bias),
             part(weights.up_bias),
             weights.down_bias[layer : layer + 1],
+            part(self._down_norms),
         )
 
     def failure(self) -> str:

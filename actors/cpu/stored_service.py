@@ -82,6 +82,7 @@ def load_stored_service(
     share: StoredShare,
     weight_dtype: str = "",
     predictors: Path | None = None,
+    has_down_norms: bool = False,
 ) -> StoredCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
@@ -99,7 +100,7 @@ def load_stored_service(
         found = read_predictors(predictors, ModelIdentity.of(path), config)
         forget_pages(predictors)
         ahead = shard_predictors(found, neuron_ids)
-    store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead)
+    store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
     return StoredCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)

@@ -179,6 +179,7 @@ class ServiceActor:
             share,
             spec.weight_dtype,
             Path(storage.predictors) if storage.predictors else None,
+            spec.has_down_norms,
         )
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:

@@ -12,6 +12,9 @@ from model.config.weight_formats import row_bytes
 READ_THREADS = 16  # of a service: reads under way at once
 READ_BYTES = 1 << 20  # the most of one read
 MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
+ALONE = -1  # as the most bytes between neighbours of one read: none has any
+# Of how neurons are read: a bundle at once, slots that keep them, products while others arrive.
+PARTS = BUNDLES, CACHE, PIPELINE = "bundles", "cache", "pipeline"
 _NO_ROWS = np.empty(0, np.int32)
 
 
@@ -23,6 +26,7 @@ class NeuronStorage:
     cache_bytes: int
     has_gates: bool  # all gate rows stay in memory, besides
     predictors: str = ""  # file: by these the next layer's neurons are read ahead
+    without: tuple[str, ...] = ()  # of PARTS: what a benchmark leaves out, to see what it gains
 
     def kept_bytes(self, config: ModelConfig) -> int:
         """Bytes of neurons' rows in memory; `config` has the dtypes of matrices as loaded."""
@@ -38,6 +42,8 @@ class StoredShare:
     num_slots: neurons in memory; pinned (P,) int32: rows of the shard that stay
     has_gates: gate rows stay, and slots have none; reads_whole: a bundle is read at once where a
     predictor asks for its gate; spans: most bytes of a read, most bytes between neighbours
+    For benchmarks alone: piece_bytes, unless 0, is all that a read of the file takes; forgets:
+    nothing is kept from one layer to the next; waits_first: products begin when all rows are there
     """
 
     num_slots: int
@@ -46,3 +52,6 @@ class StoredShare:
     reads_whole: bool = True
     most_bytes: int = 256 << 10
     most_gap: int = MOST_GAP
+    piece_bytes: int = 0
+    forgets: bool = False
+    waits_first: bool = False

@@ -23,7 +23,7 @@ from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, num_kv_pages
 from actors.setup.storage import fit_storage, has_bundles, more_process_bytes
 from actors.setup.storage_shares import stored_bytes
-from actors.setup.threshold_mode import require_memory_for_thresholds, thresholds_file
+from actors.setup.threshold_mode import thresholds_file
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES
@@ -84,7 +84,6 @@ def prepare_system(
     system = choose_system(path, config, options)
     storage = _storage(path, system, config, options, extra_bytes)
     if storage is not None:
-        require_memory_for_thresholds(system.mode == THRESHOLD)
         return replace(system, storage=storage), config
     check_memory(path, system, config, options, extra_bytes)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes

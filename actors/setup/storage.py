@@ -8,10 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage, StoredShare
+from actors.protocol.stored_neurons import (
+    ALONE,
+    BUNDLES,
+    CACHE,
+    PIPELINE,
+    NeuronStorage,
+    StoredShare,
+)
 from actors.setup.placement_choice import own_profile
 from actors.setup.storage_shares import divided, slot_bytes, stored_bytes
 from model.bundles.bundle_file import bundle_path, read_bundle_file
+from model.bundles.direct import PAGE_BYTES
 from model.bundles.geometry import BundleGeometry
 from model.bundles.pack import OnBytes, write_bundles
 from model.config.model_config import ModelConfig
@@ -89,7 +97,22 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
     # A 4-bit gate is read alone: its bundle's rest takes twice as long, and may not be wanted.
     row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
     reads_whole = row_format is None or row_format.bits > 4
-    return StoredShare(num_slots, pinned, storage.has_gates, reads_whole)
+    share = StoredShare(num_slots, pinned, storage.has_gates, reads_whole)
+    return _left_out(share, storage, geometry, most)
+
+
+def _left_out(
+    share: StoredShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
+) -> StoredShare:
+    """The share of a benchmark that leaves out parts of how neurons are read."""
+    if CACHE in storage.without:
+        nobody = np.empty(0, np.int32)
+        share = replace(share, num_slots=most, pinned=nobody, forgets=True)
+    if BUNDLES in storage.without:
+        # Each row by a read of its own, wherever it lies.
+        piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES
+        share = replace(share, piece_bytes=piece_bytes, most_gap=ALONE)
+    return replace(share, waits_first=PIPELINE in storage.without)
 
 
 def pack_model(

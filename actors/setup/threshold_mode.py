@@ -38,15 +38,15 @@ def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | No
     return str(found.resolve())
 
 
-def require_memory_for_thresholds(has_any: bool) -> None:
-    """Refuse thresholds of neurons on storage: lengths of rows that are not read are not known.
+def require_memory_to_calibrate(is_stored: bool) -> None:
+    """Refuse to calibrate with neurons on storage: each of many trials would read all of them.
 
     Errors:  UsageError
     """
-    if has_any:
+    if is_stored:
         raise UsageError(
-            f"--mode {THRESHOLD} needs all neurons in memory; leave it out, or give more "
-            "--cpu-memory, or a --dtype of fewer bits"
+            "thresholds are calibrated with all neurons in memory; give more --cpu-memory, or a "
+            "--dtype of fewer bits"
         )
 
 

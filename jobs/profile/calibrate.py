@@ -10,7 +10,7 @@ import click
 
 from actors.driver.text.prompts import Prompts
 from actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
-from actors.setup.threshold_mode import ffn_share, require_memory_for_thresholds
+from actors.setup.threshold_mode import ffn_share, require_memory_to_calibrate
 from jobs.profile.files import ProfileFiles
 from jobs.support.console import print_json
 from jobs.support.loading import running_system
@@ -36,7 +36,7 @@ def calibrate(
     length = min(WINDOW, read_model(path).max_positions)
     options = replace(options, context_length=length)
     system, config = prepare_system(path, options)
-    require_memory_for_thresholds(system.storage is not None)
+    require_memory_to_calibrate(system.storage is not None)
     prompts = Prompts(path, config, length)
     text = read_text(text_path, prompts)
     windows = Windows.of(text, prompts, config, max_tokens)

@@ -24,13 +24,15 @@ _MAKE_AGAIN = "make it again with `hotcold pack`"
 class BundleFile:
     """An open question answered: which neuron is where, and what its parts add up to.
 
-    order (L, N) int32: neuron ids by their places; sums (L, N, 2) uint32, by places
+    order (L, N) int32: neuron ids by their places; by places too sums (L, N, 2) uint32, and norms
+    (L, N) float32, the lengths of down rows
     """
 
     path: Path
     geometry: BundleGeometry
     order: np.ndarray
     sums: np.ndarray
+    norms: np.ndarray
     order_name: str  # what the order follows: a profile's digest, or "checkpoint"
 
     def places(self) -> np.ndarray:
@@ -113,9 +115,11 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     shape = geometry.num_layers, geometry.num_neurons
     order = np.frombuffer(tables, "<i4", shape[0] * shape[1]).reshape(shape)
     sums = np.frombuffer(tables, "<u4", 2 * order.size, geometry.sums_start - geometry.order_start)
+    norms = np.frombuffer(tables, "<f4", order.size, geometry.norms_start - geometry.order_start)
     if not (np.sort(order, axis=1) == np.arange(shape[1])).all():
         raise ArtifactError(f"{path}: does not hold each neuron once; {_MAKE_AGAIN}")
-    return BundleFile(path, geometry, order, sums.reshape(*shape, 2), str(facts["order_name"]))
+    name = str(facts["order_name"])
+    return BundleFile(path, geometry, order, sums.reshape(*shape, 2), norms.reshape(shape), name)
 
 
 def _tables(stream: Any, geometry: BundleGeometry) -> bytes:
@@ -124,6 +128,6 @@ def _tables(stream: Any, geometry: BundleGeometry) -> bytes:
 
 
 def tables_crc(descriptor: int, geometry: BundleGeometry) -> int:
-    """CRC-32 of the order and sums that are in the file."""
+    """CRC-32 of the order, sums and norms that are in the file."""
     size = geometry.done_start - geometry.order_start
     return zlib.crc32(os.pread(descriptor, size, geometry.order_start))

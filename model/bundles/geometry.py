@@ -8,7 +8,7 @@ from model.config.model_config import ModelConfig, WeightDtype
 from model.config.weight_formats import row_bytes
 from numba_kernels.storage.neuron_file import PART_UNIT
 
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 4096  # what tables and data begin at multiples of
 
 
@@ -20,9 +20,9 @@ def _padded(num_bytes: int, unit: int) -> int:
 class BundleGeometry:
     """Sizes of a file: L layers of N neurons, rows of so many bytes in such formats.
 
-    header, order (L, N) int32, sums (L, N, 2) uint32, done (L,) uint8, then the bundles, layer by
-    layer in that order. Each begins at a multiple of BLOCK_BYTES. A bundle is the gate row, padded,
-    then the up and down rows, padded.
+    header, order (L, N) int32, sums (L, N, 2) uint32, norms (L, N) float32, done (L,) uint8, then
+    the bundles, layer by layer in that order. Each begins at a multiple of BLOCK_BYTES. A bundle is
+    the gate row, padded, then the up and down rows, padded.
     """
 
     num_layers: int
@@ -79,9 +79,14 @@ class BundleGeometry:
         return self.order_start + _padded(4 * self.num_layers * self.num_neurons, BLOCK_BYTES)
 
     @property
+    def norms_start(self) -> int:
+        """Where the lengths of down rows stand."""
+        return self.sums_start + _padded(8 * self.num_layers * self.num_neurons, BLOCK_BYTES)
+
+    @property
     def done_start(self) -> int:
         """Where it stands which layers are whole."""
-        return self.sums_start + _padded(8 * self.num_layers * self.num_neurons, BLOCK_BYTES)
+        return self.norms_start + _padded(4 * self.num_layers * self.num_neurons, BLOCK_BYTES)
 
     @property
     def first_byte(self) -> int:

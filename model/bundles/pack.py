@@ -20,6 +20,7 @@ from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.ffn import FfnWeights, ffn_layers
 from model.weights.tensor_reader import TensorReader
+from numba_kernels.load.convert import row_lengths
 from numba_kernels.storage.bundle_sums import bundle_sums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
@@ -128,6 +129,8 @@ def _write_layers(
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, sums, geometry.sums_start + layer * sums.nbytes)
+            norms = row_lengths(weights.down)
+            _write_all(descriptor, norms, geometry.norms_start + layer * norms.nbytes)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 

@@ -17,14 +17,15 @@ DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 # words of `NeuronFile.facts`
-DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE, LAYER_BUNDLES, GATE_BYTES, REST_BYTES = range(7)
-NUM_FACTS = 7
+DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE, LAYER_BUNDLES, GATE_BYTES, REST_BYTES, PIECE = range(8)
+NUM_FACTS = 8
 
 
 class NeuronFile(NamedTuple):
     """An open bundle file, and where in it a service's neurons are; N of all layers.
 
-    facts (7,) int64: the words above: bundles of a layer, and bytes of each part with its padding
+    facts (8,) int64: the words above: bundles of a layer, bytes of each part with its padding, and
+    the most bytes of one read, 0: as many as are wanted
     layers, places (N,) int32: a neuron's layer, and its bundle among those of its layer
     sums (N, 2) uint32: of its parts
     """
@@ -140,6 +141,21 @@ def _take_all(file, wanted, first, last, begin, staging, target):
 
 
 @njit(nogil=True, cache=True)
+def _read_pieces(facts, begin, size, staging):
+    """staging[:size] = the file's bytes from `begin` on; as `read_bytes`."""
+    piece = facts[PIECE] if facts[PIECE] else size
+    done, status = np.int64(0), np.int64(0)
+    while done < size and status == 0:
+        count = min(piece, size - done)
+        status = read_bytes(
+            facts[DESCRIPTOR], begin + done, count, facts[UNIT], facts[KEEPS_PAGES],
+            staging[done : done + count],
+        )  # fmt: skip
+        done += count
+    return status
+
+
+@njit(nogil=True, cache=True)
 def read_span(file, wanted, first, last, staging, target, failure):
     """Read wanted neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
 
@@ -153,9 +169,7 @@ def read_span(file, wanted, first, last, staging, target, failure):
     end = part_span(file, wanted.rows[last - 1], wanted.parts[last - 1])[1]
     size = (end - begin + unit - 1) // unit * unit
     for attempt in range(2):
-        status = read_bytes(
-            facts[DESCRIPTOR], begin, size, unit, facts[KEEPS_PAGES], staging[:size]
-        )
+        status = _read_pieces(facts, begin, size, staging)
         if status != 0:
             failure[1], failure[0] = wanted.rows[first], status
             return np.int64(0)

@@ -55,6 +55,17 @@ def new_slots(num_neurons: int, num_slots: int, pinned: np.ndarray) -> NeuronSlo
 
 
 @njit(nogil=True, cache=True)
+def forget_slots(slots):
+    """Keep no neuron; none may be on its way."""
+    for slot in range(slots.row_of.shape[0]):
+        if slots.row_of[slot] >= 0:
+            slots.slot_of[slots.row_of[slot]] = -1
+            slots.row_of[slot] = -1
+    slots.held[:] = 0
+    slots.asked[:] = 0
+
+
+@njit(nogil=True, cache=True)
 def _is_coming(slots, slot):
     """Whether a part of the slot is being read."""
     held = atomic_load(slots.held, slot)

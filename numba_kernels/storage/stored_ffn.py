@@ -29,12 +29,14 @@ from numba_kernels.serve.layer_ffn import add_up, own_candidates, part_of
 from numba_kernels.serve.mailbox import meet
 from numba_kernels.serve.work_stealing import block_rows, next_block
 from numba_kernels.storage.neuron_file import GATE, REST
-from numba_kernels.storage.neuron_slots import EPOCH
+from numba_kernels.storage.neuron_slots import EPOCH, forget_slots
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
 from numba_kernels.storage.read_queue import num_come, settle, take_back
 from numba_kernels.storage.stored_neurons import (
+    FORGETS,
     HAS_GATES,
     READS_WHOLE,
+    WAITS_FIRST,
     ask_ahead,
     ask_marked,
     await_rows,
@@ -52,6 +54,9 @@ def _begin(stored):
         settle(stored.queue, stored.slots.asked)
         stored.queue.failure[0] = 0
     take_back(stored.queue, stored.slots.asked)
+    if stored.options[FORGETS]:
+        settle(stored.queue, stored.slots.asked)
+        forget_slots(stored.slots)
     note_begun(stored.ahead, stored.slots)
 
 
@@ -155,9 +160,12 @@ def _keep_large(down_norms, slots, num_fired, h, least):
 def _up_down(stored, thread, num_fired, fired_masks, gates, vectors, function, least, sums, lists):
     """Add what this thread's neurons contribute; how many fired, or -1 where reads failed."""
     arrays, slots = stored.arrays, stored.rest_slots[thread]
-    if sums.shape[0] > 1:
-        if not await_rows(stored, thread, slots, num_fired, REST):
-            return -1
+    is_one = sums.shape[0] == 1
+    if (not is_one or stored.options[WAITS_FIRST]) and not await_rows(
+        stored, thread, slots, num_fired, REST
+    ):
+        return -1
+    if not is_one:
         return up_down_kernel(
             arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
             num_fired, gates, vectors, function, least, sums, lists,

@@ -29,8 +29,8 @@ from numba_kernels.storage.read_queue import (
 )
 
 # words of `StoredNeurons.options`
-HAS_GATES, READS_WHOLE, MOST_BYTES, MOST_GAP = range(4)
-NUM_OPTIONS = 4
+HAS_GATES, READS_WHOLE, MOST_BYTES, MOST_GAP, FORGETS, WAITS_FIRST = range(6)
+NUM_OPTIONS = 6
 SLOTS, LAYER, GATES = range(3)  # targets of reads: slots, a whole layer, gates that stay
 _ALONE = -1  # as the most bytes between neighbours of one read
 
@@ -39,12 +39,13 @@ class StoredNeurons(NamedTuple):
     """A shard of neurons in a file, some of them in slots.
 
     arrays: up and down rows and their biases lie in slots; so do gates, unless HAS_GATES: then all
-    of them are there, in the shard's order. gate_bias, up_bias (N,) or (0,): of all neurons
+    of them are there, in the shard's order. gate_bias, up_bias, down_norms (N,) or (0,): of all
     marks (bundles of a layer,) int32, zero: rows + 1 by their places in the file, while they are
     gathered; mark_parts the same uint8
     gate_slots (N of a layer,), rest_slots, to_come (threads, N of a layer) int32: where candidates'
     gates, and what fired in each thread, are; which of the latter have not come
-    options (4,) int64: whether gates stay, whether a bundle is read whole, and of spans
+    options (6,) int64: whether gates stay, whether a bundle is read whole, of spans, and what
+    benchmarks leave out
     waits, failed (threads,) int64: nanoseconds that each thread waited for reads so far, and
     whether what it needed in this request could not be read
     """
@@ -52,6 +53,7 @@ class StoredNeurons(NamedTuple):
     arrays: FfnArrays
     gate_bias: np.ndarray
     up_bias: np.ndarray
+    down_norms: np.ndarray
     file: NeuronFile
     slots: NeuronSlots
     queue: ReadQueue
@@ -76,6 +78,8 @@ def _slot_lacking(stored, row, parts):
             stored.arrays.gate_bias[slot] = stored.gate_bias[row]
         if stored.up_bias.shape[0]:
             stored.arrays.up_bias[slot] = stored.up_bias[row]
+        if stored.down_norms.shape[0]:
+            stored.arrays.down_norms[slot] = stored.down_norms[row]
     return slot, missing
 
 

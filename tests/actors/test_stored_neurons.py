@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from actors.cpu.bundle_reads import BundleReads
 from actors.cpu.stored_service import StoredCpuService, load_stored_service
 from actors.exchange.service import Service
 from actors.protocol.failures import AnswerFailed
+from actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import StoredShare
+from actors.protocol.stored_neurons import ALONE, StoredShare
 from model.bundles import direct
 from model.bundles.geometry import BundleGeometry
 from model.bundles.pack import write_bundles
@@ -26,6 +27,7 @@ from model.config.build import read_config
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
+from numba_kernels.decode.activations import Thresholds
 from numba_kernels.decode.predict import pack_weights
 from numba_kernels.serve.mailbox import BYTES_READ, PARTS_MISSED, PARTS_WANTED
 from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
@@ -66,6 +68,7 @@ class StoredSystem(InProcessSystem):
     reads_whole: bool = True
     num_pinned: int = 0
     predictors: Path | None = None
+    left_out: dict[str, Any] = field(default_factory=dict)  # of StoredShare
 
     def _cpus(self) -> list[Service]:
         checkpoint = Checkpoint(self.path)
@@ -84,6 +87,7 @@ class StoredSystem(InProcessSystem):
                 self._share(index, shard),
                 self.weight_dtype,
                 self.predictors,
+                self.has_down_norms,
             )
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]
@@ -93,7 +97,8 @@ class StoredSystem(InProcessSystem):
         draw = np.random.default_rng(index)
         pinned = draw.choice(total, min(self.num_pinned, total), replace=False).astype(np.int32)
         num_slots = most + pinned.size + self.more_slots
-        return StoredShare(num_slots, pinned, self.has_gates, self.reads_whole)
+        share = StoredShare(num_slots, pinned, self.has_gates, self.reads_whole)
+        return replace(share, **self.left_out)
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
@@ -102,10 +107,13 @@ class StoredSystem(InProcessSystem):
 
 def answers(system: InProcessSystem, modes: Sequence[str]) -> Iterator[np.ndarray]:
     """Logits of every way and mode, in turn."""
+    layers = [Thresholds(np.float32(0.12), np.float32(0.3))] * system.config.num_layers
     for mode in modes:
+        is_predicted = mode in PREDICTED_MODES
+        thresholds = layers if mode == THRESHOLD else None
         for way in WAYS:
-            predictor = for_services(system, oracles(system)) if mode == "sign" else None
-            yield system.logits(mode, IDS, way, predictor=predictor)
+            predictor = for_services(system, oracles(system)) if is_predicted else None
+            yield system.logits(mode, IDS, way, predictor=predictor, thresholds=thresholds)
 
 
 def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], modes: Sequence[str]):
@@ -132,7 +140,34 @@ def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny) -> None:
     path = tiny("llama-relu").path
     packed(path)
     stores = [StoredSystem(path, 2, 2, **store) for store in STORES]
-    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign"])
+    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign", "lowrank"])
+
+
+@pytest.mark.parametrize("variant", ["llama-silu", "phi3"])
+def test_the_same_bits_with_thresholds(tiny: Tiny, variant: str) -> None:
+    path = tiny(variant).path
+    packed(path)
+    stores = [StoredSystem(path, 2, 2, has_down_norms=True, **store) for store in STORES]
+    plain = InProcessSystem(path, 2, 2, has_down_norms=True)
+    assert_same_bits(plain, stores, [THRESHOLD])
+
+
+LEFT_OUT: list[dict[str, Any]] = [
+    {"forgets": True},
+    {"waits_first": True},
+    {"piece_bytes": 4096, "most_gap": ALONE},
+]
+
+
+def test_the_same_bits_whatever_a_benchmark_leaves_out(predicted: tuple[Path, Path]) -> None:
+    path, file = predicted
+    stores = [
+        StoredSystem(path, 1, 2, predictors=file, more_slots=40, left_out=left_out)
+        for left_out in LEFT_OUT
+    ]
+    assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
+    forgets, waits, apart = (stored.counted(PARTS_MISSED) for stored in stores)
+    assert forgets > 1.2 * waits and forgets > 1.2 * apart
 
 
 @pytest.fixture
@@ -204,12 +239,15 @@ def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
 
 
-def test_4_bit_gates_are_read_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_dtype", ["q4", "q4_1"])
+def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     path = make_model("q-llama", tmp_path / "m")
-    packed(path, "q4")
-    common: dict[str, Any] = {"weight_dtype": "q4", "products": ProductChoice(True, True)}
+    packed(path, weight_dtype)
+    common: dict[str, Any] = {"weight_dtype": weight_dtype, "has_down_norms": True}
+    common |= {"products": ProductChoice(True, True)}
     stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
-    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact", "dense"])
+    modes = ["exact", "dense", "sign", THRESHOLD]
+    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)
 
 
 def test_a_larger_cache_reads_less(tiny: Tiny) -> None:
