@@ -1,15 +1,17 @@
 """Models larger than memory: speed and memory of hotcold, and of llama.cpp with mmap, in one limit.
 
-    python -m benchmarks.storage MODEL --cpu-memory 3GiB --gguf FILE --out REPORT
+    python -m benchmarks.storage MODEL --cpu-memory 3.9GiB --gguf FILE --out REPORT
 
 For each size, in turn and --repeat times: what the model's files have in the page cache is let go
 of, a memory cgroup is made (version 1, by root; without one nothing is limited and peaks are not
-known), and `hotcold bench decode` runs in it with --cpu-memory, or llama.cpp with mmap: llama-bench
-(`--llama-bench`), else its Python library, where --gguf names the same model.
+known), and `benchmarks.storage_run` measures hotcold in it with --cpu-memory, or llama.cpp runs in
+it with mmap: llama-bench (`--llama-bench`), else its Python library, where --gguf names the model.
 hotcold's cgroup is a little larger than the size, so that a promise that is broken shows as a peak
 and not as death. Peaks are the cgroup's own: resident memory and page cache of all processes, Ray's
-included. Right after each run the disk is read without computing, in reads of --read-bytes at
-random places of the same file: as many tokens a second as that gives is the disk's limit.
+included, over decoding, prompts, and in the last round a mixed load of --load seconds. Right after
+each run the disk is read without computing, in reads of --read-bytes at random places of the same
+file: as many tokens a second as that gives is the disk's limit. At the end, of the first size and
+mode, the ablation: what is left out of how neurons are read comes back, one thing a row.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
@@ -71,12 +73,15 @@ class Peak:
 
 @dataclass(frozen=True)
 class Run:
-    """One program under one limit. Units: tokens a second, bytes; 0 where it is not known."""
+    """One program under one limit; 0 where it is not known. Units: tokens a second, ms, bytes."""
 
     tokens_per_s: float
     peak: Peak
-    reads: dict[str, float]
+    reads: dict[str, float] = field(default_factory=dict)
     disk_bytes_per_s: float = 0.0
+    mean_ms: float = 0.0
+    p99_ms: float = 0.0
+    prompt_tokens_per_s: float = 0.0
 
 
 def run_limited(
@@ -126,20 +131,23 @@ def _look(folder: Path | None, peak: Peak, seconds: float) -> Peak:
 def hotcold_run(
     model: Path, size: int | None, limit: int, options: Sequence[str], read_bytes: int
 ) -> Run:
-    """`hotcold bench decode` with that --cpu-memory; all that there is without a size."""
-    command = [sys.executable, "-m", "jobs.cli", "bench", "decode", str(model), "--json"]
-    command += ["--repeat", "1", *options]
+    """`benchmarks.storage_run` with that --cpu-memory; all that there is without a size."""
+    command = [sys.executable, "-m", "benchmarks.storage_run", str(model), *options]
     if size is not None:
         command += ["--cpu-memory", str(size)]
     text, peak = run_limited(command, limit, _files(model))
     report: dict[str, Any] = json.loads(text.splitlines()[-1])
-    click.echo(f"{size} {' '.join(options)}: {report['tokens_per_s']:.2f}, {peak}", err=True)
-    disk = 0.0
-    if report["reads"]:
-        folder = model.parent if model.is_file() else model
-        newest = max(folder.rglob("bundles-*.bin"), key=lambda file: file.stat().st_mtime)
-        disk = measure_disk(newest, [read_bytes])[0]
-    return Run(report["tokens_per_s"], peak, report["reads"], disk)
+    click.echo(f"{size} {' '.join(options)}: {report}, {peak}", err=True)
+    disk = measure_disk(Path(report["file"]), [read_bytes])[0] if report["file"] else 0.0
+    return Run(
+        report["tokens_per_s"],
+        peak,
+        report["reads"],
+        disk,
+        report["mean_ms"],
+        report["p99_ms"],
+        report["prompt_tokens_per_s"],
+    )
 
 
 def llama_run(program: Sequence[str], gguf: Path, limit: int, tokens: int, threads: int) -> Run:
@@ -147,7 +155,7 @@ def llama_run(program: Sequence[str], gguf: Path, limit: int, tokens: int, threa
     command = [*program, "-m", str(gguf), "-p", "0", "-n", str(tokens), "-t", str(threads)]
     text, peak = run_limited([*command, "-r", "1", "-o", "jsonl"], limit, [gguf])
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return Run(next(each["samples_ts"][0] for each in found if each["n_gen"]), peak, {})
+    return Run(next(each["samples_ts"][0] for each in found if each["n_gen"]), peak)
 
 
 def _files(model: Path) -> list[Path]:
@@ -156,34 +164,65 @@ def _files(model: Path) -> list[Path]:
     return [path for path in model.rglob("*") if path.is_file()]
 
 
+_COLUMNS = (
+    *("GiB", "program", "tokens/s", "of its own in memory", "ms a token", "p99"),
+    *("prompt tokens/s", "peak GiB", "of the promise", "MB read a step", "found in memory"),
+    *("waited", "disk alone MB/s", "its limit, tokens/s"),
+)
+
+
 def _line(name: str, size: int | None, runs: Sequence[Run], whole: float) -> str:
-    """A row of the table."""
-    speed = median(run.tokens_per_s for run in runs)
-    reads = runs[-1].reads
-    said = ["all" if size is None else f"{size / _GIB:.2f}", name, f"{speed:.2f}"]
-    said.append(f"{speed / whole:.2f}" if whole else "")
+    """A row of the table: medians; the greatest peak."""
+
+    def middle(values: Iterable[float], spec: str) -> str:
+        found = median(values)
+        return format(found, spec) if found else ""
+
     peak = max(run.peak.total for run in runs)
-    said.append(f"{peak / _GIB:.2f}" if peak else "")
-    if reads:
-        said += [f"{reads['bytes_read'] / 1e6:.1f}", f"{reads['hit_rate']:.1%}"]
-        said.append(f"{reads['wait_share']:.1%}")
-        disk = median(run.disk_bytes_per_s for run in runs)
-        said += [f"{disk / 1e6:.0f}", f"{disk / max(1.0, reads['bytes_read']):.1f}"]
+    share = f"{peak / size:.3f}" if size and peak else ""
+    said = ["all" if size is None else f"{size / _GIB:.2f}", name]
+    said.append(middle((run.tokens_per_s for run in runs), ".2f"))
+    said.append(f"{median(run.tokens_per_s for run in runs) / whole:.2f}" if whole else "")
+    said.append(middle((run.mean_ms for run in runs), ".0f"))
+    said.append(middle((run.p99_ms for run in runs), ".0f"))
+    said.append(middle((run.prompt_tokens_per_s for run in runs), ".1f"))
+    said += [f"{peak / _GIB:.2f}" if peak else "", share]
+    read = [run for run in runs if run.reads]
+    if read:
+        num_bytes = median(run.reads["bytes_read"] for run in read)
+        disk = median(run.disk_bytes_per_s for run in read)
+        said.append(f"{num_bytes / 1e6:.1f}")
+        said.append(middle((run.reads["hit_rate"] for run in read), ".1%"))
+        said.append(middle((run.reads["wait_share"] for run in read), ".1%"))
+        said += [f"{disk / 1e6:.0f}", f"{disk / max(1.0, num_bytes):.1f}"]
     else:
         said += [""] * 5
     return f"| {' | '.join(said)} |"
 
 
+# What each row of the ablation leaves out; the row that leaves out nothing is in the table.
+ABLATION = {
+    "rows apart, nothing kept, in sequence": ("bundles", "cache", "pipeline", "ahead"),
+    "+ bundles": ("cache", "pipeline", "ahead"),
+    "+ cache": ("pipeline", "ahead"),
+    "+ pipeline": ("ahead",),
+    "+ read ahead": (),
+}
+
+
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--cpu-memory", "sizes", type=Bytes(), multiple=True, required=True)
-@click.option("--mode", "modes", multiple=True, default=["exact"], show_default=True)
-@click.option("--dtype", help="As of `hotcold bench decode`.")
-@click.option("--tokens", default=48, show_default=True)
-@click.option("--context", default=512, show_default=True)
-@click.option("--repeat", default=3, show_default=True)
+@click.option("--mode", "modes", multiple=True, default=["sign"], show_default=True)
+@click.option("--dtype", help="As of `hotcold generate`.")
+@click.option("--tokens", default=64, show_default=True)
+@click.option("--prompt", default=512, show_default=True, help="A prompt to be measured; 0: none.")
+@click.option("--context", default=1024, show_default=True)
+@click.option("--repeat", default=2, show_default=True)
+@click.option("--load", "load_s", default=20.0, show_default=True, help="Seconds of mixed load.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--read-bytes", type=Bytes(), default="16KiB", show_default=True)
+@click.option("--ablation/--no-ablation", default=True, show_default=True)
 @click.option("--llama-bench", "llama", help="The program; the Python library without it.")
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Write the table there too.")
@@ -193,36 +232,44 @@ def main(
     modes: Sequence[str],
     dtype: str | None,
     tokens: int,
+    prompt: int,
     context: int,
     repeat: int,
+    load_s: float,
     threads: int,
     read_bytes: int,
+    ablation: bool,
     llama: str | None,
     gguf: Path | None,
     out: Path | None,
 ) -> None:
     """Measure MODEL with all in memory, and under each --cpu-memory."""
-    options = ["--tokens", str(tokens), "--threads", str(threads), "--context", str(context)]
-    options += [] if dtype is None else ["--dtype", dtype]
+    common = ["--threads", str(threads), "--context", str(context), "--tokens", str(tokens)]
+    common += [] if dtype is None else ["--dtype", dtype]
     program = [sys.executable, "-m", "benchmarks.llama_python"] if llama is None else [llama]
     runs: dict[tuple[str, int | None], list[Run]] = {}
-    for _ in range(repeat):
+    for turn in range(repeat):
         for size in (None, *sizes):
             limit = 1 << 42 if size is None else int(size * _ROOM)
             for mode in modes:
-                found = hotcold_run(model, size, limit, [*options, "--mode", mode], read_bytes)
+                options = [*common, "--mode", mode, "--prompt", str(prompt)]
+                if size is not None and turn == repeat - 1:
+                    options += ["--load", str(load_s)]
+                found = hotcold_run(model, size, limit, options, read_bytes)
                 runs.setdefault((f"hotcold {mode}", size), []).append(found)
             if gguf is not None:
                 limit = 1 << 42 if size is None else size
                 found = llama_run(program, gguf, limit, tokens, threads)
                 runs.setdefault(("llama.cpp", size), []).append(found)
-    lines = [
-        "| GiB | program | tokens/s | of its own in memory | peak GiB | MB read a step | found in "
-        "memory | waited | disk alone MB/s | its limit, tokens/s |",
-        "|" + " --- |" * 10,
-    ]
+    for name, without in ABLATION.items() if ablation else ():
+        left_out = [word for part in without for word in ("--without", part)]
+        options = [*common, "--mode", modes[0], *left_out]
+        found = hotcold_run(model, sizes[0], int(sizes[0] * _ROOM), options, read_bytes)
+        runs[f"{modes[0]}: {name}", sizes[0]] = [found]
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + " --- |" * len(_COLUMNS)]
     for (name, size), found_runs in runs.items():
-        whole = median(run.tokens_per_s for run in runs[name, None])
+        own = runs.get((name.partition(":")[0], None)) or runs[f"hotcold {modes[0]}", None]
+        whole = median(run.tokens_per_s for run in own)
         lines.append(_line(name, size, found_runs, whole))
     click.echo("\n".join(lines))
     if out is not None:

@@ -162,7 +162,7 @@ class ActiveRequest:
             return self.end("stop", text)
         if len(self.tokens) - self._num_prompt_tokens >= self._max_tokens:
             return self.end("length", text)
-        if text:
+        if text or self._decoder is None:
             self._tell(text)
         return False
 
