@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actors.protocol.messages import MODES
+from jobs.profile.files import PLOT_SUFFIXES
 from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json, stderr_console
 from jobs.support.options import Bytes, split_system_options
 from jobs.support.weight_dtype import QUANTIZED, dtype_option
 from model.errors import MemoryBudgetError, UsageError
+from model.files.locate import resolved_model
 
 if TYPE_CHECKING:
     from actors.setup.preflight import SystemOptions
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from placement.plan import PlacementPlan
     from placement.profile import ActivationProfile
 
+_PLOTTED = 17  # sizes of memory in a plot
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -44,6 +47,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--config", "config_source", help="Plan for a config.json, or org/repo's, alone.")
 @click.option("--density", type=float, help="Share of neurons that fire, for --shape and --config.")
 @click.option("--out", type=_FILE, help="Where to write the plan; beside the model without it.")
+@click.option("--plot", type=_FILE, help="Draw speed by --cpu-memory, where neurons are stored.")
 @click.option(
     "--time-limit",
     "time_limit_s",
@@ -61,6 +65,7 @@ def plan(
     config_source: str | None,
     density: float | None,
     out: Path | None,
+    plot: Path | None,
     time_limit_s: float,
     as_json: bool,
     **values: Any,
@@ -75,6 +80,8 @@ def plan(
     from jobs.support.planned_model import planned_model, planned_profile
     from placement.plan import plan_path, write_plan
 
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
     options = split_system_options(values)
     found = planned_model(model, shape, config_source, options.weight_dtype)
     if found.path is None and out is not None:
@@ -87,10 +94,15 @@ def plan(
         try:
             made = _make_plan(found, options, machine, described, profile, time_limit_s)
         except MemoryBudgetError as problem:
-            if _plans_storage(found, options, as_json):
+            if _plans_storage(found, options, as_json, plot):
                 return
             fits = _fitting_dtype(found, options, machine, described, profile)
             raise MemoryBudgetError(f"{problem}{fits}") from None
+    if plot is not None:
+        raise UsageError(
+            "--plot draws what neurons on storage cost, and all of this model fits; give less "
+            "--cpu-memory"
+        )
     if out is None and machine_file is None and found.path is not None:
         out = plan_path(found.path, made.request)
     if out is not None:
@@ -100,16 +112,22 @@ def plan(
         print_json(plan_json(made, out))
 
 
-def _plans_storage(model: PlannedModel, options: SystemOptions, as_json: bool) -> bool:
+def _plans_storage(
+    model: PlannedModel, options: SystemOptions, as_json: bool, plot: Path | None
+) -> bool:
     """Say what stays in memory of a model that is here and does not fit; whether that can be done.
 
     Errors:  MemoryBudgetError naming the least that would do
     """
-    from jobs.support.stored_model import stored_json, stored_plans, stored_text
+    from jobs.support.stored_model import plot_stored, stored_json, stored_plans, stored_text
 
     plans = [] if model.path is None else stored_plans(model.path, options)
     if plans:
         click.echo(stored_text(plans))
+    if plans and plot is not None and model.path is not None:
+        more = stored_plans(model.path, options, _PLOTTED)
+        plot_stored(plot, more, resolved_model(model.path).name)
+        click.echo(f"drew {plot}")
     if plans and as_json:
         print_json(stored_json(plans))
     return bool(plans)

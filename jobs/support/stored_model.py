@@ -16,6 +16,7 @@ from model.bundles.bundle_file import bundle_path
 from model.bundles.geometry import BundleGeometry
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
+from model.errors import UsageError
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
 from placement.machine.measure_disk import measure_disk
@@ -76,8 +77,8 @@ class StoredPlan:
     most_tokens_per_s: float  # that the disk allows, whatever is computed
 
 
-def stored_plans(path: Path, options: SystemOptions) -> list[StoredPlan]:
-    """From options.cpu_memory_bytes to as much as the model takes; [] where that is no more.
+def stored_plans(path: Path, options: SystemOptions, num_sizes: int = _SIZES) -> list[StoredPlan]:
+    """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
 
     The disk is measured on the file of neurons, where that was made already.
     Errors:  MemoryBudgetError naming the least that would do
@@ -91,7 +92,8 @@ def stored_plans(path: Path, options: SystemOptions) -> list[StoredPlan]:
     all_bytes = system_need(replace(system, storage=None), config).total_bytes
     file = Path(system.storage.path)
     disk = _measured(file) if file.exists() else Disk()
-    sizes = [asked + (all_bytes - 1 - asked) * i // (_SIZES - 1) for i in range(_SIZES)]
+    step = (all_bytes - 1 - asked) / (num_sizes - 1)
+    sizes = [asked + int(step * i) for i in range(num_sizes)]
     return list(_plans(path, options, sizes, disk))
 
 
@@ -140,3 +142,29 @@ def stored_text(plans: list[StoredPlan]) -> str:
 def stored_json(plans: list[StoredPlan]) -> dict[str, Any]:
     """As JSON."""
     return {"storage": [asdict(plan) for plan in plans]}
+
+
+def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
+    """Draw how many tokens a second the disk allows against --cpu-memory, from least to all.
+
+    Errors:  UsageError where the file cannot be written
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
+    axes.plot(sizes, [plan.most_tokens_per_s for plan in plans], "o-", color="black")
+    axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s that the disk allows", yscale="log")
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{model_name}: neurons on storage", loc="left")
+    try:
+        figure.savefig(path, dpi=160)
+    except OSError as problem:
+        raise UsageError(f"{path}: cannot be written ({problem.strerror})") from None
+    finally:
+        pyplot.close(figure)

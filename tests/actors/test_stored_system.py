@@ -18,7 +18,7 @@ from actors.setup.preflight import SystemOptions, choose_system, prepare_system,
 from actors.setup.preflight import system_need as need_of
 from actors.setup.storage import pack_model, stored_share
 from actors.system import System
-from jobs.support.stored_model import stored_plans, stored_text
+from jobs.support.stored_model import plot_stored, stored_plans, stored_text
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.geometry import BundleGeometry
 from model.errors import ArtifactError, MemoryBudgetError, UsageError
@@ -82,6 +82,12 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
     assert stored_text(plans).count("tokens/s") == len(plans) == 5
     assert stored_plans(wide, SystemOptions(cpu_memory_bytes=total)) == []
+    more = stored_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 9)
+    assert len(more) == 9 and more[::2] == plans
+    plot_stored(wide / "plan.svg", more, "wide")
+    assert "that the disk allows" in (wide / "plan.svg").read_text()
+    with pytest.raises(UsageError, match="cannot be written"):
+        plot_stored(wide / "no" / "plan.svg", more, "wide")
     bundle_path(wide, BundleGeometry.of(config)).parent.mkdir()
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):

@@ -240,7 +240,12 @@ def _status(conversation: Conversation) -> str:
 
 def _figures(result: Generation) -> str:
     ends = {"stop": "", "length": ", cut at its length", "cancelled": ", stopped"}
+    read, reads = "", result.reads
+    if reads:
+        read = f", {reads['bytes_read'] / 1e6:.1f} MB a token read"
+        read += f", {reads['hit_rate']:.1%} found in memory"
     return (
         f"{len(result.ids)} tokens at {result.decode_tokens_per_s:.0f} tokens/s, "
-        f"{result.neurons_computed:.1%} of neurons computed{ends.get(result.finish_reason, '')}."
+        f"{result.neurons_computed:.1%} of neurons computed{read}"
+        f"{ends.get(result.finish_reason, '')}."
     )
