@@ -28,10 +28,21 @@ _COMMON = {
     "grammar": 'start: "yes" | "no"', "ignore_eos": False, "return_token_ids": True,
     "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
 }  # fmt: skip
-_CHAT = {"messages": _MESSAGES, **_COMMON, "logprobs": True, "top_logprobs": 2, "tools": []}
+_FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": _SCHEMA}
+_CHOICE = {"type": "function", "function": {"name": "look_up"}}
+_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": _CHOICE}
+_CHAT = {"messages": _MESSAGES, **_COMMON, "logprobs": True, "top_logprobs": 2, **_TOOLS}
 _COMPLETION = {"prompt": "Return the", **_COMMON, "logprobs": 2, "echo": True, "suffix": ""}
+_RESPONSE = {
+    "input": _MESSAGES, "model": "demo", "max_output_tokens": 2, "instructions": "Be brief.",
+    "temperature": 0.5, "top_p": 0.9, "stream": False, "metadata": {"a": "b"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
+    "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
+    "parallel_tool_calls": False, "previous_response_id": None,
+}  # fmt: skip
 _ROUTES = {
     "/v1/chat/completions": (_CHAT, ["messages", "max_tokens"]),
+    "/v1/responses": (_RESPONSE, ["input", "max_output_tokens"]),
     "/v1/completions": (_COMPLETION, ["prompt", "max_tokens"]),
     "/tokenize": ({"prompt": "a b", "messages": _MESSAGES, "add_special_tokens": True}, ["prompt"]),
     "/detokenize": ({"tokens": [1, 2, 3], "model": "demo"}, ["tokens"]),
@@ -66,6 +77,15 @@ _likely = st.sampled_from(
         {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$(?=b)"}}},
         {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
         {"type": "json_schema", "json_schema": {"schema": False}},
+        [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}],
+        [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+        [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#"}}}],
+        [{"type": "function", "function": {"name": "a", "parameters": {"properties": 1}}}],
+        [{"type": "function", "name": "a", "parameters": {"properties": {"\n\"%json": {}}}}],
+        [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}],
+        [{"type": "function_call_output", "call_id": "a", "output": "1"}], "required", "auto",
+        [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a",
+          "arguments": "[[["}}]}, {"role": "tool", "content": "b"}],
         'start: "a', 'start: start', 'start: /(/', 'start: nowhere', '%llguidance {', "{" * 900,
     ]
 )  # fmt: skip
