@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 # Their places are the numbers by which kernels know them.
-FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1")
+FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-# Row bytes of a group of 32 weights: its values, a float16 scale and maybe a minimum.
-QUANT_GROUP, GROUP_BYTES = 32, {"q8": 34, "q4": 18, "q4_1": 20}
+QUANT_GROUP = 32
+# Weights of which a row has whole blocks, and their bytes: values, scales and maybe minima.
+QUANT_BLOCKS = {"q8": (32, 34), "q4": (32, 18), "q4_1": (32, 20), "q6": (256, 210)}
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,13 @@ class DeviceMatrix:
 def row_bytes(weight_format: str, width: int) -> int:
     """Bytes of a row of `width` weights.
 
-    Errors:  ValueError for an unknown format, and a quantized row whose width is no multiple of 32
+    Errors:  ValueError for an unknown format, and a quantized row without whole blocks
     """
     if weight_format in ITEM_BYTES:
         return ITEM_BYTES[weight_format] * width
-    if weight_format not in GROUP_BYTES:
+    if weight_format not in QUANT_BLOCKS:
         raise ValueError(f"no weights have format {weight_format!r}; there are {FORMATS}")
-    if width % QUANT_GROUP:
-        raise ValueError(f"rows of {width} weights have no whole groups of {QUANT_GROUP}")
-    return width // QUANT_GROUP * GROUP_BYTES[weight_format]
+    weights, num_bytes = QUANT_BLOCKS[weight_format]
+    if width % weights:
+        raise ValueError(f"rows of {width} weights have no whole groups of {weights}")
+    return width // weights * num_bytes

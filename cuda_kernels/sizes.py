@@ -16,9 +16,8 @@ THREADS = 128  # of a block
 WARP = 32
 SPLIT_POSITIONS = 128
 RUN_PARTS = 4
-_ALIGNED_WIDTH = (
-    8 * QUANT_GROUP
-)  # so that quantized rows and their scales start at multiples of 16 bytes
+_ALIGNED_WIDTH = 8 * QUANT_GROUP  # so that quantized rows, and scales, start at 16 whole bytes
+_ALIGNED_WIDTH_Q6 = 8 * _ALIGNED_WIDTH
 _ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16, "q4_1": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
@@ -34,7 +33,10 @@ def ceil_div(a: int, b: int) -> int:
 
 def has_whole_pieces(weight_format: str, width: int, *addresses: np.uint64) -> bool:
     """Whether rows can be read in aligned pieces of 16 bytes, and vectors of that width too."""
-    whole = _ALIGNED_WIDTH if weight_format not in ITEM_BYTES else _ITEMS_A_PIECE[weight_format]
+    if weight_format in ITEM_BYTES:
+        whole = _ITEMS_A_PIECE[weight_format]
+    else:
+        whole = _ALIGNED_WIDTH_Q6 if weight_format == "q6" else _ALIGNED_WIDTH
     return width % whole == 0 and not any(address % 16 for address in addresses)
 
 

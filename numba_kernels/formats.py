@@ -1,20 +1,28 @@
 """Formats of weights, told apart by the dtype of the arrays that hold them.
 
-float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`
-and `Q4_1` hold bytes of quantized rows: a row's weights stand in groups of 32 that share one scale.
+float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
+`Q4_1` and `Q6` hold bytes of quantized rows: a row's weights stand in groups of 32 that share one
+scale, or in Q6 in halves of such groups.
 
     Q8:   weight = scale * value           value int8 in -127..127
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
     Q4_1: weight = scale * nibble + minimum
+    Q6:   weight = block's scale * half's scale * (value - 32)    value 0..63, half's scale int8
 
-These are the numbers that ggml's Q8_0, Q4_0 and Q4_1 hold. A row is its values, then its scales
-(float16, one a group, little-endian), then in Q4_1 its minima (the same). Values stand in chunks
-of 16 groups (the last may have fewer, g), step by step: step j of a chunk holds four bytes of group
-0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one group in each lane.
+These are the numbers that ggml's Q8_0, Q4_0, Q4_1 and Q6_K hold. A row is its values, then its
+scales (float16, one a group, little-endian), then in Q4_1 its minima (the same); in Q6 its values,
+then the scales of halves (int8: of each chunk those of first halves, then of second ones), then a
+float16 for each block of 8 groups, so a row of Q6 is a multiple of 256 weights, and is no row of a
+down projection: nothing adds such rows up. Values stand in chunks of 16 groups (the last may have
+fewer, g), step by step: step j of a chunk holds four bytes of group 0, four of group 1, and so on,
+so that a vector of 16 32-bit lanes has one group in each lane.
 
     8 bits: 8 steps; byte b of step j is value 4 j + b of its group
     4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
             nibble
+    6 bits: 6 steps; byte b of step j < 4 holds the low nibbles of values 4 j + b and, high,
+            16 + 4 j + b; step 4 + j % 2 holds their upper two bits in byte b: from bit
+            4 (j // 2) on those of 4 j + b, then those of 16 + 4 j + b
 
 So a chunk's integer products add up lane by lane, and its scales are one vector too.
 
@@ -34,30 +42,48 @@ SCALE_BYTES = 2
 Q8 = np.dtype([("q8", np.uint8)])
 Q4 = np.dtype([("q4", np.uint8)])
 Q4_1 = np.dtype([("q4_1", np.uint8)])
+Q6 = np.dtype([("q6", np.uint8)])
 FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 
 
 class RowFormat(NamedTuple):
-    """How a quantized row stores a group: values of so many bits, a scale, maybe a minimum."""
+    """How a quantized row stores its weights: values of so many bits, scales, maybe minima.
+
+    A group has a scale and maybe a minimum, float16; or, in a block of several groups, an int8 for
+    each of its halves, and the block a float16 that scales them.
+    """
 
     bits: int
     has_min: bool = False
+    block_groups: int = 1  # of which a row has whole ones
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether each half of a group has a scale of its own."""
+        return self.block_groups > 1
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of which a row has a multiple."""
+        return QUANT_GROUP * self.block_groups
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of a group's scale and minimum."""
+        """Bytes of the float16 numbers of a block, which end a row."""
         return SCALE_BYTES * (1 + self.has_min)
 
     @property
-    def group_bytes(self) -> int:
-        """Bytes of a group."""
-        return QUANT_GROUP * self.bits // 8 + self.factor_bytes
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        halves = 2 * self.block_groups if self.has_halves else 0
+        return self.block_weights * self.bits // 8 + halves + self.factor_bytes
 
 
 ROW_FORMATS: dict[np.dtype, RowFormat] = {
     Q8: RowFormat(8),
     Q4: RowFormat(4),
     Q4_1: RowFormat(4, has_min=True),
+    Q6: RowFormat(6, block_groups=8),
 }
 QUANTIZED = tuple(ROW_FORMATS)
 
@@ -119,9 +145,12 @@ def row_items(dtype: np.dtype, width: int) -> int:
         return width // block.weights * block.num_bytes
     if dtype not in ROW_FORMATS:
         raise ValueError(f"no weights have dtype {dtype}")
-    if width % QUANT_GROUP:
-        raise ValueError(f"rows of {width} weights have no whole groups of {QUANT_GROUP}")
-    return width // QUANT_GROUP * ROW_FORMATS[dtype].group_bytes
+    row_format = ROW_FORMATS[dtype]
+    if width % row_format.block_weights:
+        raise ValueError(
+            f"rows of {width} weights have no whole groups of {row_format.block_weights}"
+        )
+    return width // row_format.block_weights * row_format.block_bytes
 
 
 def steps_side_by_side(groups: int, steps: int) -> int:
@@ -148,7 +177,12 @@ def row_width(dtype: np.dtype, num_items: int) -> int:
     """
     if dtype in FLOATS:
         return num_items
-    group = BLOCK_FORMATS[dtype].weights if dtype in BLOCK_FORMATS else QUANT_GROUP
+    if dtype in BLOCK_FORMATS:
+        group = BLOCK_FORMATS[dtype].weights
+    elif dtype in ROW_FORMATS:
+        group = ROW_FORMATS[dtype].block_weights
+    else:
+        group = QUANT_GROUP
     bytes_a_group = row_items(dtype, group)
     if num_items % bytes_a_group:
         raise ValueError(f"{num_items} bytes are no row of groups of {bytes_a_group}")

@@ -27,7 +27,7 @@ from actors.cpu.torch_products import TorchProducts
 from actors.protocol.step_sizes import ProductChoice
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors
-from numba_kernels.formats import QUANT_GROUP, is_quantized, row_items
+from numba_kernels.formats import CHUNK, is_quantized, row_items
 from placement.threads.pinning import pin_thread
 
 _HALVES = (np.uint16, np.int16)
@@ -104,10 +104,10 @@ class MatrixProducts:
         for dtype in self._dtypes:
             if dtype == np.float32:
                 continue
-            row = np.zeros((1, row_items(dtype, QUANT_GROUP)), dtype)
+            row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
             with self.at_once():
-                self.linear(torch.zeros(1, QUANT_GROUP), row, np.empty(0, np.float32))
-                self.combine(torch.zeros(1, 1), row, torch.empty(1, QUANT_GROUP))
+                self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
+                self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
 
     def close(self) -> None:
         """End the threads."""

@@ -10,10 +10,12 @@
 SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
 SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
 SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
+SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6, that a float16 scales together
 SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
 DEVICE constexpr bool has_min(int format) { return format == Q4_1; }
+DEVICE constexpr bool has_halves(int format) { return format == Q6; }
 DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
 DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
 
@@ -106,7 +108,7 @@ DEVICE int chunk_size(int chunk, int groups) {
 // Bytes of a row's values before those of a chunk, and of all its values.
 template <int FORMAT>
 DEVICE i64 value_bytes(i64 weights) {
-    return FORMAT == Q8 ? weights : weights / 2;
+    return FORMAT == Q8 ? weights : FORMAT == Q6 ? weights / 4 * 3 : weights / 2;
 }
 
 // A word of `valid` <= 4 groups that follow each other, zeros for the others.
@@ -177,4 +179,22 @@ DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
             out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - OFFSET;
         }
     }
+}
+
+// Values of Q6, as signed bytes: four low nibbles or the high ones (half 1), and two bits of each
+// byte of `pairs` above them, of which steps 0 and 1 have the low half and 2 and 3 the high one.
+DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
+    u32 low = nibbles >> 4 * half & 0x0f0f0f0fu;
+    u32 values = low | (pairs >> (4 * (step / 2) + 2 * half) & 0x03030303u) << 4;
+    return ((values | 0x80808080u) - 0x20202020u) ^ 0x80808080u;
+}
+
+// The scale of the first or the second half of a group of Q6.
+DEVICE float half_scale(const u8* row, int width, int group, int half) {
+    int groups = width / GROUP, chunk = group / CHUNK_GROUPS;
+    const u8* scales = row + value_bytes<Q6>(width);
+    const u16* blocks = reinterpret_cast<const u16*>(scales + 2 * groups);
+    int place = chunk * 2 * CHUNK_GROUPS + half * chunk_size(chunk, groups) + group % CHUNK_GROUPS;
+    float scale = static_cast<float>(static_cast<signed char>(load(scales + place)));
+    return half_to_float(load(blocks + group / BLOCK_GROUPS)) * scale;
 }

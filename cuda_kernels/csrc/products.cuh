@@ -190,6 +190,74 @@ DEVICE void add_quantized_products(
     }
 }
 
+// The same of Q6: a lane's unit is four groups of a chunk, of which each half has a sum of its own.
+template <bool VECTOR, int ROWS, int TOKENS>
+DEVICE void add_six_bit_products(
+    const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
+    int groups = in.width / GROUP;
+    int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * QUARTER;
+    for (int unit = lane; unit < num_units; unit += WARP) {
+        int chunk = unit / QUARTER, quarter = unit % QUARTER;
+        int size = chunk_size(chunk, groups);
+        if (QUARTER * quarter >= size) continue;
+        int step_bytes = 4 * size, group = chunk * CHUNK_GROUPS + quarter * QUARTER;
+        i64 offset = value_bytes<Q6>(static_cast<i64>(chunk) * CHUNK) + 16 * quarter;
+        uint4 weights[ROWS][6];  // four steps of nibbles, two of what stands above them
+        float scales[ROWS][2][QUARTER];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int s = 0; s < 6; ++s) {
+                weights[r][s] = make_uint4(0, 0, 0, 0);
+                if (!rows.is_active(r)) continue;
+                const u8* from = rows.row(r) + offset + s * step_bytes;
+                weights[r][s] = quarter_piece<VECTOR, TOKENS < 8>(from, QUARTER);
+            }
+#pragma unroll
+            for (int q = 0; q < 2 * QUARTER; ++q) {
+                float& scale = scales[r][q / QUARTER][q % QUARTER];
+                scale = 0.0f;
+                if (!rows.is_active(r)) continue;
+                scale = half_scale(rows.row(r), in.width, group + q % QUARTER, q / QUARTER);
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            i64 token = in.token(first_token + t);
+            const u8* from =
+                in.values + token * in.width + static_cast<i64>(chunk) * CHUNK + 16 * quarter;
+            float own[QUARTER] = {};
+            load_floats<QUARTER, VECTOR>(in.scales + token * groups + group, 0, QUARTER, own);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint4 values[4];
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    int step = 4 * half + s;
+                    values[s] = quarter_piece<VECTOR, false>(from + step * step_bytes, QUARTER);
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int q = 0; q < QUARTER; ++q) {
+                        int product = 0;
+#pragma unroll
+                        for (int s = 0; s < 4; ++s) {
+                            u32 pairs = word_of(weights[r][4 + s % 2], q);
+                            u32 word =
+                                six_bit_values(word_of(weights[r][s], q), pairs, s, half);
+                            int x = static_cast<int>(word_of(values[s], q));
+                            product = __dp4a(static_cast<int>(word), x, product);
+                        }
+                        float scale = scales[r][half][q] * own[q];
+                        sums[r][t] = fmaf(static_cast<float>(product), scale, sums[r][t]);
+                    }
+                }
+            }
+        }
+    }
+}
+
 // The product of row p / TOKENS with token p % TOKENS, in lane p of the warp.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
 DEVICE float products(const Rows& rows, const Input& in, int first_token, int lane) {
@@ -199,7 +267,9 @@ DEVICE float products(const Rows& rows, const Input& in, int first_token, int la
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) sums[r][t] = 0.0f;
     }
-    if constexpr (is_quantized(FORMAT)) {
+    if constexpr (has_halves(FORMAT)) {
+        add_six_bit_products<VECTOR>(rows, in, first_token, lane, sums);
+    } else if constexpr (is_quantized(FORMAT)) {
         add_quantized_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
     } else {
         add_float_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);

@@ -18,10 +18,26 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     }
 }
 
+// The same of Q6.
+DEVICE float six_bit_weight(const u8* row, int width, int column) {
+    int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
+    int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
+    int half = item / 16, step = item % 16 / 4;
+    const u8* from = row + value_bytes<Q6>(static_cast<i64>(chunk) * CHUNK) +
+                     4 * (group % CHUNK_GROUPS) + item % 4;
+    u32 pairs = load(from + (4 + step % 2) * 4 * size);
+    u32 value = six_bit_values(load(from + step * 4 * size), pairs, step, half);
+    float whole = static_cast<float>(static_cast<signed char>(value & 0xff));
+    return half_scale(row, width, group, half) * whole;
+}
+
 // Eight weights from `column` on; of a quantized row they are of one group.
 template <int FORMAT, bool VECTOR>
 DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8]) {
-    if constexpr (is_quantized(FORMAT) && VECTOR) {
+    if constexpr (has_halves(FORMAT)) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) out[i] = six_bit_weight(row, width, column + i);
+    } else if constexpr (is_quantized(FORMAT) && VECTOR) {
         int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
         int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
         int step = FORMAT == Q8 ? item / 4 : item / 8;

@@ -20,14 +20,17 @@ from numba_kernels.ir.quantized_ir import (
     BYTE_LANES,
     CHUNK_BYTES,
     INTS,
+    PACKED_STEPS,
     Chunk,
     Rest,
     Row,
     Vector,
-    nibble_offset,
+    joined,
     packed_steps,
+    row_bytes,
     signed_byte,
     unpacked,
+    value_offset,
     with_chunks,
 )
 from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
@@ -70,6 +73,8 @@ class _Products:
         self.builder = groups.builder
         self.pairs = [(row, vector) for row in range(len(rows)) for vector in range(len(vectors))]
         self.multiply = ByteProducts(row_format)
+        self.num_halves = 2 if row_format.has_halves else 1
+        self.num_counts = len(self.pairs) * self.num_halves  # of a chunk
         zeros = Vec.full(self.builder, 0, F32, LANES)
         self.totals = [Var(zeros) for _ in self.pairs]
 
@@ -92,7 +97,7 @@ class _Products:
                         self._by_stretches(number, ahead)
             if ahead:
                 begin = number * CHUNK_BYTES[self.bits]
-                for_range(begin, self.groups * self.format.group_bytes, LINE_BYTES, rest_line)
+                for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, rest_line)
 
         with_chunks(self.groups, self.bits, whole, self._add_rest)
         return [total.get().sum() for total in self.totals]
@@ -118,8 +123,8 @@ class _Products:
 
     def _by_stretches(self, number: Vec, ahead: Sequence[Row]) -> None:
         """All whole chunks, the values of several, then their scales."""
-        size = 4 * LANES * len(self.pairs)
-        kind = ir.ArrayType(INTS, _STRETCH * len(self.pairs))
+        size = 4 * LANES * self.num_counts
+        kind = ir.ArrayType(INTS, _STRETCH * self.num_counts)
         waiting = Ptr(self.builder, cgutils.alloca_once(self.builder, kind, zfill=False))
 
         def stretch(first: Vec) -> None:
@@ -127,7 +132,7 @@ class _Products:
 
             def places(index: Vec) -> list[Ptr]:
                 at = waiting + (index - first) * size
-                return [at + 4 * LANES * i for i in range(len(self.pairs))]
+                return [at + 4 * LANES * i for i in range(self.num_counts)]
 
             def values(index: Vec) -> None:
                 self._prefetch(ahead or self.rows, index, 0 if ahead else _NEAR_BYTES)
@@ -145,22 +150,37 @@ class _Products:
         for_range(0, number, _STRETCH, stretch)
 
     def _counts(self, chunk: Chunk) -> list[Vec]:
-        """The integer sums of a whole chunk, of each pair."""
+        """The integer sums of a whole chunk, of each pair and there of each half of a group."""
         # Two chains of additions where registers allow: whole numbers add up the same either way.
-        num_chains = 2 if len(self.pairs) <= _MOST_CHAINS else 1
+        num_chains = 2 if self.num_counts <= _MOST_CHAINS else 1
         empty = self.multiply.empty(self.builder)
-        chains = [[empty] * num_chains for _ in self.pairs]
-        for number in range(self.bits):
+        chains = [[empty] * num_chains for _ in range(self.num_counts)]
+        added = [empty] * (len(self.vectors) * self.num_halves)
+        for number in range(PACKED_STEPS[self.bits]):
             weights = [packed_steps(chunk, self.bits, row, number) for row in self.rows]
             for part in range(len(weights[0])):
                 inputs = [
                     self._values(chunk, vector, part, 4 * LANES * number).load(I32, LANES, align=1)
                     for vector in self.vectors
                 ]
-                turn = (number + part) % num_chains
-                for sums, (row, vector) in zip(chains, self.pairs, strict=True):
+                half, turn = part % self.num_halves, (number + part) % num_chains
+                for pair, (row, vector) in enumerate(self.pairs):
+                    sums = chains[pair * self.num_halves + half]
                     sums[turn] = self.multiply.add(sums[turn], weights[row][part], inputs[vector])
-        return [self.multiply.end(sums) for sums in chains]
+                for vector, values in enumerate(inputs):
+                    place = vector * self.num_halves + half
+                    added[place] = self.multiply.add_offset(added[place], values)
+        return self._without(added, [self.multiply.end(sums) for sums in chains])
+
+    def _without(self, added: list[Vec], counts: list[Vec]) -> list[Vec]:
+        """The counts less what each vector's half has too much in them."""
+        if not self.multiply.half_offset:
+            return counts
+        return [
+            count - added[self.pairs[place // self.num_halves][1] * self.num_halves + half]
+            for place, count in enumerate(counts)
+            for half in [place % self.num_halves]
+        ]
 
     def _values(self, chunk: Chunk, vector: Vector, part: int, offset: int) -> Ptr:
         """Where values of a vector are: those that meet low nibbles, or all (part 0), or high."""
@@ -169,7 +189,7 @@ class _Products:
 
     def _add_scaled(self, chunk: Chunk, counts: list[Vec]) -> None:
         """Add a chunk's integer sums to the totals, with its scales and minima."""
-        row_scales = [chunk.factors(row.scales) for row in self.rows]
+        row_scales = [chunk.scales(row) for row in self.rows]
         scales = [
             chunk.load(chunk.at(vector.scales, 4 * CHUNK_GROUPS), F32) for vector in self.vectors
         ]
@@ -178,11 +198,13 @@ class _Products:
             sums = [
                 chunk.load(chunk.at(vector.sums, 4 * CHUNK_GROUPS), I32) for vector in self.vectors
             ]
-        for total, count, (row, vector) in zip(self.totals, counts, self.pairs, strict=True):
+        for place, count in enumerate(counts):
+            pair, half = divmod(place, self.num_halves)
+            row, vector = self.pairs[pair]
             if self.multiply.offset:
                 count = count - (sums[vector] << self.multiply.offset.bit_length() - 1)
-            scale = row_scales[row] * scales[vector]
-            total.set(count.astype(F32).fma(scale, total.get()))
+            scale = row_scales[row][half] * scales[vector]
+            self.totals[pair].set(count.astype(F32).fma(scale, self.totals[pair].get()))
         if not self.format.has_min:
             return
         minima = [chunk.factors(row.minima) for row in self.rows if row.minima is not None]
@@ -193,21 +215,42 @@ class _Products:
     def _add_rest(self, rest: Rest) -> None:
         """The last chunk, several of its steps at a time."""
         empty = self.multiply.empty(self.builder)
-        sums, chunk = [Var(empty) for _ in self.pairs], rest.chunk
+        sums, chunk = [Var(empty) for _ in range(self.num_counts)], rest.chunk
+        added = [Var(empty) for _ in range(len(self.vectors) * self.num_halves)]
+        starts = [chunk.at(row.values, CHUNK_BYTES[self.bits]) for row in self.rows]
 
-        def turn(index: Vec) -> None:
-            starts = [chunk.at(row.values, CHUNK_BYTES[self.bits]) for row in self.rows]
-            weights = [unpacked(self.bits, rest.load(start, index)) for start in starts]
+        def add(index: Vec, weights: list[list[Vec]]) -> None:
             for part in range(len(weights[0])):
                 inputs = [
                     rest.load(self._values(chunk, vector, part, 0), index)
                     for vector in self.vectors
                 ]
-                for total, (row, vector) in zip(sums, self.pairs, strict=True):
+                half = part % self.num_halves
+                for pair, (row, vector) in enumerate(self.pairs):
+                    total = sums[pair * self.num_halves + half]
                     total.set(self.multiply.add(total.get(), weights[row][part], inputs[vector]))
+                for vector, values in enumerate(inputs):
+                    total = added[vector * self.num_halves + half]
+                    total.set(self.multiply.add_offset(total.get(), values))
 
-        rest.each_turn(turn)
-        counts = [Var(self.multiply.end([total.get()])) for total in sums]
+        def turn(index: Vec) -> None:
+            add(index, [unpacked(self.bits, rest.load(start, index)) for start in starts])
+
+        if self.bits == 6:  # half a chunk: two steps in each of three vectors
+            last = self.groups.like(2)
+            for number in range(2):
+                index = self.groups.like(number)
+                add(
+                    index,
+                    [
+                        joined(rest.load(start, index), rest.load(start, last), number)
+                        for start in starts
+                    ],
+                )
+        else:
+            rest.each_turn(turn)
+        ends = [self.multiply.end([total.get()]) for total in sums]
+        counts = [Var(count) for count in self._without([var.get() for var in added], ends)]
         rest.fold(counts)
         self._add_scaled(chunk, [count.get() for count in counts])
 
@@ -225,8 +268,11 @@ class ByteProducts:
         self.bits = row_format.bits
         self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
         self.avx2 = has_feature("avx2") and not self.vnni
-        self.in_pairs = self.avx2 and self.bits == 4
-        self.offset = nibble_offset(row_format) if self.bits == 4 else 128 if self.vnni else 0
+        self.in_pairs = self.avx2 and self.bits < 8
+        stored = value_offset(row_format)
+        self.offset = {8: 128 if self.vnni else 0, 6: 0, 4: stored}[self.bits]
+        self.half_offset = stored if self.bits == 6 and self.vnni else 0
+        self.subtracted = stored if self.bits == 6 and not self.vnni else 0
 
     def empty(self, builder: ir.IRBuilder) -> Vec:
         """Sums of nothing."""
@@ -236,6 +282,8 @@ class ByteProducts:
 
     def add(self, total: Vec, weights: Vec, values: Vec) -> Vec:
         """The sums with one step's products added."""
+        if self.subtracted:
+            weights = (weights.view(I8) - self.subtracted).view(I32)
         if self.vnni:
             return self._vnni(total, weights, values)
         if self.avx2:
@@ -244,6 +292,12 @@ class ByteProducts:
         for byte in range(4):
             total = total + signed_byte(weights, byte) * signed_byte(values, byte)
         return total
+
+    def add_offset(self, total: Vec, values: Vec) -> Vec:
+        """The sums of values times `half_offset`, with one step's added."""
+        if not self.half_offset:
+            return total
+        return self._dot(total, values.view(I8).like(self.half_offset), values.view(I8))
 
     def end(self, chains: list[Vec]) -> Vec:
         """All chains of sums together, int32, `offset` still in them."""
@@ -255,8 +309,10 @@ class ByteProducts:
     def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:
         if self.bits == 8:
             weights = weights ^ 0x80808080 - (1 << 32)
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        return total.call(name, INTS, total, weights.view(I8), values.view(I8))
+        return self._dot(total, weights.view(I8), values.view(I8))
+
+    def _dot(self, total: Vec, unsigned: Vec, signed: Vec) -> Vec:
+        return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, unsigned, signed)
 
 
 def _avx2_pairs(bits: int, unsigned: Vec, signed: Vec) -> Vec:
@@ -269,7 +325,7 @@ def _avx2_pairs(bits: int, unsigned: Vec, signed: Vec) -> Vec:
         lanes = range(first, first + width)
         weights, values = unsigned.take(lanes), signed.take(lanes)
         kind = weights.value.type
-        if bits == 8:
+        if bits > 4:
             values = values.call("llvm.x86.avx2.psign.b", kind, values, weights)
             weights = (weights < 0).where(-weights, weights)
         name = "llvm.x86.avx2.pmadd.ub.sw"

@@ -29,7 +29,8 @@ class Weights:
         self.format = format_of(self.dtype)  # None of floats
         num_items = array.shape[1]
         if self.format:
-            self.groups = num_items // self.format.group_bytes
+            blocks = num_items // self.format.block_bytes
+            self.groups = blocks * self.format.block_groups
             self.width = self.groups * QUANT_GROUP
         else:
             self.width = num_items
@@ -41,6 +42,8 @@ class Weights:
         if not self.format:
             return start
         scales = start + self.groups * (QUANT_GROUP * self.format.bits // 8)
+        if self.format.has_halves:
+            return Row(start, scales, blocks=scales + self.groups * 2)
         minima = scales + self.groups * SCALE_BYTES
         return Row(start, scales, minima if self.format.has_min else None)
 

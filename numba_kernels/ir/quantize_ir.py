@@ -12,13 +12,15 @@ from numba_kernels.ir.float_ir import round_to_bfloat16
 from numba_kernels.ir.quantized_ir import (
     BYTE_LANES,
     CHUNK_BYTES,
+    PACKED_STEPS,
     Chunk,
     Rest,
     Row,
     Vector,
     each_chunk,
-    nibble_offset,
     packed_steps,
+    row_bytes,
+    value_offset,
     with_chunks,
 )
 from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
@@ -75,15 +77,19 @@ def _scale(halves: list[Vec]) -> tuple[Vec, Vec]:
 def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bfloat16: bool) -> None:
     """out = the row's weights in their own order, as float32 or bfloat16 bits."""
     bits, item_bytes = row_format.bits, 2 if to_bfloat16 else 4
+    # Values from one step to the next, and to what its high nibbles hold.
+    each, high = {8: (4, 0), 6: (4, 16), 4: (8, 4)}[bits]
 
     def body(chunk: Chunk) -> None:
-        factors = [chunk.factors(start) for start in row.factors]
+        scales = chunk.scales(row)
+        minima = [] if row.minima is None else [chunk.factors(row.minima)]
         target = chunk.at(out, CHUNK * item_bytes)
-        for number in range(QUANT_GROUP * bits // 8 // 4):
+        for number in range(PACKED_STEPS[bits]):
             for part, packed in enumerate(packed_steps(chunk, bits, row, number)):
-                place = 4 * number if bits == 8 else 8 * number + 4 * part
+                place = each * number + high * part
+                factors = [scales[part % len(scales)], *minima]
                 for quarter in range(LANES // _QUARTER):
-                    values = _quarter(bits, packed, factors, quarter)
+                    values = _quarter(row_format, packed, factors, quarter)
                     if to_bfloat16:
                         values = round_to_bfloat16(values)
                     _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
@@ -91,7 +97,7 @@ def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bflo
     each_chunk(groups, body)
 
 
-def _quarter(bits: int, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
+def _quarter(row_format: RowFormat, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
     """The weights in the bytes of four lanes, as float32; `factors` are scales, maybe minima.
 
     A float16 times a nibble is a float32 to the bit, so a sum with a minimum is rounded once.
@@ -101,7 +107,7 @@ def _quarter(bits: int, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
     scale, *minimum = (factor.take(lanes) for factor in factors)
     if minimum:
         return sixteen.astype(F32) * scale + minimum[0]
-    return (sixteen - 8 if bits == 4 else sixteen).astype(F32) * scale
+    return (sixteen - value_offset(row_format)).astype(F32) * scale
 
 
 def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_bytes: int) -> None:
@@ -154,7 +160,7 @@ class ScaledSum:
         def whole(number: Vec) -> None:
             for_range(0, number, 1, body)
             if ahead:
-                prefetch(number * CHUNK_BYTES[self.bits], groups * self.format.group_bytes)
+                prefetch(number * CHUNK_BYTES[self.bits], row_bytes(self.format, groups))
 
         with_chunks(groups, self.bits, whole, self._add_rest)
 
@@ -223,7 +229,7 @@ def _step_weights(row_format: RowFormat, number: int) -> list[tuple[int, Callabl
     """The places in a group of what step `number` holds, each with what takes it out of a lane."""
     if row_format.bits == 8:
         return [(4 * number + byte, partial(_byte_weights, byte)) for byte in range(4)]
-    offset = nibble_offset(row_format)
+    offset = value_offset(row_format)
     return [
         (8 * number + 4 * half + byte, partial(_nibble_weights, offset, 2 * byte + half))
         for byte in range(4)

@@ -16,13 +16,16 @@ from numba.core import cgutils, types
 
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, ROW_FORMATS, SCALE_BYTES, RowFormat
 from numba_kernels.ir.target import LANES, has_feature
-from numba_kernels.ir.vec import F32, HALF, I16, I32, I64, Ptr, Var, Vec, for_range, shaped
+from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, for_range, shaped
 
 BYTE_LANES = 4 * LANES
 INTS = ir.VectorType(I32, LANES)
 _HALF_LANES = LANES // 2
-CHUNK_BYTES = {8: CHUNK, 4: CHUNK // 2}
+CHUNK_BYTES = {bits: CHUNK * bits // 8 for bits in (8, 6, 4)}
+PACKED_STEPS = {8: 8, 6: 4, 4: 4}  # of a chunk, by which its values are unpacked
 FACTOR_BYTES = CHUNK_GROUPS * SCALE_BYTES  # of a chunk's scales, or minima
+BLOCK_LANES = 8  # groups of a block that has a scale of its own
+_CHUNK_BLOCKS = CHUNK_GROUPS // BLOCK_LANES
 _BY_NAME = {dtype.names: row_format for dtype, row_format in ROW_FORMATS.items()}
 
 
@@ -31,18 +34,22 @@ def format_of(dtype: Any) -> RowFormat | None:
     return _BY_NAME[tuple(dtype.fields)] if isinstance(dtype, types.Record) else None
 
 
+def row_bytes(row_format: RowFormat, num_groups: Vec) -> Vec:
+    """The bytes of a row of so many groups."""
+    return num_groups // row_format.block_groups * row_format.block_bytes
+
+
 @dataclass(frozen=True)
 class Row:
-    """A quantized row: where its values, its scales and its minima, if it has any, are."""
+    """A quantized row: where its values, its scales and, if it has any, its minima are.
+
+    Where halves of groups have scales, those are int8, and `blocks` is where what scales them is.
+    """
 
     values: Ptr
     scales: Ptr
     minima: Ptr | None = None
-
-    @property
-    def factors(self) -> list[Ptr]:
-        """Where the numbers are that a group has one of."""
-        return [self.scales] if self.minima is None else [self.scales, self.minima]
+    blocks: Ptr | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,30 @@ class Chunk:
             return self.load(at, HALF).astype(F32)
         return self._few_halves(at).astype(F32)
 
+    def scales(self, row: Row) -> list[Vec]:
+        """The scales of a row's groups, or of their first and of their second halves, float32."""
+        if row.blocks is None:
+            return [self.factors(row.scales)]
+        per_block = self._of_blocks(self.at(row.blocks, SCALE_BYTES * _CHUNK_BLOCKS))
+        first = self.at(row.scales, 2 * CHUNK_GROUPS)
+        halves = [self._bytes(at) for at in (first, first + self.num_lanes)]
+        return [half.astype(I32).astype(F32) * per_block for half in halves]
+
+    def _of_blocks(self, at: Ptr) -> Vec:
+        """The float16 of each lane's block, as float32; 0 in lanes without one."""
+        if self.mask is None:
+            two = at.load(HALF, _CHUNK_BLOCKS, align=1).astype(F32)
+            return two.take([lane // BLOCK_LANES for lane in range(LANES)])
+        one = at.load(HALF, align=1).astype(F32).spread(LANES)
+        return self.mask.where(one, 0)
+
+    def _bytes(self, at: Ptr) -> Vec:
+        """A byte a lane. A part of a chunk has one block."""
+        if self.mask is None:
+            return at.load(I8, LANES, align=1)
+        few = at.load(I8, BLOCK_LANES, align=1)
+        return few.take(range(LANES), few)
+
     def _few_halves(self, at: Ptr) -> Vec:
         """A float16 a lane by words of two, where the CPU has masked loads of words alone."""
         places = Vec.of(at.builder, range(LANES // 2), I32)
@@ -116,13 +147,13 @@ def _first_lanes(index: Vec, number: Vec) -> Vec:
 
 
 def packed_steps(chunk: Chunk, bits: int, row: Row, number: int) -> list[Vec]:
-    """Load step `number` of a row: 4 bytes a lane, int8 values or nibbles in bytes.
-
-    One vector of 8 bits, two of 4: the steps 2 * number and 2 * number + 1 of a group's values.
-    """
-    return unpacked(
-        bits, chunk.load(chunk.step(chunk.at(row.values, CHUNK_BYTES[bits]), number), I32)
-    )
+    """Load and unpack step `number` of a row: 4 bytes a lane, of one value each."""
+    start = chunk.at(row.values, CHUNK_BYTES[bits])
+    loaded = chunk.load(chunk.step(start, number), I32)
+    if bits == 6:
+        place = PACKED_STEPS[bits] + number % 2
+        return joined(loaded, chunk.load(chunk.step(start, place), I32), number // 2)
+    return unpacked(bits, loaded)
 
 
 def unpacked(bits: int, loaded: Vec) -> list[Vec]:
@@ -130,6 +161,16 @@ def unpacked(bits: int, loaded: Vec) -> list[Vec]:
     if bits == 8:
         return [loaded]
     return [loaded & 0x0F0F0F0F, loaded >> 4 & 0x0F0F0F0F]
+
+
+def joined(nibbles: Vec, pairs: Vec, turn: int) -> list[Vec]:
+    """Values of 6 bits: the low and the high nibbles, with two bits above them.
+
+    Of each byte of `pairs` the first turn takes the low half, the second the high one.
+    """
+    low, high = (pairs << 4, pairs << 2) if turn == 0 else (pairs, pairs >> 2)
+    tops = [low & 0x30303030, high & 0x30303030]
+    return [part | top for part, top in zip(unpacked(4, nibbles), tops, strict=True)]
 
 
 class Rest:
@@ -233,9 +274,9 @@ def with_chunks(
         rest(Rest(number, left, bits))
 
 
-def nibble_offset(row_format: RowFormat) -> int:
-    """What a nibble is more than its value."""
-    return 0 if row_format.has_min else 8
+def value_offset(row_format: RowFormat) -> int:
+    """What a stored value is more than the number that it stands for."""
+    return 0 if row_format.has_min else {8: 0, 6: 32, 4: 8}[row_format.bits]
 
 
 def signed_byte(packed: Vec, byte: int) -> Vec:

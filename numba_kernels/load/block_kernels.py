@@ -8,7 +8,14 @@ from numba import float32, int8, int32, njit, uint8, uint16
 
 from numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
 from numba_kernels.ir.bit_ir import float32_of
-from numba_kernels.load.quantize_kernels import DONE, NOT_FINITE, store_half, store_q4, store_q8
+from numba_kernels.load.quantize_kernels import (
+    DONE,
+    NOT_FINITE,
+    store_half,
+    store_q4,
+    store_q6,
+    store_q8,
+)
 
 # Codes that no row of Q8 has: -128. Of what `repack_kernel` returns.
 DOES_NOT_FIT = 3
@@ -211,6 +218,37 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
                 if codes[k] == 0x80:
                     worst = max(worst, DOES_NOT_FIT)
             store_q8(codes, target, group, num_groups)
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def repack_q6_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
+    """Blocks of Q6_K as rows of Q6, to the bit. Returns DONE or NOT_FINITE; checks no shapes."""
+    codes = np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        start = row_ids[row] * src_step
+        target = dst[row * dst_step :]
+        scales = target[width // 8 * 6 :]
+        blocks = scales[2 * num_groups :]
+        for group in range(num_groups):
+            number, part = group // 8, group % 8
+            block = src[start + number * num_bytes :][:num_bytes]
+            low, shift = 64 * (part // 4) + part % 2 * 32, part % 4 // 2 * 4
+            high = 128 + 32 * (part // 4)
+            for k in range(_GROUP):
+                top = (block[high + k] >> (part % 4 * 2)) & 3
+                codes[k] = uint8((block[low + k] >> shift) & 15 | (top << 4))
+            store_q6(codes, target, group, num_groups)
+            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+            lanes = min(_CHUNK_GROUPS, num_groups - first)
+            for half in range(2):
+                place = 2 * first + half * lanes + group - first
+                scales[place] = block[192 + 2 * part + half]
+            if part == 0:
+                blocks[2 * number], blocks[2 * number + 1] = block[208], block[209]
+                if block[209] & 0x7C == 0x7C:
+                    worst = NOT_FINITE
     return worst
 
 

@@ -13,6 +13,7 @@ from numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
+    Q6,
     Q8,
     QUANTIZED,
     block_dtype,
@@ -23,6 +24,7 @@ from numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     dequantize_kernel,
     repack_kernel,
+    repack_q6_kernel,
     repack_with_min_kernel,
 )
 from numba_kernels.load.loading import flat_rows
@@ -34,6 +36,7 @@ _EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
     block_dtype("Q8_0"): (Q8,),
     block_dtype("IQ4_NL"): (Q8,),
     block_dtype("Q4_1"): (Q4_1,),
+    block_dtype("Q6_K"): (Q6,),
 }
 _Q4_K = block_dtype("Q4_K")
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
@@ -90,6 +93,8 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
     block = BLOCK_FORMATS[rows.dtype]
     source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
+    if out.dtype == Q6:
+        return int(repack_q6_kernel(block.num_bytes, *source, ids, *target, width))
     places = block.code, block.num_bytes, *source, ids, *target, width
     if out.dtype == Q4_1:
         return int(repack_with_min_kernel(*places))

@@ -22,7 +22,6 @@ from numba_kernels.formats import (
     Q4,
     Q4_1,
     Q8,
-    QUANT_GROUP,
     QUANTIZED,
     ROW_FORMATS,
     row_items,
@@ -55,7 +54,7 @@ def quantize_rows(weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return `weights` as rows of Q8, Q4 or Q4_1.
 
     Shapes:  weights (R, W), W a multiple of 32; result (R, row_items(dtype, W))
-    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype of ROW_FORMATS
+    Dtypes:  weights float32, uint16 (float16 bits) or int16 (bfloat16 bits); dtype Q8, Q4 or Q4_1
     Errors:  ValueError for another dtype or width, for weights that are not finite, and for weights
              so large (8.3e6 for Q8, 5.2e5 for Q4) that their scale or minimum is beyond float16
     """
@@ -77,10 +76,10 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
 
     Returns DONE; NOT_FINITE or TOO_LARGE (see `quantize_rows`) leave `rows` unspecified.
     Shapes:  weights (R, W), row_ids (N,), rows (N, row_items); contiguous rows at any distance
-    Dtypes:  weights float32, uint16 or int16; row_ids int, rows of ROW_FORMATS
+    Dtypes:  weights float32, uint16 or int16; row_ids int, rows of Q8, Q4 or Q4_1
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
-    if weights.dtype not in FLOATS or rows.dtype not in QUANTIZED:
+    if weights.dtype not in FLOATS or rows.dtype not in _KERNELS:
         raise ValueError(f"quantizing {weights.dtype} to {rows.dtype}")
     if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
         raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
@@ -102,8 +101,9 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     if dst.shape != (row_ids.size, src.shape[1]):
         raise ValueError(f"copy of {row_ids.size} rows from {src.shape} to {dst.shape}")
     ids = _checked_ids(row_ids, src.shape[0])
-    num_groups = row_width(src.dtype, src.shape[1]) // QUANT_GROUP
-    factor_bytes = num_groups * ROW_FORMATS[src.dtype].factor_bytes
+    row_format = ROW_FORMATS[src.dtype]
+    num_blocks = row_width(src.dtype, src.shape[1]) // row_format.block_weights
+    factor_bytes = num_blocks * row_format.factor_bytes
     source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
     value_bytes = np.int64(src.shape[1] - factor_bytes)
     nearest, is_good = copy_rows_kernel(*source, ids, *target, value_bytes, np.int64(factor_bytes))

@@ -128,6 +128,24 @@ def store_q4(codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True)
+def store_q6(codes, target, group, num_groups):
+    """Lay a group's codes (0..63) into the row `target` of Q6."""
+    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+    place = target[first * _GROUP // 8 * 6 + 4 * (group - first) :]
+    for b in range(4):
+        for j in range(4):
+            low, high = codes[4 * j + b], codes[16 + 4 * j + b]
+            place[j * step + b] = low & uint8(15) | uint8((high & uint8(15)) << uint8(4))
+        for j in range(2):
+            pairs = uint8(0)
+            for k in range(4):
+                code = codes[k % 2 * 16 + 4 * (2 * (k // 2) + j) + b]
+                pairs |= uint8(code >> uint8(4) << uint8(2 * k))
+            place[(4 + j) * step + b] = pairs
+
+
+@njit(nogil=True, cache=True)
 def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
     """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
 

@@ -119,7 +119,7 @@ class DeviceCalls:
         down = weight_rows("down", down, width)
         require(up is None or len(up) == num_neurons, f"up must have {num_neurons} rows")
         require(len(down) == num_neurons, f"down must have {num_neurons} rows")
-        require(all(gate.dtype == m.dtype for m in (up, down) if m is not None), "one dtype")
+        require(up is None or gate.dtype == up.dtype, "gate and up must have one dtype")
         x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
         require(len(x) <= MOST_TOKENS, f"x has {len(x)} rows, more tokens than {MOST_TOKENS}")
         biases = [

@@ -25,11 +25,17 @@ from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.quantized_rows import quantized_vectors, random_rows
 
-KINDS = ("f16", "q8", "q4", "q4_1")
+KINDS = ("f16", "q8", "q4", "q4_1", "q6")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
+WIDTH_Q6 = 2304  # eight groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
 _TRIPLE = "aarch64-unknown-linux-gnu"
+
+
+def width_of(kind: str) -> int:
+    """Weights of a row of that kind, or of what is multiplied with it."""
+    return WIDTH_Q6 if kind == "q6" else WIDTH
 
 
 def matrix(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -37,13 +43,13 @@ def matrix(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     if kind == "f16":
         bits = random_bits(seed, np.uint16, NUM_ROWS, WIDTH)
         return bits, bits.view(np.float16).astype(np.float64)
-    quantized = random_rows(seed, kind, NUM_ROWS, WIDTH)
+    quantized = random_rows(seed, kind, NUM_ROWS, width_of(kind))
     return quantized.rows, quantized.weights
 
 
 def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens as kernels take them, and as products with weights of that kind take them."""
-    x = random_floats(num_tokens, num_tokens, WIDTH)
+    x = random_floats(num_tokens, num_tokens, width_of(kind))
     return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
 
 
@@ -69,7 +75,7 @@ def aarch64_assembly(kind: str) -> str:
     for name in ("__extendhfsf2", "__truncsfhf2"):
         # Code for x86 without F16C calls them and is linked here, though never run.
         binding.add_symbol(name, 1)
-    weights, x = matrix(kind, 1)[0], random_floats(2, 5, WIDTH)
+    weights, x = matrix(kind, 1)[0], random_floats(2, 5, width_of(kind))
     one_thread = QuantizedVectors(*(part[0] for part in empty_vectors(1, *x.shape)))
     vectors = x if kind == "f16" else one_thread
     alone = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import Q4, Q4_1, Q8
+from numba_kernels.formats import Q4, Q4_1, Q6, Q8
 
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
-KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1}
-_LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15)}
+WIDTHS_Q6 = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
+KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q6": Q6}
+SUMMED = [kind for kind in KINDS if kind != "q6"]  # that down rows may be in
+_LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15), "q6": (-32, 31)}
+KINDS_AND_WIDTHS = [
+    (kind, width) for kind in KINDS for width in (WIDTHS_Q6 if kind == "q6" else WIDTHS)
+]
 
 
 @dataclass(frozen=True)
@@ -19,19 +24,19 @@ class Quantized:
 
     rows: np.ndarray
     values: np.ndarray  # (N, d / 32, 32) whole numbers
-    scales: np.ndarray  # (N, d / 32)
-    minima: np.ndarray  # (N, d / 32), zeros where the format has none
+    scales: np.ndarray  # (N, d / 32, 1), or (N, d / 32, 32) where halves have their own
+    minima: np.ndarray  # (N, d / 32, 1), zeros where the format has none
 
     @property
     def weights(self) -> np.ndarray:
         """(N, d) float64."""
-        groups = self.values * self.scales[:, :, None] + self.minima[:, :, None]
+        groups = self.values * self.scales + self.minima
         return groups.reshape(len(self.values), -1)
 
     @property
     def sizes(self) -> np.ndarray:
         """What errors are to be compared with, (N, d): magnitudes of what a weight is a sum of."""
-        groups = np.abs(self.values) * self.scales[:, :, None] + np.abs(self.minima)[:, :, None]
+        groups = np.abs(self.values * self.scales) + np.abs(self.minima)
         return groups.reshape(len(self.values), -1)
 
 
@@ -39,6 +44,8 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     """Rows of every value that the format has."""
     rng = np.random.default_rng(seed)
     values = rng.integers(*_LIMITS[kind], (num_rows, width // 32, 32), endpoint=True)
+    if kind == "q6":
+        return _random_q6(rng, values)
     scales = rng.uniform(0.001, 0.02, (num_rows, width // 32)).astype(np.float16)
     minima = np.zeros_like(scales)
     if kind == "q4_1":
@@ -47,8 +54,41 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     packed = np.stack(
         [_pack(kind, values[i], *(factor[i] for factor in factors)) for i in range(num_rows)]
     )
-    doubles = (factor.astype(np.float64) for factor in (scales, minima))
+    doubles = (factor.astype(np.float64)[:, :, None] for factor in (scales, minima))
     return Quantized(packed.view(KINDS[kind]), values, *doubles)
+
+
+def _random_q6(rng: np.random.Generator, values: np.ndarray) -> Quantized:
+    """Rows of these values: an int8 for each half of a group, a float16 for eight groups."""
+    num_rows, groups, _ = values.shape
+    blocks = rng.uniform(1e-5, 2e-4, (num_rows, groups // 8)).astype(np.float16)
+    halves = rng.integers(-128, 127, (num_rows, groups, 2), np.int8, endpoint=True)
+    packed = []
+    for row, own, block in zip(values, halves, blocks, strict=True):
+        chunks = [own[first : first + 16].T.tobytes() for first in range(0, groups, 16)]
+        parts = [_six_bits(row[first : first + 16] + 32) for first in range(0, groups, 16)]
+        packed.append(np.frombuffer(b"".join([*parts, *chunks, block.tobytes()]), np.uint8))
+    scales = blocks.astype(np.float64).repeat(8, axis=1)[:, :, None] * halves.repeat(16, axis=2)
+    minima = np.full((num_rows, groups, 1), -0.0)  # which leaves zeros their sign
+    return Quantized(np.stack(packed).view(Q6), values, scales, minima)
+
+
+def _six_bits(chunk: np.ndarray) -> bytes:
+    """A chunk of values 0..63 (g, 32): steps of nibbles, then steps of the two bits above them."""
+    found = bytearray()
+    for step in range(4):
+        for group in chunk:
+            for byte in range(4):
+                low, high = (int(group[16 * half + 4 * step + byte]) for half in range(2))
+                found.append(low % 16 | high % 16 << 4)
+    for step in range(2):
+        for group in chunk:
+            for byte in range(4):
+                places = [
+                    16 * half + 4 * (step + 2 * k) + byte for k in range(2) for half in (0, 1)
+                ]
+                found.append(sum(int(group[at]) // 16 << 2 * i for i, at in enumerate(places)))
+    return bytes(found)
 
 
 def _pack(kind: str, values: np.ndarray, *factors: np.ndarray) -> np.ndarray:

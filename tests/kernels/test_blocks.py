@@ -10,6 +10,7 @@ from numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
+    Q6,
     Q8,
     QUANTIZED,
     block_dtype,
@@ -25,10 +26,17 @@ from numba_kernels.load.blocks import (
     stays_exact,
 )
 from numba_kernels.load.convert import to_float32
-from numba_kernels.load.quantize import DONE, NOT_FINITE, TOO_LARGE, quantize_rows
+from numba_kernels.load.quantize import (
+    DONE,
+    NOT_FINITE,
+    TOO_LARGE,
+    copy_quantized,
+    quantize_rows,
+)
 from tests.gguf_files import random_blocks
 
 NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
+FROM_FLOATS = [dtype for dtype in QUANTIZED if dtype != Q6]
 WIDTH, HEIGHT = 1280, 7
 
 
@@ -77,7 +85,7 @@ def test_some_rows_and_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL"])
-@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("dtype", FROM_FLOATS, ids=str)
 def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
     rows, values = blocks(name)
     if name == "Q8_0":
@@ -95,12 +103,41 @@ def test_what_stays_exact(name: str, dtype: np.dtype) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
     rows, values = blocks(name)
-    for dtype in QUANTIZED:
+    for dtype in FROM_FLOATS:
         if stays_exact(rows.dtype, dtype) or (name, dtype) == ("Q4_K", Q4_1):
             continue
         out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
         assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
         assert np.array_equal(out, quantize_rows(values, dtype))
+
+
+@pytest.mark.parametrize("width", [256, 512, WIDTH])
+def test_q6_k_stays_exact(width: int) -> None:
+    """Every value, scales of both signs, last chunks of one block and of two."""
+    raw = np.random.default_rng(3).integers(0, 256, (HEIGHT, width // 256, 210), np.uint8)
+    raw[..., 209] &= 0xBB  # no infinite scales
+    raw = raw.reshape(HEIGHT, -1)
+    rows, values = raw.view(block_dtype("Q6_K")), expected(raw, "Q6_K")
+    assert stays_exact(rows.dtype, Q6)
+    ids = np.array([3, 3, 0, 6])
+    out = np.zeros((4, row_items(Q6, width)), Q6)
+    assert blocks_into(rows, ids, out) == DONE
+    assert np.array_equal(to_float32(out), values[ids])
+    copied = np.zeros_like(out)
+    assert copy_quantized(out, np.arange(4), copied) and np.array_equal(copied, out)
+    raw[3, -1] |= 0x7C
+    assert blocks_into(rows, ids, out) == NOT_FINITE
+    out.view(np.uint8)[1, -1] |= 0x7C
+    assert not copy_quantized(out, np.arange(4), copied)
+
+
+def test_only_q6_k_becomes_q6() -> None:
+    rows, values = blocks("Q5_K")
+    out = np.zeros((HEIGHT, row_items(Q6, WIDTH)), Q6)
+    with pytest.raises(ValueError, match="quantizing float32"):
+        blocks_into(rows, np.arange(HEIGHT), out)
+    with pytest.raises(ValueError, match="quantizing float32"):
+        quantize_rows(values, Q6)
 
 
 def test_q4_k_keeps_its_values_and_rounds_its_scales() -> None:

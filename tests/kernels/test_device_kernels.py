@@ -15,7 +15,7 @@ from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
-from tests.kernels.quantized_rows import KINDS, random_rows
+from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
 PAGE = 64
 RELU = activation("relu")
@@ -165,17 +165,18 @@ def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> N
 
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
-    rows, _ = random_matrix(5, kind, 21, 1280)
-    x = random_floats(6, 5, 1280)
+    width = 2048 if kind == "q6" else 1280
+    rows, _ = random_matrix(5, kind, 21, width)
+    x = random_floats(6, 5, width)
     aligned = device_matrix(rows, device.to_device)
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
     room = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
     moved = DeviceMatrix(
-        room[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, 1280
+        room[4:].view(aligned.data.dtype).reshape(aligned.data.shape), aligned.format, width
     )
     found = []
     for matrix in (aligned, moved):
-        assert matrix.row_bytes == row_bytes(matrix.format, 1280) == rows.strides[0]
+        assert matrix.row_bytes == row_bytes(matrix.format, width) == rows.strides[0]
         out = device.to_device(np.empty((5, 21), np.float32))
         device.kernels.rows_times_vectors(matrix, None, device.to_device(x), out)
         found.append(device.to_host(out))
@@ -187,7 +188,8 @@ def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kin
 def test_hot_ffn_of_many_parts(device: DeviceCalls, kind: str, num_tokens: int) -> None:
     """Parts of 16 neurons, so runs of parts too; steps of every number of tokens agree."""
     height, width = 333, 256
-    matrices = [random_matrix(seed, kind, height, width) for seed in (7, 8, 9)]
+    kinds = (kind, kind, "q8" if kind in KINDS and kind not in SUMMED else kind)
+    matrices = [random_matrix(s, k, height, width) for s, k in zip((7, 8, 9), kinds, strict=True)]
     x, down_bias = random_floats(10, num_tokens, width), random_floats(11, width)
     gate, up, down = (m[1] for m in matrices)
     gate_bias = random_floats(12, height) - np.float32(2 * np.sqrt(width) * gate.std())
@@ -239,6 +241,8 @@ def test_no_hot_neurons(device: DeviceCalls) -> None:
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 @pytest.mark.parametrize("width", [32, 96, 512, 768, 1056])
 def test_widen(device: DeviceCalls, kind: str, width: int) -> None:
+    if kind == "q6":
+        width = -(-width // 256) * 256  # whole blocks
     rows, weights = random_matrix(13, kind, 9, width)
     out = device.to_device(np.zeros((4, width), np.uint16))
     device.kernels.widen(device_matrix(rows, device.to_device), 3, 7, out)

@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # The FFN of q4 has q4_1's sums without minima. Without AVX2 all formats' last chunks go one way.
 OLDER = {
-    "avx2": (HASWELL, ["avx2", "f16c", "fma"], ("f16+ffn", "q8+ffn", "q4", "q4_1+ffn")),
-    "plain": ("", [], ("f16", "q8+ffn")),
+    "avx2": (HASWELL, ["avx2", "f16c", "fma"], ("f16+ffn", "q8+ffn", "q4", "q4_1+ffn", "q6")),
+    "plain": ("", [], ("f16", "q8+ffn", "q6")),
 }
 
 

@@ -35,7 +35,7 @@ class Case:
     num_threads = 3
 
     def __init__(self, kind: str, num_tokens: int) -> None:
-        width = 1056
+        width = 1280 if kind == "q6" else 1056
         size = int(block_rows(self.weights_of(kind, 1, width)))
         self.weights = self.weights_of(kind, 7 * size + 13, width)
         assert row_width(self.weights.dtype, self.weights.shape[1]) == width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -16,12 +17,13 @@ from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.reference import reference_logits
 from model.weights.ffn import load_ffn
-from numba_kernels.formats import Q4
+from numba_kernels.formats import Q4, Q6, Q8
 from numba_kernels.load.convert import to_float32
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import read_predictors
+from tests import tiny_models
 from tests.gguf_files import LlamaFile, quantized
-from tests.tiny_models import make_tiny
+from tests.tiny_models import Variant, make_tiny
 
 IDS = [3, 7, 1, 40, 33, 20, 3, 3, 44, 17, 5]
 RANK = 8
@@ -158,6 +160,19 @@ def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     raw, qtype = quantized(np.ascontiguousarray(down.astype(np.float32).T), "Q4_0")
     found = to_float32(weights.down[: config.ffn_size])
     np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, qtype))
+
+
+def test_rows_by_neurons_of_six_bits_take_eight(tmp_path: Path) -> None:
+    """Nothing adds up rows of q6; gate and up stay in it."""
+    variants = {"blocks": Variant(tiny_models._llama, hidden_size=256)}
+    with mock.patch.dict(tiny_models.VARIANTS, variants):
+        path = make_tiny("blocks", tmp_path / "hf", dtype="float32")
+    powerinfer(path, tmp_path / "m.gguf", "Q6_K")
+    config = read_model(tmp_path / "m.gguf")
+    assert (config.dtype_of("gate"), config.dtype_of("down")) == ("q6", "q8")
+    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
+    assert (weights.gate.dtype, weights.up.dtype, weights.down.dtype) == (Q6, Q6, Q8)
 
 
 def test_its_predictors_are_used(file: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from cuda_kernels.source import Entry, plain_source
 
 FOLDER = Path(__file__).parent
-_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1")
+_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1", "Q6")
+_NO_DOWN = ("Q6",)  # no model's down rows are in it
 _FLAGS = [
     "-std=c++17",
     "-O1",
@@ -52,7 +53,7 @@ def _products() -> Iterator[Entry]:
 
 
 def _downs() -> Iterator[Entry]:
-    for weight_format in _FORMATS:
+    for weight_format in (name for name in _FORMATS if name not in _NO_DOWN):
         whole = (1, 2, 4) if weight_format in ("Q8", "Q4", "Q4_1") else (1, 2, 4, 8)
         for is_vector, tiles in (("true", whole), ("false", (1, 4))):
             for tokens in tiles:
