@@ -133,13 +133,14 @@ def own_candidates(thread, num_threads, num_neurons, is_listed, ids):
 
 
 @njit(nogil=True, cache=True)
-def _work_stealing_gates(
-    thread, num_threads, num_neurons, gate, bias, is_listed, ids, token_masks, x, function,
+def work_stealing_gates(
+    thread, num_threads, num_neurons, gate, bias, is_listed, ids, places, token_masks, x, function,
     num_tokens, lists, scratch,
 ):  # fmt: skip
     """scratch.values of the candidates in the blocks that this thread takes.
 
-    One token's fn(gate . x + bias); several tokens' gate . x, (N, T).
+    One token's fn(gate . x + bias); several tokens' gate . x, (N, T). Candidate i's gate is row
+    places[i], row i where that is empty.
     """
     counters, values = scratch.counters, scratch.values
     products = by_neuron(values, num_tokens)
@@ -152,11 +153,11 @@ def _work_stealing_gates(
             end = min(begin + size, last)
             if num_tokens == 1:
                 gate_values_kernel(
-                    gate, bias, ids, x, function, begin, end, last, values[begin:end]
+                    gate, bias, places, x, function, begin, end, last, values[begin:end]
                 )
             else:
                 gate_products_kernel(
-                    gate, ids, token_masks, x, begin, end, products[begin:end], lists
+                    gate, places, token_masks, x, begin, end, products[begin:end], lists
                 )
             begin = first + next_block(counters, part) * size
 
@@ -191,9 +192,9 @@ def layer_ffn(
     lists = thread_lists(scratch.lists, thread, num_tokens)
     vectors = prepared(gate, x, scratch.inputs, thread)
     gate_bias = part_of(arrays.gate_bias, first, last)
-    _work_stealing_gates(
-        thread, num_threads, last - first, gate, gate_bias, is_listed, ids, token_masks, vectors,
-        function, num_tokens, lists, scratch,
+    work_stealing_gates(
+        thread, num_threads, last - first, gate, gate_bias, is_listed, ids, ids, token_masks,
+        vectors, function, num_tokens, lists, scratch,
     )  # fmt: skip
     meet(cells, service, num_threads)
     if thread == 0:

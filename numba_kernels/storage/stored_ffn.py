@@ -11,23 +11,24 @@ from numba import njit
 
 from numba_kernels.decode.activations import activate_up, passes
 from numba_kernels.decode.batch_ffn import (
-    block_size,
     contribution,
-    gate_products_kernel,
     keep_some_kernel,
     thread_lists,
 )
 from numba_kernels.decode.ffn import (
     by_neuron,
-    gate_values_kernel,
     keep_fired_kernel,
     up_down_kernel,
 )
 from numba_kernels.decode.vectors import prepared
 from numba_kernels.ir.vector_ir import dot_ahead
-from numba_kernels.serve.layer_ffn import add_up, own_candidates, part_of
+from numba_kernels.serve.layer_ffn import (
+    add_up,
+    own_candidates,
+    part_of,
+    work_stealing_gates,
+)
 from numba_kernels.serve.mailbox import meet
-from numba_kernels.serve.work_stealing import block_rows, next_block
 from numba_kernels.storage.neuron_file import GATE, REST
 from numba_kernels.storage.neuron_slots import EPOCH, forget_slots
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
@@ -82,35 +83,6 @@ def _ask_rest(stored, first, scratch, num_threads):
         for i in range(scratch.counts[thread]):
             stored.rest_slots[thread, i] = want(stored, first + fired_ids[i], REST)
     ask_marked(stored)
-
-
-@njit(nogil=True, cache=True)
-def _work_stealing_gates(
-    thread, num_threads, num_neurons, gate, bias, is_listed, ids, places, token_masks, x, function,
-    num_tokens, lists, scratch,
-):  # fmt: skip
-    """scratch.values of the candidates in the blocks that this thread takes.
-
-    As in `layer_ffn`, candidate i's gate being row places[i].
-    """
-    counters, values = scratch.counters, scratch.values
-    products = by_neuron(values, num_tokens)
-    size = block_rows(gate) if num_tokens == 1 else block_size(gate, num_tokens)
-    for turn in range(num_threads):
-        part = (thread + turn) % num_threads
-        first, last = own_candidates(part, num_threads, num_neurons, is_listed, ids)
-        begin = first + next_block(counters, part) * size
-        while begin < last:
-            end = min(begin + size, last)
-            if num_tokens == 1:
-                gate_values_kernel(
-                    gate, bias, places, x, function, begin, end, last, values[begin:end]
-                )
-            else:
-                gate_products_kernel(
-                    gate, places, token_masks, x, begin, end, products[begin:end], lists
-                )
-            begin = first + next_block(counters, part) * size
 
 
 @njit(nogil=True, cache=True)
@@ -215,7 +187,7 @@ def stored_layer_ffn(
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
     vectors = prepared(gate, x, scratch.inputs, thread)
-    _work_stealing_gates(
+    work_stealing_gates(
         thread, num_threads, num_neurons, gate, gate_bias, is_listed, ids, places, token_masks,
         vectors, function, num_tokens, lists, scratch,
     )  # fmt: skip
