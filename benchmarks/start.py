@@ -1,10 +1,14 @@
 """How long a start takes, from the command to the first text of the embedded model, and its parts.
 
     python -m benchmarks.start [--runs 5] [--beside OTHER]
+    python -m benchmarks.start --kept [--runs 20]
 
 Prints the median seconds of each part. `--beside` measures another checkout in turn with this one,
 without its parts, and prints this checkout's seconds over the other's. Run it once before, so that
 no kernel has to be compiled, on a machine that does nothing else.
+
+`--kept` asks in turn with a system of the command's own and with one that is kept, and prints the
+seconds to the first text: least, median, most.
 """
 
 import datetime
@@ -14,7 +18,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -25,12 +31,14 @@ _COMMAND = ("-m", "jobs.cli", "generate", "--chat", "--temperature", "0", "--pro
 _FIRST, _ALL = "to the first text", "to the end of the command"
 
 
-def command_seconds(checkout: Path) -> dict[str, float]:
+def command_seconds(
+    checkout: Path, options: Sequence[str] = (), changes: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Seconds from starting `hotcold generate` to its first text, and to its end."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment = {**os.environ, "PYTHONPATH": str(checkout), **(changes or {})}
     began = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, *_COMMAND],
+        [sys.executable, *_COMMAND, *options],
         cwd=checkout,
         env=environment,
         stdout=subprocess.PIPE,
@@ -107,16 +115,43 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
 
 
+def kept_seconds(runs: int) -> dict[str, list[float]]:
+    """Seconds to the first text of each way, in turn; nothing stays in the end."""
+    found: dict[str, list[float]] = {"fresh": [], "kept": []}
+    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
+        changes = {"XDG_RUNTIME_DIR": folder}
+        try:
+            command_seconds(HERE, ["--keep", "1h"], changes)
+            for _ in range(runs):
+                found["fresh"].append(command_seconds(HERE, ["--own"], changes)[_FIRST])
+                found["kept"].append(command_seconds(HERE, [], changes)[_FIRST])
+        finally:
+            subprocess.run(
+                [sys.executable, "-m", "jobs.cli", "stop"],
+                cwd=HERE,
+                env={**os.environ, "PYTHONPATH": str(HERE), **changes},
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+    return found
+
+
 @click.command()
 @click.option("--runs", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--beside", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--kept", is_flag=True, help="Beside a system that is kept.")
 @click.option("--one", is_flag=True, hidden=True)
-def main(runs: int, beside: Path | None, one: bool) -> None:
+def main(runs: int, beside: Path | None, kept: bool, one: bool) -> None:
     """Print how long a start takes."""
     if one:
         click.echo(json.dumps(measure_parts()))
         return
     click.echo(f"{platform.machine()}, {os.cpu_count()} CPUs, {datetime.date.today()}, {runs} runs")
+    if kept:
+        for way, seconds in kept_seconds(runs).items():
+            median = statistics.median(seconds)
+            click.echo(f"{min(seconds):6.2f} {median:6.2f} {max(seconds):6.2f} s {_FIRST}, {way}")
+        return
     checkouts = [HERE] if beside is None else [HERE, beside.resolve()]
     found: list[list[dict[str, float]]] = [[] for _ in checkouts]
     for _ in range(runs):

@@ -34,7 +34,7 @@ from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_r
 from benchmarks.vs_table import table_of
 from model.config.build import read_config
 from model.errors import HotcoldError
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
 

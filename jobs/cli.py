@@ -13,12 +13,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 import click
 
-from actors.private_ray.fork_server import ForkServer
+from actors.private_ray.fork_server import begin_workers
+from jobs.kept.folder import may_be_running
 from jobs.settings.settings import origin_of
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from jobs.support.until_stopped import interrupt_again
@@ -31,16 +31,24 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "generate": LazyCommand(
-        "jobs.commands.generate:generate", "Continue a prompt.", starts_system=True
+        "jobs.commands.generate:generate",
+        "Continue a prompt.",
+        starts_system=True,
+        uses_running=True,
     ),
     "chat": LazyCommand(
-        "jobs.commands.chat:chat", "Talk with a model in the terminal.", starts_system=True
+        "jobs.commands.chat:chat",
+        "Talk with a model in the terminal.",
+        starts_system=True,
+        uses_running=True,
     ),
     "serve": LazyCommand(
         "jobs.commands.serve:serve",
         "The chat page and an OpenAI-compatible API.",
         starts_system=True,
     ),
+    "ps": LazyCommand("jobs.kept.commands:ps", "List the systems that are running."),
+    "stop": LazyCommand("jobs.kept.commands:stop", "End a running system."),
     "pull": LazyCommand("jobs.commands.models:pull", "Fetch a model from Hugging Face."),
     "show": LazyCommand("jobs.commands.models:show", "Say what a model is and takes."),
     "list": LazyCommand("jobs.commands.models:list_models", "List the models that are here."),
@@ -153,9 +161,11 @@ def _begin_workers(arguments: Sequence[str]) -> None:
     """Let workers' imports begin beside those of a command that will start a Ray of its own."""
     command = COMMANDS.get(arguments[0]) if arguments else None
     asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
-    if command and command.starts_system and not asks_for_help and "RAY_ADDRESS" not in os.environ:
-        with suppress(OSError):  # told by whoever starts Ray
-            ForkServer.begin("HOTCOLD_API_KEY")
+    if not command or not command.starts_system or asks_for_help:
+        return
+    if command.uses_running and may_be_running():
+        return  # the command begins them, where none of those systems is for it
+    begin_workers()
 
 
 def _report(error: BaseException) -> tuple[str, int]:

@@ -4,6 +4,8 @@ The text of each is one line that says what is wrong and what to do. The command
 without a traceback; everything else that is raised is a defect of the program.
 """
 
+from collections.abc import Sized
+
 
 class HotcoldError(Exception):
     """Base of all errors whose one line of text is meant for the user."""
@@ -45,3 +47,9 @@ def shown(value: object, limit: int = 120) -> str:
     """Return `value` as one printable line of at most `limit` characters, for an error text."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def require_something(prompt: Sized) -> None:
+    """Raise PromptError for a prompt, text or ids, that is empty."""
+    if not prompt:
+        raise PromptError("the prompt is empty; give at least one token")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.config.json_reader import ConfigReader, read_json_object
-from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, UsageError, shown
+
+if TYPE_CHECKING:
+    from model.config.model_config import ModelConfig
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -15,7 +15,8 @@ from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
 from model.errors import CheckpointError
 from model.files.checkpoint import Checkpoint
-from model.gguf.file import is_gguf, open_gguf
+from model.gguf.file import open_gguf
+from model.gguf.names import is_gguf
 from numba_kernels.load.convert import to_float32
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import Predictors

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,10 @@ for name in [name for name in os.environ if name.startswith("HOTCOLD_")]:
     if name not in TESTS_OWN:
         del os.environ[name]
 os.environ["HOTCOLD_CONFIG"] = ""
+# Commands use systems that run already; those of whoever runs the tests are not for them.
+_SYSTEMS = tempfile.mkdtemp(prefix="hc-", dir="/tmp")
+os.environ["XDG_RUNTIME_DIR"] = _SYSTEMS
+atexit.register(shutil.rmtree, _SYSTEMS, ignore_errors=True)
 
 # What is imported and collected stays, so there is no garbage among it to look for.
 gc.disable()

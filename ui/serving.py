@@ -66,34 +66,45 @@ class ServerThread:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: socket.socket | None,
         loading_gate: LoadingGate,
         keys: Sequence[str],
         local: bool,
         max_body_bytes: int,
         limits: ConnectionLimits,
         log: str = "none",
+        own: tuple[socket.socket, ASGIApp] | None = None,
     ) -> None:
-        """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`."""
+        """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`.
+
+        Without a `listener` it answers at `own` alone: a Unix socket in a folder of the user's
+        own, and what answers there, without keys.
+        """
         self._loading_gate = loading_gate
-        app: ASGIApp = Gate(loading_gate, keys=keys, local=local, max_body_bytes=max_body_bytes)
-        if log != "none":
-            app = AccessLog(app, log, partial(click.echo, err=True))
         self._connections = Connections(limits)
         made: Any = self._connections  # where uvicorn's types have a class
-        config = uvicorn.Config(
-            app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
-        )  # fmt: skip
+
+        def server(app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
+            app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
+            if log != "none":
+                app = AccessLog(app, log, partial(click.echo, err=True))
+            config = uvicorn.Config(
+                app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
+                server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
+            )  # fmt: skip
+            return uvicorn.Server(config)
+
+        self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
+        if listener is not None:
+            self._servers.append((server(loading_gate, keys, local), listener))
+        if own is not None:
+            self._servers.append((server(own[1], (), True), own[0]))
         # Defects are logged where they become answers; uvicorn would tell of them again, and of
         # every answer that the end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._server = uvicorn.Server(config)
         self._lifespan = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._serve, args=[listener], name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
@@ -111,24 +122,30 @@ class ServerThread:
 
     def refuse_new(self) -> None:
         """Stop listening; what runs goes on."""
-        self._server.should_exit = True
+        for server, _ in self._servers:
+            server.should_exit = True
 
     def stop(self, patience_s: float = 0.0) -> None:
         """End; what still runs after `patience_s` is cut off. May be called again."""
-        self._server.should_exit = True
+        self.refuse_new()
         self._thread.join(patience_s)
-        self._server.force_exit = True
+        for server, _ in self._servers:
+            server.force_exit = True
         self._thread.join(_END_S)
 
-    def _serve(self, listener: socket.socket) -> None:
+    def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         watching = self._loop.create_task(self._connections.watch())
         try:
-            self._loop.run_until_complete(self._server.serve([listener]))
+            self._loop.run_until_complete(self._serve_all())
             watching.cancel()
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0.05))
         finally:
-            listener.close()
+            for _, listener in self._servers:
+                listener.close()
             self._loop.close()
+
+    async def _serve_all(self) -> None:
+        await asyncio.gather(*(server.serve([listener]) for server, listener in self._servers))

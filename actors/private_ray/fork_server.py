@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -91,6 +92,16 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         self._control.close()
+
+
+def begin_workers() -> None:
+    """Begin a server for a command that will start a private Ray; may be repeated.
+
+    Where RAY_ADDRESS names a cluster there is none to start.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        with suppress(OSError):  # told by whoever starts Ray
+            ForkServer.begin("HOTCOLD_API_KEY")
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

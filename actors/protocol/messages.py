@@ -1,15 +1,22 @@
-"""What crosses process borders, all in one place."""
+"""What crosses process borders, all in one place.
+
+Imports little: a command that asks a running system needs requests and answers alone.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import NeuronStorage
 from model.sampling import SamplingParams
-from placement.threads.pinning import HostShare
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from actors.protocol.arena import ArenaLayout
+    from actors.protocol.step_sizes import ProductChoice
+    from actors.protocol.stored_neurons import NeuronStorage
+    from placement.threads.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 THRESHOLD = "threshold"  # neurons fire where their activation is not small
@@ -203,7 +210,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
 
-    def __add__(self, later: "TokenEvent") -> "TokenEvent":
+    def __add__(self, later: TokenEvent) -> TokenEvent:
         """Both as one event."""
         return TokenEvent(
             self.text + later.text,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from actors.protocol.options import DEVICES
 from cuda_kernels.device import first_gpu
 from model.errors import UsageError
 from placement.crossover import upload_tokens
 from placement.machine.this_machine import measured_before
 from placement.memory import MemoryNeed
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def choose_device(device: str, gpu_memory_bytes: int | None) -> str:

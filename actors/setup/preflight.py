@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from actors.protocol.messages import (
@@ -14,6 +14,7 @@ from actors.protocol.messages import (
     THRESHOLD,
     SystemConfig,
 )
+from actors.protocol.options import SystemOptions
 from actors.protocol.ray_memory import free_bytes, kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from actors.protocol.stored_neurons import NeuronStorage
@@ -46,29 +47,6 @@ NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
 _MOST_KV_POSITIONS = 1 << 31
 _KV_ITEM_BYTES = {"float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class SystemOptions:
-    """What a user may choose; None leaves it to us."""
-
-    mode: str | None = None
-    num_threads: int | None = None
-    num_cpu_actors: int | None = None
-    context_length: int | None = None
-    max_batch: int | None = None
-    kv_positions: int | None = None
-    kv_dtype: str | None = None
-    gpu_memory_bytes: int | None = None
-    cpu_memory_bytes: int | None = None
-    exchange: str = "arena"
-    predictors: Path | None = None
-    thresholds: Path | None = None
-    plan: Path | None = None
-    device: str = "auto"  # of DEVICES
-    weight_dtype: str | None = None  # of --dtype; as stored without it
-    pin: str = "auto"
-    hosts: tuple[str, ...] = ()  # addresses of Ray nodes that share the CPU services
 
 
 def prepare_system(

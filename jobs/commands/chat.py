@@ -1,21 +1,26 @@
 """`hotcold chat`: a conversation in the terminal, by the model's chat template."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import sys
 import uuid
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.driver.text.prompts import Prompts
+from actors.private_ray.fork_server import begin_workers
 from actors.protocol.messages import GenerateRequest
-from actors.setup.preflight import prepare_system
-from actors.system import System
+from actors.protocol.options import SystemOptions
+from jobs.kept.client import KeptSystem
+from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
-from jobs.support.loading import running_system
 from jobs.support.options import (
+    kept_options,
     sampling_options,
     split_sampling,
     split_system_options,
@@ -26,6 +31,9 @@ from model.errors import PromptError
 from model.files.locate import locate_model
 from model.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from actors.system import System
+
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
@@ -34,13 +42,48 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops 
 @click.option("--system", "system_prompt", help="What the model is told before the conversation.")
 @sampling_options
 @system_options
-def chat(model: str | None, system_prompt: str | None, **values: Any) -> None:
+@kept_options
+def chat(
+    model: str | None, system_prompt: str | None, keep_s: float, is_own: bool, **values: Any
+) -> None:
     """Talk with MODEL (the embedded demo model without it)."""
-    path = locate_model(model)
-    system, config = prepare_system(path, split_system_options(values))
+    options = split_system_options(values)
+    kept = find_system(model, options, keep_s, is_own)
+    if kept is None:
+        begin_workers()
+    path = locate_model(model) if kept is None else kept.model_path
     sampling = split_sampling(path, values)
-    prompts = Prompts(path, config, system.context_length)
-    if prompts.tokenizer is None or not prompts.tokenizer.has_chat_template:
+    chosen = _started(path, options) if kept is None else _attended(path, kept)
+    with chosen as running:
+        click.echo(_HELP, err=True)
+        _Conversation(running, sampling, system_prompt).run()
+
+
+@contextmanager
+def _attended(path: Path, kept: KeptSystem) -> Iterator[KeptSystem]:
+    """A system that runs already, and stays for as long as the conversation."""
+    _require_chat(path, kept.state()["has_chat_template"])
+    with kept.attended():
+        yield kept
+
+
+@contextmanager
+def _started(path: Path, options: SystemOptions) -> Iterator[System]:
+    """A system of this command's own."""
+    from actors.driver.text.prompts import Prompts
+    from actors.setup.preflight import prepare_system
+    from jobs.support.loading import running_system
+
+    system, config = prepare_system(path, options)
+    tokenizer = Prompts(path, config, system.context_length).tokenizer
+    _require_chat(path, tokenizer is not None and tokenizer.has_chat_template)
+    with running_system(system) as running:
+        yield running
+
+
+def _require_chat(path: Path, has_template: bool) -> None:
+    """Get ready to read questions. Errors: PromptError where none can be asked."""
+    if not has_template:
         raise PromptError(f"{path.name} has no tokenizer with a chat template; use generate")
     if sys.stdin is None:
         raise PromptError("standard input is closed, but chat reads its questions there; open it")
@@ -49,13 +92,12 @@ def chat(model: str | None, system_prompt: str | None, **values: Any) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    with running_system(system) as running:
-        click.echo(_HELP, err=True)
-        _Conversation(running, sampling, system_prompt).run()
 
 
 class _Conversation:
-    def __init__(self, running: System, sampling: SamplingParams, system_prompt: str | None):
+    def __init__(
+        self, running: System | KeptSystem, sampling: SamplingParams, system_prompt: str | None
+    ):
         self._running = running
         self._sampling = sampling
         self._opening = [{"role": "system", "content": system_prompt}] if system_prompt else []

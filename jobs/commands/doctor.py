@@ -11,7 +11,7 @@ import click
 
 from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json, stderr_console
-from jobs.support.weight_dtype import dtype_option
+from jobs.support.options import dtype_option
 from model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

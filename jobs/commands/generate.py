@@ -1,25 +1,33 @@
-"""`hotcold generate`: continue a prompt, streaming to the terminal."""
+"""`hotcold generate`: continue a prompt, streaming to the terminal.
+
+Imports little: where a system runs already, the command is over before more were imported.
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from actors.driver.text.prompts import Prompts, require_something
-from actors.protocol.messages import GenerateRequest, Generation
-from actors.setup.preflight import prepare_system
+from actors.private_ray.fork_server import begin_workers
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from actors.protocol.options import SystemOptions
+from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json
-from jobs.support.loading import running_system
 from jobs.support.options import (
     TokenIds,
+    kept_options,
     sampling_options,
     split_sampling,
     split_system_options,
     system_options,
 )
-from model.errors import PromptError
+from model.errors import PromptError, require_something
 from model.files.locate import locate_model
 
 
@@ -30,32 +38,68 @@ from model.files.locate import locate_model
 @click.option("--chat", is_flag=True, help="The prompt is a question: use the chat template.")
 @sampling_options
 @system_options
+@kept_options
 @json_option
 def generate(
     model: str | None,
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: bool,
+    keep_s: float,
+    is_own: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Continue a prompt with MODEL (the embedded demo model without it)."""
-    path = locate_model(model)
     options = split_system_options(values)
+    kept = find_system(model, options, keep_s, is_own)
+    if kept is None:
+        begin_workers()
+    path = locate_model(model) if kept is None else kept.model_path
+
+    def request() -> GenerateRequest:
+        return _request(prompt, prompt_ids, chat, split_sampling(path, values))
+
+    if kept is not None:
+        for event, told in kept.answer(request()):
+            _show(event)
+            if event.result is not None:
+                result, about = event.result, told
+    else:
+        result, about = _answer_here(path, options, request)
+    _show_end(result, about["num_neurons"], about["has_text"])
+    if as_json:
+        print_json(result.as_json() | {"system": about["system"]})
+
+
+def _answer_here(
+    path: Path, options: SystemOptions, request_of: Callable[[], GenerateRequest]
+) -> tuple[Generation, dict[str, Any]]:
+    """Answer with a system of this command's own; also what is said of that system."""
+    from actors.driver.text.prompts import Prompts
+    from actors.setup.preflight import prepare_system
+    from jobs.support.loading import running_system
+
     system, config = prepare_system(path, options)
-    request = _request(prompt, prompt_ids, chat, split_sampling(path, values))
     prompts = Prompts(path, config, system.context_length)
-    request = prompts.checked(request)
+    request = prompts.checked(request_of())
     with running_system(system) as running:
         for event in running.generate(request):
-            click.echo(event.text, nl=False)
-            sys.stdout.flush()
+            _show(event)
             if event.result is not None:
                 result = event.result
         system = running.call("describe")  # with --mode auto, the mode that was chosen
-    _show_end(result, config.ffn_size * config.num_layers, prompts.tokenizer is not None)
-    if as_json:
-        print_json(result.as_json() | {"system": asdict(system)})
+    about = {
+        "system": asdict(system),
+        "num_neurons": config.ffn_size * config.num_layers,
+        "has_text": prompts.tokenizer is not None,
+    }
+    return result, about
+
+
+def _show(event: TokenEvent) -> None:
+    click.echo(event.text, nl=False)
+    sys.stdout.flush()
 
 
 def _request(

@@ -14,8 +14,7 @@ from actors.protocol.messages import MODES
 from jobs.profile.files import PLOT_SUFFIXES
 from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json, stderr_console
-from jobs.support.options import Bytes, split_system_options
-from jobs.support.weight_dtype import QUANTIZED, dtype_option
+from jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
 from model.errors import MemoryBudgetError, UsageError
 from model.files.locate import resolved_model
 

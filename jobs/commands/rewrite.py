@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.support.console import json_option, print_json, progress_bar
-from jobs.support.weight_dtype import QUANTIZED, dtype_option
+from jobs.support.options import QUANTIZED, dtype_option
 from model.errors import ArtifactError
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actors.exchange.watch import Pulse
-from actors.protocol.messages import LoadProgress, SystemConfig
+from actors.protocol.messages import LoadProgress
 from actors.setup.preflight import prepare_system
 from actors.system import System
+from jobs.kept.identity import model_text
 from jobs.settings.shared_option import GroupedCommand
-from jobs.support.listening import listen, url_of
+from jobs.support.listening import listen, require_server_packages, url_of
 from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
 from jobs.support.until_stopped import Signals
@@ -26,13 +27,12 @@ from model.errors import UsageError
 from model.files.locate import locate_model
 
 if TYPE_CHECKING:
-    from ui.api.backend import Backend, ServerSettings
-    from ui.serving import LoadingGate, ServerThread
+    from ui.api.backend import Backend
+    from ui.serving import ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _PATIENCE_LOOKS = 60  # seconds in which the driver says nothing: requests give up earlier
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @click.command(cls=GroupedCommand)
@@ -104,35 +104,54 @@ def serve(
 ) -> None:
     """Serve MODEL (the embedded demo model without it) to browsers and OpenAI's clients."""
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
-    _require_packages()
-    from ui.api.backend import ServerSettings
+    require_server_packages("serve")
+    from jobs.kept.holder import Holder
+    from ui.api.backend import Backend, ServerSettings
     from ui.connections import ConnectionLimits
     from ui.gate import is_loopback
     from ui.serving import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
     path = locate_model(model)
-    system, _ = prepare_system(path, split_system_options(values))
+    options = split_system_options(values)
+    system, _ = prepare_system(path, options)
     settings = ServerSettings(_name(model, path), max_queue, max_tokens_limit or 1 << 20, timeout_s)
     listener = listen(host, port)
     loading_gate, url = LoadingGate(settings.model_name), url_of(listener)
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        holder = None
+        try:
+            holder = Holder.of_server(
+                loading_gate, settings.model_name, url, model_text(model), options
+            )
+            stack.callback(holder.leave)
+        except (UsageError, OSError) as problem:
+            click.echo(f"other commands will not find this system: {problem}", err=True)
         server = ServerThread(
             listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes,
-            ConnectionLimits(max_connections), log,
+            ConnectionLimits(max_connections), log, own=None if holder is None else holder.own,
         )  # fmt: skip
         stack.callback(server.stop)
         click.echo(f"loading {settings.model_name}; {url} says how far it is", err=True)
-        running = stack.enter_context(running_system(system, on_progress=_shown(loading_gate)))
-        _serve(server, running, system, settings, url, no_page, signals)
+
+        def show(progress: LoadProgress) -> None:
+            loading_gate.stage = progress.stage
+            if holder is not None:
+                holder.show(progress)
+
+        running = stack.enter_context(running_system(system, on_progress=show))
+        backend = Backend(running, system, settings)
+        if holder is not None:
+            stack.callback(holder.leave)  # before the system ends
+            holder.open(backend, running.call("describe"), None)
+        _serve(server, running, backend, url, no_page, signals)
 
 
 def _serve(
     server: ServerThread,
     running: System,
-    system: SystemConfig,
-    settings: ServerSettings,
+    backend: Backend,
     url: str,
     no_page: bool,
     signals: Signals,
@@ -141,13 +160,11 @@ def _serve(
 
     Errors:  ServiceError where the system ends by itself: then there is nothing left to serve
     """
-    from ui.api.backend import Backend
     from ui.server import create_app
 
-    backend = Backend(running, system, settings)
     page = None if no_page else _page(backend)
     server.use(create_app(backend, page))
-    click.echo(f"hotcold serves {settings.model_name} at {url} (API: {url}/v1)")
+    click.echo(f"hotcold serves {backend.settings.model_name} at {url} (API: {url}/v1)")
     sys.stdout.flush()
     pulse = Pulse("driver", partial(running.begin, "driver_load"))
     signals.wait(lambda: pulse.look(_PATIENCE_LOOKS))
@@ -165,14 +182,6 @@ def _serve(
         )
         signals.wait_while(lambda: num_running() > 0)
     server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
-
-
-def _require_packages() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"serve needs {', '.join(missing)}, which is not installed; pip install 'hotcold[ui]'"
-        )
 
 
 def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
@@ -208,10 +217,3 @@ def _page(backend: Backend) -> Any:
         return None
     build_page = importlib.import_module("ui.page.page").build_page
     return build_page(backend)
-
-
-def _shown(loading_gate: LoadingGate) -> Any:
-    def show(progress: LoadProgress) -> None:
-        loading_gate.stage = progress.stage
-
-    return show

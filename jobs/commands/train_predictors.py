@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.support.console import json_option, print_json, transient_progress
-from jobs.support.weight_dtype import QUANTIZED
+from jobs.support.options import QUANTIZED
 
 if TYPE_CHECKING:
     from model.config.model_config import ModelConfig

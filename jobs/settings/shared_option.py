@@ -17,6 +17,7 @@ SHARED_OPTIONS = {
         "parallel", "kv-tokens", "kv-dtype", "device", "gpu-memory", "cpu-memory", "exchange",
         "pin", "hosts",
     ),
+    "Kept system": ("keep", "own"),
 }  # fmt: skip
 
 

@@ -3,21 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
-
-from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, SystemConfig
+from actors.protocol.messages import LoadProgress, SystemConfig
 from actors.system import System
-from jobs.support.console import transient_progress
+from jobs.support.loading_bar import loading_bar
 from jobs.support.stored_model import require_bundles
-
-
-class _BytesColumn(DownloadColumn):
-    """Bytes of weights, in the stage that counts them."""
-
-    def render(self, task: Task) -> Text:
-        """See rich."""
-        return super().render(task) if task.fields["counts_bytes"] else Text()
 
 
 @contextmanager
@@ -30,24 +19,11 @@ def running_system(
     Errors:  HotcoldError
     """
     require_bundles(system)
-    columns = (TextColumn("{task.description}"), BarColumn(), _BytesColumn(), TimeElapsedColumn())
-    with transient_progress(*columns) as bar:
-        task = bar.add_task("starting Ray", total=None, counts_bytes=False)
-
-        told: set[str] = set()
+    with loading_bar() as bar:
 
         def show(progress: LoadProgress) -> None:
             on_progress(progress)
-            for note in set(progress.notes) - told:
-                bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
-            told.update(progress.notes)
-            bar.update(
-                task,
-                description=progress.stage,
-                completed=min(progress.loaded_bytes, progress.total_bytes),
-                total=progress.total_bytes,
-                counts_bytes=progress.stage == LOADING_WEIGHTS,
-            )
+            bar(progress)
 
         running = System.start(system, on_progress=show)
     with running:

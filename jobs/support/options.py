@@ -9,16 +9,24 @@ from typing import Any
 import click
 
 from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
-from actors.setup.gpu_choice import DEVICES
-from actors.setup.preflight import SystemOptions
+from actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
 from jobs.settings.shared_option import shared_option as _option
-from jobs.support.weight_dtype import dtype_option
 from model.errors import shown
 from model.sampling import SamplingParams
-from placement.threads.pinning import PIN_CHOICES
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+QUANTIZED = ("q8", "q4_1", "q4")
+DTYPES = ("f16", "bf16", *QUANTIZED)
+dtype_option = _option(
+    "--dtype",
+    "weight_dtype",
+    type=click.Choice(DTYPES),
+    help="Cast the weights to 16 bits while they load, or quantize them to 8 or 4 (q4_1: with a "
+    "minimum beside each scale); as stored without it.",
+)
 
 
 class Bytes(click.ParamType[int]):
@@ -36,6 +44,23 @@ class Bytes(click.ParamType[int]):
         unit = (match[2] or "").lower()
         base = 1024 if unit.endswith("i") else 1000
         return int(float(match[1]) * base ** _POWERS[unit[:1]])
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 10m, 1h30m or a number of seconds; less than 0: without end."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Seconds, -1 for a time without end."""
+        if isinstance(value, int | float):
+            return float(value)
+        text = value.strip().lower()
+        match = _TIME.fullmatch(text.removeprefix("-"))
+        if not match or not any(match.groups()):
+            self.fail(f"{shown(value)} is no time; write it like 10m, 300 or -1", param, ctx)
+        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        return -1.0 if text.startswith("-") else hours * 3600 + minutes * 60 + seconds
 
 
 class TokenIds(click.ParamType[list[int]]):
@@ -112,6 +137,20 @@ _SAMPLING = [
     _option("--stop", multiple=True, help="End before this text; may be given several times."),
     _option("--ignore-eos", is_flag=True, help="Go on after an end token."),
 ]
+
+
+_KEPT = [
+    _option("--keep", "keep_s", type=Duration(), default=0.0,
+                 help="Keep the system for the next command, so long after its last answer: 10m, "
+                 "300 (seconds), -1 (until `hotcold stop`); 0: it ends with this command."),
+    _option("--own", "is_own", is_flag=True, help="Start a system of this command's own, also "
+                 "where one of the same model and options is running."),
+]  # fmt: skip
+
+
+def kept_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--keep` and `--own`."""
+    return _with(_KEPT, command)
 
 
 def system_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from model.config.json_reader import ConfigReader, read_json_object
 from model.config.model_config import ModelConfig, RopeConfig, WeightDtype
 from model.config.quantization import quantized_dtype
 from model.errors import shown
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 
 DTYPES: dict[str, WeightDtype] = {
     "float32": "float32",

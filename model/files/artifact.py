@@ -21,7 +21,7 @@ from model.errors import ArtifactError, shown
 from model.files.checkpoint import Checkpoint
 from model.files.locate import resolved_model
 from model.files.whole_file import write_whole
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 
 VERSION = 1
 _KEY = "hotcold"

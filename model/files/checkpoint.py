@@ -24,7 +24,7 @@ from model.errors import CheckpointError, shown
 from model.files.gguf_weights import GgufWeights
 from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
 from model.files.torch_file import TorchFile
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 from model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
 from model.mapped_file import forget_pages
 from numba_kernels.formats import is_quantized

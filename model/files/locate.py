@@ -6,7 +6,7 @@ from pathlib import Path
 
 from model.errors import UsageError, shown
 from model.files import hub
-from model.gguf.file import SUFFIX, is_gguf, is_later_part
+from model.gguf.names import SUFFIX, is_gguf, is_later_part
 
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 

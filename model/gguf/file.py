@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import numpy as np
 
 from model.errors import CheckpointError, shown
 from model.gguf.header import ArrayValue, HeaderReader, TensorInfo
+from model.gguf.names import PART, SUFFIX
 from model.mapped_file import MappedFile, mapped
 
-SUFFIX = ".gguf"
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _KEPT_FILES = 4
 
 
@@ -137,7 +135,7 @@ class GgufModel:
             raise self.first.fail("split.count", f"is {shown(count)}")
         if count <= 1:
             return []
-        name = _PART.fullmatch(self.path.stem)
+        name = PART.fullmatch(self.path.stem)
         if number != 0 or name is None or int(name["number"]) != 1 or int(name["count"]) != count:
             raise CheckpointError(
                 f"{self.path}: is part {number + 1} of {count}; give the first one, which ends in "
@@ -154,17 +152,6 @@ class GgufModel:
                 "download all parts"
             )
         return [GgufFile(path) for path in paths]
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Whether a model's path is that of a GGUF file, and not of a directory."""
-    return Path(path).is_file()
-
-
-def is_later_part(path: Path) -> bool:
-    """Whether the name is that of a part other than the first."""
-    name = _PART.fullmatch(path.stem)
-    return name is not None and int(name["number"]) != 1
 
 
 def open_gguf(path: str | Path) -> GgufModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from model.errors import ConfigError, PromptError, shown
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from model.text.older_files import older_tokenizer

@@ -25,7 +25,7 @@ from model.config.weight_formats import requested_dtype
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
-from model.gguf.file import is_gguf
+from model.gguf.names import is_gguf
 from model.weights.check import check_tensors, stored_config
 from model.weights.embedding import head_name
 from model.weights.tensor_reader import TensorReader

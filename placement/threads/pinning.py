@@ -24,7 +24,6 @@ from placement.threads.numa import (
     place_services,
 )
 
-PIN_CHOICES = ("auto", "on", "off")
 _DEFAULT, _PREFERRED, _BIND, _INTERLEAVE = 0, 1, 2, 3  # of linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _WORD_BITS = 64

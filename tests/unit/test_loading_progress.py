@@ -14,7 +14,7 @@ from actors.processes.driver_actor import DriverActor
 from actors.processes.load_progress import LOADING_KERNELS
 from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress, SystemConfig
 from actors.telemetry.compiling import CompileCounter
-from jobs.support.loading import _BytesColumn
+from jobs.support.loading_bar import BytesColumn
 
 
 def test_compiled_kernels_are_counted() -> None:
@@ -35,7 +35,7 @@ def test_bytes_are_shown_where_they_are_counted() -> None:
     shown = {}
     for counts_bytes in (False, True):
         bar.add_task("", total=2_000_000, completed=1_000_000, counts_bytes=counts_bytes)
-        shown[counts_bytes] = _BytesColumn().render(bar.tasks[-1]).plain
+        shown[counts_bytes] = BytesColumn().render(bar.tasks[-1]).plain
     assert shown == {False: "", True: "1.0/2.0 MB"}
 
 

@@ -48,6 +48,8 @@ class Backend:
         self.metrics = Metrics(settings.model_name)
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run
+        self.used_at = time.monotonic()  # when a request came or ended last
+        self.tokens_per_s = 0.0  # of the last answer, after its first token
         self.capacity = config.max_batch + settings.max_queue
 
     @property
@@ -122,6 +124,7 @@ class Answers:
         self._num_unread = count
         self._is_stopped = False
         backend.num_active += count
+        backend.used_at = self._started
 
     @property
     def deadline(self) -> float:
@@ -199,6 +202,7 @@ class Answers:
     def _leave(self, index: int) -> None:
         self._unfinished.discard(index)
         self._backend.num_active -= 1
+        self._backend.used_at = time.monotonic()
 
     def _count(self, index: int, event: TokenEvent) -> None:
         metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]
@@ -209,3 +213,5 @@ class Answers:
         self._last_at[index] = now
         if event.result is not None:
             metrics.add_result(event.result, now - self._started)
+            if speed := event.result.decode_tokens_per_s:
+                self._backend.tokens_per_s = speed

@@ -1,13 +1,13 @@
 """From a request's text, messages or ids to checked token ids."""
 
 import functools
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from actors.protocol.messages import GenerateRequest
 from model.config.model_config import ModelConfig
-from model.errors import PromptError, PromptTooLongError
+from model.errors import PromptError, PromptTooLongError, require_something
 from model.text.tokenizer import Tokenizer
 
 _MAX_CHARS_A_TOKEN = 1000
@@ -77,9 +77,3 @@ class Prompts:
             )
         # A chat template writes the special tokens itself.
         return self.tokenizer.encode(text, request.messages is None) if text else []
-
-
-def require_something(prompt: Sized) -> None:
-    """Raise PromptError for a prompt, text or ids, that is empty."""
-    if not prompt:
-        raise PromptError("the prompt is empty; give at least one token")

@@ -1,0 +1,170 @@
+"""A running system as a command sees it that did not start it: asked over its Unix socket.
+
+The socket answers HTTP: the whole API of `hotcold serve`, and below /own what commands ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from jobs.kept.records import Record, socket_path
+from model.errors import HotcoldError, PromptError, ServiceError, UsageError
+
+_ASK_S = 10.0
+_LOADING = "loading"  # the code of an answer that is to be had later
+
+
+class GoneError(ServiceError):
+    """The system has ended, before it began to answer."""
+
+
+class LoadingError(ServiceError):
+    """The system does not answer yet."""
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float | None) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class KeptSystem:
+    """Asks one running system; may be used by several threads."""
+
+    def __init__(self, folder: Path, record: Record, keep_s: float | None = None) -> None:
+        """`keep_s`: how long it is to stay after each request of this client's; None: as it is."""
+        self.record = record
+        self._path = socket_path(folder, record.name)
+        self._keep_s = keep_s
+        self._lock = threading.Lock()
+        self._asked: dict[str, _Connection] = {}  # requests that are being answered
+
+    @property
+    def model_path(self) -> Path:
+        """The model's directory or file."""
+        return Path(self.record.resolved["model_path"])
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        """Stream a request; closing the iterator, or the end of this process, cancels it.
+
+        Errors:  GoneError, LoadingError; PromptError; ServiceError if it failed
+        """
+        for event, _ in self.answer(request):
+            yield event
+
+    def answer(self, request: GenerateRequest) -> Iterator[tuple[TokenEvent, dict[str, Any]]]:
+        """As `generate`, with what is said of the system beside the last event."""
+        name, connection = request.request_id, _Connection(self._path, None)
+        with closing(connection):
+            with self._lock:
+                self._asked[name] = connection
+            try:
+                body = {"request": asdict(request), "keep_s": self._keep_s}
+                for line in _lines(connection, "POST", "/own/generate", body):
+                    yield _event(line), line.get("about", {})
+                    if "result" in line:
+                        return
+                self._require_cancelled(name)
+            except (OSError, http.client.HTTPException, json.JSONDecodeError):
+                self._require_cancelled(name)
+            finally:
+                with self._lock:
+                    self._asked.pop(name, None)
+
+    def _require_cancelled(self, request_id: str) -> None:
+        """An answer has ended without a result. Errors: ServiceError unless that was asked for."""
+        with self._lock:
+            is_cancelled = request_id not in self._asked
+        if not is_cancelled:
+            raise ServiceError(f"the system {self.record.name!r} has ended") from None
+
+    def complete(self, request: GenerateRequest) -> Generation:
+        """Run a request to its end. Errors: as above."""
+        for event in self.generate(request):
+            if event.result is not None:
+                return event.result
+        raise ServiceError("the answer ended without a result")
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that another thread reads; its events end without a result."""
+        with self._lock:
+            connection = self._asked.pop(request_id, None)
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def state(self) -> dict[str, Any]:
+        """What the system says of itself; while it loads, how far it is.
+
+        Its `status` is "ready", "loading", or "silent" where it says nothing for ten seconds.
+        Errors:  GoneError
+        """
+        with closing(_Connection(self._path, _ASK_S)) as connection:
+            try:
+                return next(_lines(connection, "GET", "/own/state"))
+            except TimeoutError:
+                return {"status": "silent"}
+            except (OSError, http.client.HTTPException, StopIteration):
+                raise GoneError(f"the system {self.record.name!r} has ended") from None
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Within it the system does not end for want of requests. Errors: GoneError."""
+        with closing(_Connection(self._path, None)) as connection:
+            try:
+                connection.request("GET", "/own/attend")
+            except OSError:
+                raise GoneError(f"the system {self.record.name!r} has ended") from None
+            yield
+
+
+def _lines(
+    connection: _Connection, method: str, path: str, body: dict[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an answer, as they come. Errors: HotcoldError, OSError, HTTPException."""
+    content = None if body is None else json.dumps(body)
+    try:
+        connection.request(method, path, content)
+        response = connection.getresponse()
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException):
+        raise GoneError("the system has ended") from None
+    if response.status != 200:
+        raise _error(json.loads(response.read()), response.status)
+    while line := response.readline():
+        found = json.loads(line)
+        if "error" in found:
+            raise _error(found, response.status)
+        yield found
+
+
+def _error(answer: dict[str, Any], status: int) -> HotcoldError:
+    told = answer.get("error", {})
+    text = str(told.get("message", answer))
+    if told.get("code") == _LOADING:
+        return LoadingError(text)
+    if told.get("param") == "prompt":
+        return PromptError(text)
+    return UsageError(text) if status == 400 else ServiceError(text)
+
+
+def _event(line: dict[str, Any]) -> TokenEvent:
+    result = line.get("result")
+    whole = None if result is None else Generation(**result)
+    return TokenEvent(line["text"], whole, line["num_tokens"])

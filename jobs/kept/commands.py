@@ -1,0 +1,154 @@
+"""`hotcold ps` and `hotcold stop`: which systems run on this machine, and ending them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jobs.kept import records
+from jobs.kept.client import GoneError, KeptSystem
+from jobs.kept.folder import found_folder, own_folder, systems_folder
+from jobs.support.console import json_option, print_json
+from model.errors import ServiceError, UsageError
+
+_LOOK_S = 0.05
+_PATIENCE_S = 60.0  # for what is being answered
+_ENDING_S = 15.0
+_HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "UNTIL")
+
+
+@click.command()
+@json_option
+def ps(as_json: bool) -> None:
+    """List the running systems of this user: those that are kept, and those of `hotcold serve`.
+
+    MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is how long nobody has
+    asked, UNTIL when a system ends if nobody asks.
+    """
+    found = [_state(folder, record) for folder, record in _running()]
+    if not as_json or found:
+        rows = [_HEADS, *(_row(state) for state in found)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            click.echo("  ".join(cells).rstrip())
+    if as_json:
+        print_json({"systems": found})
+
+
+@click.command()
+@click.argument("name", required=False)
+def stop(name: str | None) -> None:
+    """End the running system NAME (see `hotcold ps`); all that are kept without it.
+
+    What is being answered is answered first.
+    """
+    running = _running()
+    chosen = [one for one in running if one[1].is_kept if name is None or one[1].name == name]
+    if name is not None:
+        chosen = [one for one in running if one[1].name == name]
+        if not chosen:
+            names = ", ".join(record.name for _, record in running)
+            told = f"these do: {names}" if names else "none does"
+            raise UsageError(f"no system named {name!r} is running; {told}")
+    pids = [_pid(folder, record) for folder, record in chosen]
+    for pid in filter(None, pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    for (folder, record), pid in zip(chosen, pids, strict=True):
+        _await_end(folder, record.name, pid)
+        click.echo(f"the system {record.name!r} has ended")
+    if not chosen:
+        click.echo("no system is kept")
+
+
+def _running() -> list[tuple[Path, records.Record]]:
+    """The systems of this user. Errors: UsageError for a folder that is not this user's alone."""
+    if systems_folder().is_symlink() or systems_folder().exists():
+        own_folder()
+    folder = found_folder()
+    return [] if folder is None else [(folder, one) for one in records.running(folder)]
+
+
+def _state(folder: Path, record: records.Record) -> dict[str, Any]:
+    """What a system says of itself, or that it does not."""
+    known = {
+        "name": record.name,
+        "pid": record.pid,
+        "model": record.model,
+        "url": record.url,
+        "kept": record.is_kept,
+    }
+    try:
+        return {**known, **KeptSystem(folder, record).state()}
+    except GoneError:
+        return {**known, "status": "silent"}
+
+
+def _row(state: dict[str, Any]) -> tuple[str, ...]:
+    name, model = state["name"], Path(state["model"]).name if state["kept"] else state["model"]
+    if state["status"] != "ready":
+        return (name, model, state["status"], "", "", "", "")
+    left_s = state["left_s"]
+    until = "stopped" if left_s is None else f"{_time(left_s)} from now"
+    busy = "busy" if state["num_active"] else _time(state["idle_s"])
+    memory = f"{state['memory_bytes'] / (1 << 30):.2f} GiB"
+    speed = f"{state['tokens_per_s']:.1f}" if state["tokens_per_s"] else "-"
+    return (name, model, state["mode"], memory, speed, busy, until)
+
+
+def _time(seconds: float) -> str:
+    """As a person says it."""
+    for unit_s, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _pid(folder: Path, record: records.Record) -> int:
+    """The process that holds a system, which is not known at once; 0 where it has ended."""
+    deadline = time.monotonic() + _ENDING_S
+    while time.monotonic() < deadline:
+        if record.pid:
+            return record.pid
+        time.sleep(_LOOK_S)
+        same = [one for one in records.running(folder) if one.name == record.name]
+        if not same:
+            return 0
+        record = same[0]
+    raise ServiceError(f"the system {record.name!r} does not begin")
+
+
+def _await_end(folder: Path, name: str, pid: int) -> None:
+    """Wait until a system's process is gone; one that does not end is killed.
+
+    Errors:  ServiceError
+    """
+    for patience_s, number in (
+        (_PATIENCE_S, signal.SIGTERM),  # a second one cuts off what is being answered
+        (_ENDING_S, signal.SIGKILL),
+        (_ENDING_S, 0),
+    ):
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if not (pid and _lives(pid)):
+                records.running(folder)  # removes what one that was killed has left
+                return
+            time.sleep(_LOOK_S)
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    raise ServiceError(f"the system {name!r} (process {pid}) does not end")
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this user is there, and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,117 @@
+"""What makes two systems the same: the model, and all that changes tokens, memory or devices.
+
+Told without reading the model and without importing what runs it, so that it takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from actors.protocol.messages import SystemConfig
+from actors.protocol.options import SystemOptions
+from model.files.hub import REPOSITORY
+from model.files.locate import locate_model, resolved_model
+
+_CODE = Path(__file__).resolve().parents[2]
+_BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT", "RAY_ADDRESS")
+
+Identity = dict[str, Any]
+
+
+def model_text(model: str | None) -> str:
+    """The model as any process of this machine finds it: an absolute path, or an org/repo id.
+
+    Errors:  UsageError where there is no such model
+    """
+    if model and not _exists(model) and REPOSITORY.fullmatch(model):
+        return model
+    return str(resolved_model(locate_model(model)))
+
+
+def identity_of(model: str, options: SystemOptions) -> Identity:
+    """What to compare: `model` of `model_text`, its files' state, the options as they are given."""
+    return {
+        "code": [str(_CODE), sys.prefix],
+        "model": model,
+        "files": _files(Path(model)) if os.path.isabs(model) else [],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": {name: os.environ.get(name) for name in _VARIABLES},
+        "options": {name: _plain(value) for name, value in vars(options).items()},
+    }
+
+
+def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> bool:
+    """Whether the system `running` is what is asked for.
+
+    An option that is asked for by the value which it was given there by itself, of `resolved`, is
+    the same option.
+    """
+    if any(asked[part] != running[part] for part in asked if part != "options"):
+        return False
+    for name, value in asked["options"].items():
+        given = running["options"].get(name)
+        if value != given and (value is None or value != resolved.get(name, given)):
+            return False
+    return True
+
+
+def resolved_options(system: SystemConfig) -> dict[str, Any]:
+    """The model's path, and what the options have become that a system was started with."""
+    # 0 is what --gpu-memory is on a GPU where nothing was given, and no GPU where it was.
+    unlike = {"gpu_memory_bytes"} | ({"mode"} if system.auto_mode else set())
+    found = {
+        name: _plain(getattr(system, name))
+        for name in vars(SystemOptions())
+        if hasattr(system, name) and name not in unlike
+    }
+    return {"model_path": system.model_path, **found}
+
+
+def absolute(options: SystemOptions) -> SystemOptions:
+    """The same options for a process whose working directory is another one."""
+    names = ("predictors", "thresholds", "plan")
+    given = {name: path for name in names if (path := getattr(options, name)) is not None}
+    return replace(options, **{name: path.absolute() for name, path in given.items()})
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; a file with its state, so that it is another one once it has changed."""
+    if isinstance(value, Path):
+        return [str(value.absolute()), *_state(value)]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _files(model: Path) -> list[list[Any]]:
+    """Names and states of a model's files and of what lies beside it, in order."""
+    if model.is_file():
+        folders, found = [model.parent / _BESIDE / model.stem], [[model.name, *_state(model)]]
+    else:
+        folders, found = [model, model / _BESIDE], []
+    for folder in folders:
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_file())
+        except OSError:
+            continue
+        found += [[name, *_state(folder / name)] for name in names]
+    return found
+
+
+def _state(path: Path) -> list[int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _exists(model: str) -> bool:
+    try:
+        return Path(model).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+        return False

@@ -1,0 +1,201 @@
+"""Systems that stay, as their user meets them: real commands, and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import command_line, environment, processes_left, ray_folder
+from tests.e2e.server import await_that, serving
+from tests.e2e.word_model import make_word_model
+
+WORDS = "w5 w9 w2"
+DEMO = ["--chat", "--temperature", "0", "--prompt", "What does textwrap.dedent do?"]
+GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "12"]
+LONG = ["--context", "50100"]  # so that an answer may take as long as a test needs
+WAIT_S = 150.0
+
+
+@dataclass
+class Machine:
+    """A user's folder of systems, a folder for their Ray, and the model that they have."""
+
+    systems: Path
+    ray: Path
+    model: Path
+
+    @property
+    def question(self) -> list[str]:
+        return ["generate", str(self.model), "--chat", "--prompt", WORDS, *GREEDY, *LONG]
+
+    @property
+    def endless(self) -> list[str]:
+        asked = ["--prompt", WORDS, "--max-tokens", "50000", "--ignore-eos"]
+        return ["generate", str(self.model), *asked, *LONG]
+
+    @property
+    def changes(self) -> dict[str, str]:
+        return {"XDG_RUNTIME_DIR": str(self.systems.parent)}
+
+    def begin(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command_line(arguments), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(self.ray, self.changes), start_new_session=True, text=True,
+        )  # fmt: skip
+
+    def run(self, *arguments: str, stdin: str | None = None) -> tuple[str, str]:
+        """What a command that does well prints."""
+        process = self.begin(*arguments, stdin=subprocess.PIPE)
+        out, err = process.communicate(stdin, timeout=WAIT_S)
+        assert process.returncode == 0, err
+        return out, err
+
+    def ask(self, *arguments: str) -> tuple[dict[str, Any], str]:
+        """The answer to the question, and standard error."""
+        out, err = self.run(*self.question, "--json", *arguments)
+        return json.loads(out.splitlines()[-1]), err
+
+    def listed(self) -> list[dict[str, Any]]:
+        found = json.loads(self.run("ps", "--json")[0].splitlines()[-1])
+        return list(found["systems"])
+
+    def has_nothing(self) -> bool:
+        """Whether no process, session, record or socket is left."""
+        sessions = list(self.ray.iterdir())
+        return [*self.systems.glob("*"), *sessions, *processes_left(self.ray, 0)] == []
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_word_model(tmp_path_factory.mktemp("words") / "words")
+
+
+@pytest.fixture
+def machine(words: Path) -> Iterator[Machine]:
+    base = Path(tempfile.mkdtemp(prefix="hc-", dir="/tmp"))
+    with ray_folder() as folder:
+        made = Machine(base / "hotcold", folder, words)
+        shared = set(os.listdir("/dev/shm"))
+        try:
+            yield made
+        finally:
+            made.run("stop")
+            assert processes_left(folder) == []
+            shutil.rmtree(base)
+        assert {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name} <= shared
+
+
+def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machine) -> None:
+    """One system goes through all: two that start it at once, others, Ctrl-C, a chat, the end."""
+    own, err = machine.ask("--own")
+    assert "system" not in err and machine.has_nothing()
+    both = [machine.begin(*machine.question, "--keep", "10m") for _ in range(2)]
+    told = [process.communicate(timeout=WAIT_S) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert [out for out, _ in told] == [own["text"] + "\n"] * 2
+    heads = sorted(err.splitlines()[0] for _, err in told)
+    assert heads == [
+        "the system 'words' stays for 600 s after its last answer",
+        "using the system 'words' that is kept",
+    ]
+    (found,) = machine.listed()
+    assert (found["name"], found["mode"], found["status"]) == ("words", "exact", "ready")
+    assert found["memory_bytes"] > 50 << 20 and found["tokens_per_s"] > 0
+    assert 500 < found["left_s"] <= 600 and found["idle_s"] < 100
+
+    # What is asked for by its default's value is the same system; the answer is the same tokens.
+    result, err = machine.ask("--parallel", "8", "--kv-tokens", "50100")
+    assert err.startswith("using the system 'words' that is kept\n[12 tokens, length; prefill ")
+    assert (result["ids"], result["text"]) == (own["ids"], own["text"])
+    timed = {"prefill_tokens_per_s", "decode_tokens_per_s", "per_token_ms"}
+    assert {key: result[key] for key in result.keys() - timed} == {
+        key: own[key] for key in own.keys() - timed
+    }
+
+    process = machine.begin(*machine.endless)
+    assert process.stdout is not None
+    assert process.stdout.read(5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err.rstrip("\n")) == (130, "using the system 'words' that is kept")
+    await_that(lambda: machine.listed()[0]["num_active"] == 0)
+
+    process = machine.begin("generate", str(machine.model), "--prompt-ids", "5000", *LONG)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == ("hotcold: error: token id 5000 is not in the vocabulary 0..100")
+
+    pid = machine.listed()[0]["pid"]
+    arguments = [str(machine.model), *GREEDY, *LONG, "--keep", "1"]
+    chat = machine.begin("chat", *arguments, stdin=subprocess.PIPE)
+    assert chat.stdin is not None and chat.stdout is not None
+    chat.stdin.write(f"{WORDS}\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline() == own["text"] + "\n"
+    time.sleep(3)  # longer than it is kept: a conversation holds it
+    assert machine.listed()[0]["pid"] == pid
+    _, err = chat.communicate("/exit\n", timeout=WAIT_S)
+    assert chat.returncode == 0 and err.startswith("using the system 'words' that is kept\n")
+    await_that(machine.has_nothing)
+    assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  UNTIL\n", "")
+
+
+def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
+    machine.ask("--keep", "1h")
+    (found,) = machine.listed()
+    asking = machine.begin(*machine.endless)
+    assert asking.stdout is not None and asking.stdout.read(5)
+    os.kill(found["pid"], signal.SIGKILL)
+    _, err = asking.communicate(timeout=WAIT_S)
+    assert asking.returncode == 1
+    assert err.splitlines()[-1] == "hotcold: error: the system 'words' has ended"
+    assert processes_left(machine.ray) == []
+    assert [path.name for path in sorted(machine.systems.iterdir())] == ["words.json", "words.sock"]
+    assert machine.listed() == []
+    assert list(machine.systems.iterdir()) == []
+
+
+def test_one_that_loads_is_stopped_and_says_so(machine: Machine) -> None:
+    starting = machine.begin(*machine.question, "--keep", "-1")
+    await_that(lambda: any(found.get("progress") for found in machine.listed()))
+    assert machine.run("stop") == ("the system 'words' has ended\n", "")
+    out, err = starting.communicate(timeout=WAIT_S)
+    assert (starting.returncode, out) == (1, "")
+    assert re.fullmatch(r"hotcold: error: the system .*ended.*\n", err)
+    await_that(machine.has_nothing)
+
+
+def test_what_cannot_be_started_is_told_in_its_own_words(machine: Machine) -> None:
+    process = machine.begin(*machine.question, "--keep", "5", "--threads", "9999")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (1, "")
+    assert err.startswith("hotcold: error: --threads is 9999; give a number from 1 to ")
+    await_that(machine.has_nothing)
+
+
+def test_commands_use_what_is_served(machine: Machine) -> None:
+    with serving(changes=machine.changes) as server:
+        out, err = machine.run("generate", *DEMO, "--keep", "5")
+        assert err.startswith(f"using the system 'demo' of hotcold serve at {server.url}\n")
+        assert out.startswith("Remove any common leading whitespace")
+        (found,) = machine.listed()
+        assert (found["url"], found["left_s"]) == (server.url, None)
+        assert machine.run("stop")[0] == "no system is kept\n"
+        process = machine.begin("stop", "demos")
+        assert process.communicate(timeout=WAIT_S)[1] == (
+            "hotcold: error: no system named 'demos' is running; these do: demo\n"
+        )
+        assert machine.run("stop", "demo") == ("the system 'demo' has ended\n", "")
+        assert server.end() == (0, "")

@@ -1,0 +1,234 @@
+"""How a running system is found: whose folder, which record, what is the same system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from actors.protocol.messages import SystemConfig
+from actors.protocol.options import SystemOptions
+from jobs.kept import folder as folders
+from jobs.kept import records
+from jobs.kept.commands import ps, stop
+from jobs.kept.find import find_system
+from jobs.kept.identity import identity_of, is_same, model_text, resolved_options
+from jobs.kept.records import Record
+from model.errors import UsageError
+from tests.documents import ROOT
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(folders, "_LONGEST", 4096)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield tmp_path
+
+
+def record(name: str, **changes: Any) -> Record:
+    return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
+
+
+def claimed(folder: Path, name: str) -> records.Claim:
+    here = os.getcwd()
+    os.chdir(folder)  # pytest's folders have names too long for a socket
+    try:
+        with records.alone(folder):
+            return records.claim(Path(), record(name))
+    finally:
+        os.chdir(here)
+
+
+def test_the_folder_is_made_for_its_user_alone(base: Path) -> None:
+    assert folders.found_folder() is None
+    made = folders.own_folder()
+    assert made == base / "hotcold" and made.stat().st_mode & 0o777 == 0o700
+    assert folders.own_folder() == folders.found_folder() == made
+
+
+def _open(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+
+
+def _link(folder: Path) -> None:
+    (folder.parent / "real").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "real")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_open, "is open to others (mode 750, not 700)"),
+        (_link, "is no folder"),
+        (Path.touch, "cannot be used (File exists)"),
+    ],
+)
+def test_another_folder_is_refused(base: Path, make: Any, told: str) -> None:
+    make(base / "hotcold")
+    with pytest.raises(UsageError) as refused:
+        folders.own_folder()
+    assert told in str(refused.value)
+    assert folders.found_folder() is None
+    for command in (ps, stop):
+        assert told in str(CliRunner().invoke(command).exception)
+    with pytest.raises(UsageError):
+        find_system(None, SystemOptions(), 60.0, False)
+    assert find_system(None, SystemOptions(), 0.0, False) is None  # starts one of its own
+
+
+def test_a_folder_of_another_user_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders.own_folder()
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        folders.own_folder()
+    assert folders.found_folder() is None
+
+
+def test_a_record_is_there_for_as_long_as_its_holder(base: Path) -> None:
+    folder = folders.own_folder()
+    first, second = claimed(folder, "a model!"), claimed(folder, "a model!")
+    assert [one.name for one in records.running(folder)] == ["a-model", "a-model-2"]
+    assert (folder / "a-model.sock").stat().st_mode & 0o777 == 0o600
+    os.chdir(folder)
+    try:
+        first.publish(pid=7, resolved={"mode": "exact"})
+        (found, _) = records.running(folder)
+        assert (found.pid, found.resolved) == (7, {"mode": "exact"})
+        os.close(second.lock)  # as where its process is killed
+        assert [one.name for one in records.running(folder)] == ["a-model"]
+        assert {path.name for path in folder.iterdir()} == {"a-model.json", "a-model.sock"}
+        first.leave()
+        first.leave()
+    finally:
+        os.chdir(ROOT)
+    assert list(folder.iterdir()) == []
+    for claim in (first, second):
+        claim.listener.close()
+
+
+def test_a_record_outlives_who_has_handed_it_on(base: Path) -> None:
+    """The command that starts a keeper gives it lock and socket, and ends."""
+    folder = folders.own_folder()
+    claim = claimed(folder, "model")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[claim.lock]) as holder:
+        os.close(claim.lock)
+        claim.listener.close()
+        assert [one.name for one in records.running(folder)] == ["model"]
+        holder.kill()
+        holder.wait()
+        assert records.running(folder) == []
+
+
+def test_what_is_damaged_is_nobody(base: Path) -> None:
+    folder = folders.own_folder()
+    (folder / "x.json").write_text("{")
+    assert records.running(folder) == []
+    assert list(folder.iterdir()) == []
+    claim = claimed(folder, "model")
+    os.ftruncate(claim.lock, 3)
+    assert records.running(folder) == []
+    os.close(claim.lock)
+    claim.listener.close()
+
+
+def same(asked: SystemOptions, running: SystemOptions, **resolved: Any) -> bool:
+    model = model_text(None)
+    return is_same(identity_of(model, asked), identity_of(model, running), resolved)
+
+
+def test_the_same_options_are_the_same_system() -> None:
+    none = SystemOptions()
+    assert same(none, none, mode="exact")
+    assert same(SystemOptions(mode="exact"), none, mode="exact")
+    assert not same(SystemOptions(mode="dense"), none, mode="exact")
+    assert not same(none, SystemOptions(mode="dense"), mode="dense")
+    assert not same(SystemOptions(context_length=64), none, context_length=4096)
+    assert not same(SystemOptions(cpu_memory_bytes=1 << 30), none)
+
+
+def test_each_option_tells_systems_apart(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "exchange": "calls", "device": "cpu", "pin": "off", "hosts": ("10.0.0.1",), "mode": "sign",
+        "kv_dtype": "float32", "weight_dtype": "q4",
+    }  # fmt: skip
+    for name in vars(SystemOptions()):
+        is_file = name in ("plan", "predictors", "thresholds")
+        value: Any = tmp_path / name if is_file else values.get(name, 7)
+        asked = SystemOptions(**{name: value})
+        assert not same(asked, SystemOptions()) and not same(SystemOptions(), asked), name
+        assert same(asked, asked)
+
+
+def test_files_cores_and_surroundings_tell_systems_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hotcold").mkdir()
+    model = model_text(str(tmp_path))
+    plan = tmp_path / "plan"
+
+    def identity() -> dict[str, Any]:
+        return identity_of(model, SystemOptions(plan=plan))
+
+    seen = [identity()]
+    assert identity() == seen[0]
+    for change in (
+        lambda: (tmp_path / "config.json").write_text("{ }"),
+        lambda: (tmp_path / "hotcold" / "profile").touch(),
+        lambda: plan.write_text("1"),
+        lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1"),
+        lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {77}),
+    ):
+        change()
+        assert identity() not in seen
+        seen.append(identity())
+
+
+def test_an_automatic_mode_is_no_other() -> None:
+    chosen = resolved_options(SystemConfig("m", mode="sign", auto_mode=True))
+    assert "mode" not in chosen and chosen["model_path"] == "m"
+    assert resolved_options(SystemConfig("m", mode="sign"))["mode"] == "sign"
+
+
+def test_what_a_command_imports_before_it_asks_is_little() -> None:
+    """Torch, Ray and Numba take a second; the first text comes in less than half of one."""
+    program = (
+        "import sys, click\nfrom jobs.cli import cli\n"
+        "context = click.Context(cli)\n"
+        "for name in sys.argv[1:]:\n    cli.get_command(context, name)\n"
+        "from jobs.kept import client, find\n"
+        "heavy = 'torch ray numba numpy scipy rich psutil tokenizers huggingface_hub uvicorn'\n"
+        "print([name for name in heavy.split() if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, "generate", "chat", "ps", "stop"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout == "[]\n", found.stderr
+
+
+def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped, or busy: whoever connects waits a while."""
+    monkeypatch.setattr("jobs.kept.client._ASK_S", 0.05)
+    folder = folders.own_folder()
+    claim = claimed(folder, "model")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("jobs.kept.commands.found_folder", lambda: Path())
+    out = CliRunner().invoke(ps).output.splitlines()
+    assert out[1].split() == ["model", "model", "silent"]
+    claim.leave()
+    claim.listener.close()
+
+
+def test_a_socket_of_nobody_is_no_system(tmp_path: Path) -> None:
+    from jobs.kept.client import GoneError, KeptSystem
+
+    with pytest.raises(GoneError):
+        KeptSystem(tmp_path, record("model")).state()

@@ -1,0 +1,254 @@
+"""What commands of the same user ask at the server's Unix socket; nobody else comes there.
+
+POST /own/generate, GET /own/state, GET /own/attend. Answers are lines of JSON.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from model.sampling import SamplingParams
+from ui.api import sse
+from ui.api.answer import first_then_rest
+from ui.api.backend import Backend
+from ui.api.errors import ApiError, as_api_error, unavailable
+from ui.api.schemas import parse
+from ui.strict import StrictModel
+
+_PREFIX = "/own/"
+_BEAT_S = 5.0
+_LONGEST_S = 1e9
+
+
+class OwnSampling(StrictModel):
+    """The fields of `SamplingParams`, which checks them."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: list[str]
+    ignore_eos: bool
+
+
+class OwnPrompt(StrictModel):
+    """One of a text, a conversation and token ids."""
+
+    sampling: OwnSampling
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+
+    def request(self) -> GenerateRequest:
+        """The request of the system. Errors: ApiError 400, UsageError."""
+        given = (self.prompt, self.messages, self.prompt_ids)
+        if sum(one is not None for one in given) != 1:
+            raise ApiError(400, "give one of prompt, messages and prompt_ids")
+        values = self.sampling.model_dump()
+        sampling = SamplingParams(**{**values, "stop": tuple(values["stop"])})
+        return GenerateRequest(
+            sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
+        )
+
+
+class OwnRequest(StrictModel):
+    """POST /own/generate."""
+
+    request: OwnPrompt
+    # Seconds that the system is to stay after it; less than 0: for ever; None: as it is.
+    keep_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+
+class Stay:
+    """How long a system stays that nobody asks: `hotcold serve` for ever, a kept one a while."""
+
+    def __init__(self, backend: Backend, keep_s: float | None) -> None:
+        """`keep_s`: seconds, less than 0 for ever; None for a system that others end."""
+        self.keep_s = keep_s
+        self.num_attending = 0
+        self._backend = backend
+        self._attended_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """How long nobody has asked or attended."""
+        if self._backend.num_active or self.num_attending:
+            return 0.0
+        return time.monotonic() - max(self._attended_at, self._backend.used_at)
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it stays if nobody asks; None: for ever."""
+        if self.keep_s is None or self.keep_s < 0:
+            return None
+        return max(0.0, self.keep_s - self.idle_s)
+
+    def ask(self, keep_s: float | None) -> None:
+        """A request that wants the system to stay so long from now on."""
+        if keep_s is not None and self.keep_s is not None:
+            self.keep_s = min(keep_s, _LONGEST_S)
+
+    def attend(self, count: int) -> None:
+        """So many more attend."""
+        self.num_attending += count
+        self._attended_at = time.monotonic()
+
+
+class OwnDoor:
+    """Stands at the Unix socket: the routes below /own, and for all others `app`."""
+
+    def __init__(self, app: ASGIApp, state: Callable[[], dict[str, Any]]) -> None:
+        """Nothing is loaded yet; `state` says meanwhile how far it is."""
+        self._app = app
+        self._state = state
+        self._own: ASGIApp | None = None
+
+    def use(self, own: ASGIApp) -> None:
+        """Answer with the routes of `create_own_app` from now on."""
+        self._own = own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+            await self._app(scope, receive, send)
+        elif self._own is not None:
+            await self._own(scope, receive, send)
+        elif scope["path"] == f"{_PREFIX}state":
+            await _Line({"status": "loading", **self._state()})(scope, receive, send)
+        else:
+            error = unavailable("the model is loading; try again soon", "loading")
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+
+def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starlette:
+    """The routes of a system that has loaded; `facts` are what a state begins with."""
+
+    async def generate(request: Request) -> Response:
+        body = parse(OwnRequest, await request.body())
+        stay.ask(body.keep_s)
+        return await sse.unless_gone(request.receive, _answer(backend, body.request.request()))
+
+    async def state(request: Request) -> Response:
+        memory = await asyncio.to_thread(_memory_bytes)
+        return _Line(
+            {
+                "status": "ready",
+                **facts,
+                "has_chat_template": _has_template(backend),
+                "context_length": backend.prompts.context_length,
+                "memory_bytes": memory,
+                "tokens_per_s": backend.tokens_per_s,
+                "num_active": backend.num_active,
+                "idle_s": stay.idle_s,
+                "left_s": stay.left_s,
+            }
+        )
+
+    async def attend(request: Request) -> Response:
+        async def beats() -> AsyncGenerator[bytes, None]:
+            while True:
+                yield b"\n"
+                await asyncio.sleep(_BEAT_S)
+
+        stay.attend(1)
+        return LineStream(beats(), at_end=lambda: stay.attend(-1))
+
+    async def told(request: Request, error: Exception) -> Response:
+        answer = as_api_error(error)
+        return JSONResponse(answer.body, answer.status, answer.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    return Starlette(
+        routes=[
+            Route("/own/generate", generate, methods=["POST"]),
+            Route("/own/state", state),
+            Route("/own/attend", attend),
+        ],
+        exception_handlers={sse.ClientGoneError: gone, ApiError: told, Exception: told},
+    )
+
+
+class LineStream(sse.EventStream):
+    """Lines of JSON, each at once."""
+
+    media_type = "application/x-ndjson"
+
+
+class _Line(Response):
+    """One line of JSON."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(_line(content))
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, allow_nan=False).encode() + b"\n"
+
+
+async def _answer(backend: Backend, request: GenerateRequest) -> Response:
+    """The answer, once it has begun. Errors: ApiError."""
+    try:
+        answers = await backend.start(1, lambda: backend.encoded(request))
+        events = await first_then_rest(answers)
+    except Exception as error:
+        raise as_api_error(error) from error
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        try:
+            async for _, event in events:
+                line: dict[str, Any] = {"text": event.text, "num_tokens": event.num_tokens}
+                if event.result is not None:
+                    about = await asyncio.to_thread(_about, backend)
+                    line |= {"result": asdict(event.result), "about": about}
+                yield _line(line)
+        except Exception as error:
+            yield _line(as_api_error(error).body)
+
+    return LineStream(pieces(), answers.deadline, answers.close)
+
+
+def _about(backend: Backend) -> dict[str, Any]:
+    """What `hotcold generate` says of the system behind an answer."""
+    system: SystemConfig = backend.system.call("describe")  # with --mode auto, the mode chosen
+    config = backend.prompts.config
+    return {
+        "system": asdict(system),
+        "num_neurons": config.ffn_size * config.num_layers,
+        "has_text": backend.prompts.tokenizer is not None,
+    }
+
+
+def _has_template(backend: Backend) -> bool:
+    tokenizer = backend.prompts.tokenizer
+    return tokenizer is not None and tokenizer.has_chat_template
+
+
+def _memory_bytes() -> int:
+    """What this process and those below it have in memory, shared pages once."""
+    import psutil
+
+    own = psutil.Process()
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total
