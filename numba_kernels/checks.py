@@ -72,6 +72,13 @@ def row_ids(name: str, ids: np.ndarray, limit: int) -> np.ndarray:
     return np.ascontiguousarray(ids)
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    """A view that cannot be written through; to Numba another type than one that can be."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def activation_code(activation_fn: str) -> int:
     """The number by which kernels know an activation function."""
     require(activation_fn in ACTIVATION_CODES, f"no activation function named {activation_fn!r}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from model.weights.memory import aligned_empty
+from numba_kernels.checks import read_only
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from numba_kernels.formats import Q4, Q4_1, Q8, row_items
@@ -89,10 +90,13 @@ class KernelBench:
             work()
 
     def _fresh_ids(self) -> np.ndarray:
-        """Ids for each layer. A cache that holds those of the last time would be measured else."""
+        """Ids for each layer. A cache that holds those of the last time would be measured else.
+
+        Read-only, as services have them: other ids would be another FFN to compile.
+        """
         count = max(1, round(self.ffn * self.density))
         chosen = [self.rng.choice(self.ffn, count, replace=False) for _ in range(self.layers)]
-        return np.sort(np.stack(chosen), axis=1).astype(np.int32)
+        return read_only(np.sort(np.stack(chosen), axis=1).astype(np.int32))
 
     def _parallel(self, work: Callable[[int], Any]) -> float:
         started = perf_counter()

@@ -14,6 +14,7 @@ from numba import njit
 from numba_kernels.checks import (
     float_array,
     optional_floats,
+    read_only,
     require,
     row_ids,
     weight_rows,
@@ -266,7 +267,7 @@ def sparse_ffn(
              ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS,
              gate and up alike, down not Q6; ids int32, unique, ascending for more than one thread;
-             token_masks (A,) uint32; biases, x, out float32
+             token_masks (A,) uint32; biases, x, out float32; strided weights are copied
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
@@ -279,6 +280,7 @@ def sparse_ffn(
     require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
     require(gate.dtype == up.dtype, "gate and up must have one dtype")
     require(down.dtype != Q6, "down rows are added up, which rows of Q6 are not made for")
+    gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
     require(
         x.shape[0] <= MOST_TOKENS,
@@ -305,6 +307,8 @@ def sparse_ffn(
         require(ids is not None and masks.shape == candidates.shape, "token_masks go with ids")
     if x.shape[0] == 0:
         return out, NO_IDS
+    # As services have them, so that what is compiled for those is what is called here.
+    candidates, masks = read_only(candidates), read_only(masks)
     scratch = new_scratch(num_threads, x.shape[0], max(num_neurons, candidates.size), width)
     cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
 

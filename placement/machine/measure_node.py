@@ -15,6 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from model.weights.memory import aligned_empty
+from numba_kernels.checks import read_only
 from numba_kernels.decode.rows import split_range
 from numba_kernels.measure.passes import gather_passes, read_passes, rows_passes
 from numba_kernels.serve.doorbell import INTS_A_CELL
@@ -120,9 +121,10 @@ class _Bench:
 
     def gather(self) -> np.ndarray:
         """The FFN over random neurons, all of which fire."""
-        ids = np.empty((_PASSES, self.num_ids), np.int32)
-        for row in ids:
+        chosen = np.empty((_PASSES, self.num_ids), np.int32)
+        for row in chosen:
             row[:] = np.sort(self.rng.choice(self.num_neurons, self.num_ids, replace=False))
+        ids = read_only(chosen)  # as services have them: others would be another FFN to compile
         gate, up, down = self.weights.reshape(3, self.num_neurons, _WIDTH)
         offsets, no_down_bias = np.array([0, self.num_neurons]), np.empty((1, 0), np.float32)
         arrays = FfnArrays(offsets, gate, up, down, _NO_BIAS, _NO_BIAS, no_down_bias)
