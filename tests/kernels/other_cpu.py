@@ -3,7 +3,8 @@
 python -m tests.kernels.other_cpu results FOLDER KIND...    results of each; prints features
 python -m tests.kernels.other_cpu aarch64 FOLDER KIND...    rows_kernel in aarch64's assembly
 
-A kind is one of KINDS; f16+ffn is f16 and its FFN.
+A kind is one of KINDS. Of the FFN only what is written for each CPU is compiled: products of
+listed rows, and sums of rows. The loops around it are the same everywhere.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from pathlib import Path
 import numba
 import numpy as np
 from llvmlite import binding
+from numba import njit
 from numba.core import caching, codegen
 from safetensors.numpy import save_file
 
-from numba_kernels.decode.rows import rows_kernel, rows_times_vectors
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from numba_kernels.decode.ffn import _add_one
+from numba_kernels.decode.rows import add_in_order, rows_kernel, rows_times_vectors
+from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from numba_kernels.formats import is_quantized, whole_chunks
 from numba_kernels.ir.target import has_feature
-from numba_kernels.serve.layer_ffn import sparse_ffn
+from numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.quantized_rows import quantized_vectors, random_rows
 
@@ -30,6 +34,7 @@ FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 WIDTH_Q6 = 2304  # eight groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
+LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
 _TRIPLE = "aarch64-unknown-linux-gnu"
 
 
@@ -53,17 +58,28 @@ def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
 
 
-def results(asked: str) -> dict[str, np.ndarray]:
-    """The kernels' products, and FFN outputs where they are asked for too, for all TOKENS."""
-    kind, _, has_ffn = asked.partition("+")
-    gate, up, down = (matrix(kind, seed)[0] for seed in (1, 2, 3))
-    found = {}
-    for num_tokens in TOKENS:
-        x, _ = inputs(kind, num_tokens)
-        found[f"rows{num_tokens}"] = rows_times_vectors(gate, x)
-        if has_ffn:
-            found[f"ffn{num_tokens}"], _ = sparse_ffn(gate, up, down, x)
-    return found
+@njit(nogil=True)
+def _listed_sums(gate, down, ids, x, room, h, sums, out):
+    """h[i] = gate[ids[i]] . x[0]; out = sum over i of h[i] * down[ids[i]]."""
+    vectors, last = prepared(gate, x, room, 0), ids.shape[0] - 1
+    for i in range(ids.shape[0]):
+        h[i] = dot_ahead(gate, ids[i], ids[min(i + 1, last)], vectors, 0)
+    _add_one(down, ids, ids.shape[0], h, sums)
+    add_in_order(down, sums, out, 0, out.shape[0])
+
+
+def results(kind: str) -> dict[str, np.ndarray]:
+    """The kernels' products for all TOKENS, and sums of the rows in LISTED for one token."""
+    gate, down = matrix(kind, 1)[0], matrix(kind, 2)[0]
+    found = {f"rows{n}": rows_times_vectors(gate, inputs(kind, n)[0]) for n in TOKENS}
+    if kind == "q6":  # its rows are multiplied only
+        return found
+    x, _ = inputs(kind, 1)
+    room = empty_vectors(1, *(x.shape if is_quantized(gate.dtype) else (0, 0)))
+    h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
+    sums = np.zeros(whole_chunks(WIDTH), np.float32)
+    _listed_sums(gate, down, LISTED, x, room, h, sums, out)
+    return found | {"listed": h, "sums": out}
 
 
 def aarch64_assembly(kind: str) -> str:
