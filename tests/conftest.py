@@ -173,7 +173,9 @@ def local_ray() -> Iterator[None]:
     import ray
 
     from actors.launch import start_local_ray
+    from tests.actors.fork_server_with_torch import begin_with_torch
 
+    begin_with_torch()
     start_local_ray(num_cpus=8, arena_bytes=128 << 20)  # four of them are kept systems'
     yield
     ray.shutdown()

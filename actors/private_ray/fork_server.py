@@ -25,7 +25,7 @@ ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's pat
 _WORKER = "ray._private.workers.default_worker"
 # None of them may have made actor classes: Ray draws their ids at random, and all workers would
 # then draw the same ones from there on.
-_PRELOADED = (
+_PRELOADED: tuple[str, ...] = (
     _WORKER,
     "actors.processes.driver_actor",
     "actors.processes.service_actor",
@@ -45,6 +45,7 @@ class ForkServer:
     """The server as its owner sees it; it ends with the owner, and all workers with it."""
 
     _begun: "ForkServer | None" = None
+    _module = __name__  # whose main it runs
 
     @classmethod
     def begin(cls, *secrets: str) -> None:
@@ -71,7 +72,7 @@ class ForkServer:
         shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
                 env=shown | {"PYTHONPATH": path},  # modules are found as here
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

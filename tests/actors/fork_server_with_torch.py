@@ -1,0 +1,31 @@
+"""A fork server that has imported torch, too, for tests that start service after service.
+
+A service imports torch, which takes it a second or two, when it multiplies its first long prompt or
+has nothing else to do. Commands' services still do so in `tests/e2e`.
+"""
+
+from __future__ import annotations
+
+from actors.private_ray import fork_server
+from actors.private_ray.fork_server import ForkServer
+
+
+class WithTorch(ForkServer):
+    """See the top of this file."""
+
+    _module = __name__
+
+
+def begin_with_torch() -> None:
+    """Start one for the next private Ray of this process."""
+    ForkServer._begun = WithTorch()
+
+
+def main() -> None:
+    """See `actors.private_ray.fork_server.main`."""
+    fork_server._PRELOADED += ("torch", "actors.cpu.matrix_products")
+    fork_server.main()
+
+
+if __name__ == "__main__":
+    main()
