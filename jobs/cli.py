@@ -164,7 +164,7 @@ def _begin_workers(arguments: Sequence[str]) -> None:
     if not command or not command.starts_system or asks_for_help:
         return
     if command.uses_running and may_be_running():
-        return  # the command begins them, where none of those systems is for it
+        return  # where none of those is for it, they begin with Ray
     begin_workers()
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.private_ray.fork_server import begin_workers
 from actors.protocol.messages import GenerateRequest
 from actors.protocol.options import SystemOptions
 from jobs.kept.client import KeptSystem
@@ -49,8 +48,6 @@ def chat(
     """Talk with MODEL (the embedded demo model without it)."""
     options = split_system_options(values)
     kept = find_system(model, options, keep_s, is_own)
-    if kept is None:
-        begin_workers()
     path = locate_model(model) if kept is None else kept.model_path
     sampling = split_sampling(path, values)
     chosen = _started(path, options) if kept is None else _attended(path, kept)

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from actors.private_ray.fork_server import begin_workers
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from actors.protocol.options import SystemOptions
 from jobs.kept.find import find_system
@@ -53,8 +52,6 @@ def generate(
     """Continue a prompt with MODEL (the embedded demo model without it)."""
     options = split_system_options(values)
     kept = find_system(model, options, keep_s, is_own)
-    if kept is None:
-        begin_workers()
     path = locate_model(model) if kept is None else kept.model_path
 
     def request() -> GenerateRequest:
