@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import site
 import subprocess
@@ -22,13 +23,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, venv = folder / "source", folder / "venv"
     shutil.copytree(CHECKOUT, source, ignore=_NOT_COPIED)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    own = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run([*pip, *build], check=True)
+    subprocess.run([*pip, *build], check=True, env=own)
     shutil.rmtree(source)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin/python"
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    install = ["--python", str(python), "install", "--no-deps", str(wheel)]
+    subprocess.run([*pip, *install], check=True, env=own)
     # Not read are .pth files in these folders, such as an editable install's of the checkout.
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
