@@ -55,7 +55,7 @@ def test_fifty_turns_of_calls_that_fit_their_schema(client: Any) -> None:
     for turn in range(50):
         answer = client.chat.completions.create(
             model="demo", messages=messages, tools=[TOOL, OTHER], tool_choice="required",
-            parallel_tool_calls=False, temperature=1, seed=turn, max_tokens=100,
+            parallel_tool_calls=False, temperature=1, seed=turn, max_tokens=200,
         )  # fmt: skip
         choice = answer.choices[0]
         (call,) = choice.message.tool_calls
@@ -72,7 +72,7 @@ def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     named = {"type": "function", "function": {"name": choice}}
     line: dict[str, Any] = {
         "model": "demo", "messages": [ASKED], "tools": [TOOL, OTHER], "temperature": 0.8,
-        "seed": 5, "max_tokens": 100, "parallel_tool_calls": False,
+        "seed": 5, "max_tokens": 200, "parallel_tool_calls": False,
         "tool_choice": choice if choice in ("auto", "required") else named,
     }  # fmt: skip
     whole = client.chat.completions.create(**line).choices[0]
@@ -128,7 +128,7 @@ RESPONSE_TOOL = {"type": "function", **TOOL["function"]}
 def test_a_responses_stream_tells_what_the_response_is(client: Any, choice: str) -> None:
     line: dict[str, Any] = {
         "model": "demo", "input": [ASKED], "tools": [RESPONSE_TOOL], "tool_choice": choice,
-        "parallel_tool_calls": False, "temperature": 0.7, "max_output_tokens": 100,
+        "parallel_tool_calls": False, "temperature": 0.7, "max_output_tokens": 200,
         "instructions": "Be brief.", "metadata": {"turn": "1"},
     }  # fmt: skip
     with client.responses.stream(**line) as stream:
@@ -220,7 +220,7 @@ def test_an_agent_frameworks_loop(openai: Any, server: Server, kind: str) -> Non
         tools=[look_up],
         model=getattr(agents, kind)("demo", async_client),
         model_settings=agents.ModelSettings(
-            tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=150
+            tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=200
         ),
     )
     outcome = agents.Runner.run_sync(agent, "What is textwrap?")
