@@ -40,10 +40,14 @@ _RESPONSE = {
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
     "parallel_tool_calls": False, "previous_response_id": None,
 }  # fmt: skip
+_EMBEDDING = {
+    "input": ["a list", "b"], "model": "demo", "encoding_format": "base64", "dimensions": None,
+}  # fmt: skip
 _ROUTES = {
     "/v1/chat/completions": (_CHAT, ["messages", "max_tokens"]),
     "/v1/responses": (_RESPONSE, ["input", "max_output_tokens"]),
     "/v1/completions": (_COMPLETION, ["prompt", "max_tokens"]),
+    "/v1/embeddings": (_EMBEDDING, ["input"]),
     "/tokenize": ({"prompt": "a b", "messages": _MESSAGES, "add_special_tokens": True}, ["prompt"]),
     "/detokenize": ({"tokens": [1, 2, 3], "model": "demo"}, ["tokens"]),
 }

@@ -14,6 +14,8 @@ from ui.api import text as api_text
 from ui.api.backend import Backend
 from ui.api.chat import ChatRoute
 from ui.api.completions import CompletionRoute
+from ui.api.embeddings.route import POOLING, EmbeddingsRoute
+from ui.api.embeddings.schemas import EmbeddingsRequest
 from ui.api.errors import ApiError, as_api_error
 from ui.api.responses.route import ResponsesRoute
 from ui.api.responses.schemas import ResponsesRequest
@@ -35,7 +37,14 @@ def create_app(backend: Backend, page: Any = None) -> FastAPI:
     _add_tools(app, backend)
     add_description(
         app,
-        [ChatRequest, ResponsesRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
+        [
+            ChatRequest,
+            ResponsesRequest,
+            CompletionRequest,
+            EmbeddingsRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+        ],
     )
     _add_unknown(app)
     if page is not None:
@@ -62,7 +71,7 @@ def _add_error_handlers(app: FastAPI, backend: Backend) -> None:
 def _add_completions(app: FastAPI, backend: Backend) -> None:
     texts = TokenTexts(backend.prompts.tokenizer)
     chats, completions = ChatRoute(backend, texts), CompletionRoute(backend, texts)
-    responses = ResponsesRoute(backend)
+    responses, vectors = ResponsesRoute(backend), EmbeddingsRoute(backend)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
@@ -91,6 +100,13 @@ def _add_completions(app: FastAPI, backend: Backend) -> None:
             return await _answer(request, responses.stream(body))
         return JSONResponse(await _answer(request, responses.whole(body)))
 
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
+    async def embed(request: Request) -> Response:
+        """A vector for each text: the mean of the model's last hidden states."""
+        body = parse(EmbeddingsRequest, await request.body())
+        backend.require_model(body.model)
+        return JSONResponse(await _answer(request, vectors.whole(body)))
+
 
 async def _answer(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     """What `work` returns; what it raises as an ApiError, so that none is taken for a defect."""
@@ -110,6 +126,7 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
         "created": backend.created_at,
         "owned_by": "hotcold",
         "max_model_len": backend.prompts.context_length,
+        "embedding": {"size": backend.prompts.config.hidden_size, "pooling": POOLING},
     }
 
     @app.get("/v1/models")

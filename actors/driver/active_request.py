@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.driver.engine import Engine
 from actors.driver.text.grammar import Constraint, Grammars
+from actors.driver.text.pooling import StateMean
 from actors.driver.text.prompts import Prompts
 from actors.driver.text.stop_strings import StopStrings
 from actors.driver.text.token_logprobs import AnswerLogprobs, PromptLogprobs, token_logprob
@@ -56,13 +57,16 @@ class Generator:
         for top_k in (0, 1, 2):
             sample(logits, temperature=1.0, top_k=top_k, top_p=0.9, uniform=0.5)
         token_logprob(logits, 0, 1)
+        states = np.zeros(self.config.hidden_size, np.float32)
+        StateMean(self.config, self.engine.embedding).add(0, states)
 
 
 class ActiveRequest:
     """A request that waits or runs. Only its constructor is called by other threads.
 
     tokens: the prompt and what follows it; the first `num_done` are in the KV cache. A running
-    request whose prompt is done has one token left: the last one chosen.
+    request whose prompt is done has one token left: the last one chosen. One that wants an
+    embedding ends with its prompt.
     """
 
     def __init__(self, generator: Generator, request: GenerateRequest, stream: Stream) -> None:
@@ -79,13 +83,16 @@ class ActiveRequest:
         self._generator = generator
         self._sampling = request.sampling
         self._num_prompt_tokens = len(self.tokens)
+        self._mean: StateMean | None = None
+        if request.wants_embedding:
+            self._mean = StateMean(generator.config, generator.engine.embedding)
         self.chunk_sizes = self._cuts()
         self._random = np.random.default_rng(request.sampling.seed)
         self._stop = StopStrings(request.sampling.stop)
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
         room = generator.context_length - len(self.tokens)
-        self._max_tokens = min(request.sampling.max_tokens, room)
+        self._max_tokens = 0 if self.embeds else min(request.sampling.max_tokens, room)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else generator.eos_ids
         self._num_told = 0  # new tokens that the reader knows of
         self._constraint: Constraint | None = None
@@ -105,6 +112,11 @@ class ActiveRequest:
     def num_left(self) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(self.tokens) - self.num_done
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its hidden states are wanted, and no new tokens."""
+        return self._mean is not None
 
     @property
     def has_answered(self) -> bool:
@@ -130,16 +142,19 @@ class ActiveRequest:
         self.chunk_sizes = self._cuts()
 
     def _cuts(self) -> list[int]:
-        """The prompt's chunks; one that is scored goes through kernels."""
-        if self.is_scored:
+        """The prompt's chunks; one that is scored or embedded goes through kernels."""
+        if self.is_scored or self.embeds:
             return []
         return chunk_sizes(self._num_prompt_tokens, self._generator.engine.max_tokens)
 
     def accept(self, logits: np.ndarray) -> bool:
         """Choose the next token and show what can be shown; True where it was the last one.
 
+        One that embeds has none to choose, and reads no logits.
         Errors:  ValueError where the logits hold a NaN; UsageError where a grammar has no way on
         """
+        if self.embeds:
+            return self.end("stop")
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
         token_id = sample(
@@ -168,11 +183,18 @@ class ActiveRequest:
 
     def wants_logits(self, place: int) -> bool:
         """Whether what follows the token at `place` is chosen, or is scored."""
+        if self.embeds:
+            return False
         return place == len(self.tokens) - 1 or self._prompt_logprobs.wants(place)
 
     def score(self, place: int, logits: np.ndarray) -> None:
         """Take the logits (V,) after a prompt's token; what followed is known."""
         self._prompt_logprobs.add(place, logits)
+
+    def embed(self, place: int, hidden: np.ndarray) -> None:
+        """Take the hidden state (d,) of a prompt's token after the last layer."""
+        if self._mean is not None:
+            self._mean.add(place, hidden)
 
     def end(self, finish_reason: str, text: str = "") -> bool:
         """Hand out the result, after `text` and what was held back until now; True."""
@@ -217,4 +239,5 @@ class ActiveRequest:
             gates_computed=self.times.num_gates / total,
             ups_computed=self.times.num_ups / total,
             reads=self.times.per_step_reads(),
+            embedding=self._mean.mean() if self._mean and self.num_left == 0 else None,
         )

@@ -153,7 +153,8 @@ class Scheduler:
                 if request.has_answered:
                     request.times.include(self._engine.times)
                 self._accept(request, logits)
-            self.recent.append(StepRecord(time.monotonic(), len(ends), self._engine.times))
+            num_new = sum(not request.embeds for request, _ in ends)
+            self.recent.append(StepRecord(time.monotonic(), num_new, self._engine.times))
             self._engine.times = StepTimes()  # layers of prompts may follow
 
     def _accept(self, request: ActiveRequest, logits: np.ndarray) -> None:

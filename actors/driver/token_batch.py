@@ -34,12 +34,14 @@ class Batch:
     def step(self, engine: Engine) -> list[tuple[ActiveRequest, np.ndarray]]:
         """Run the step; the requests that have come to their last token, each with its logits (V,).
 
+        Those of one that embeds are (0,).
         Tokens whose logits are wanted stand last: the head is computed for the last ones of a step.
         Errors:  ServiceError, RequestError
         """
         silent: list[tuple[int, int, int]] = []
         wanted: list[tuple[int, int, int]] = []
         takers: list[tuple[ActiveRequest, int]] = []
+        embedded: list[tuple[ActiveRequest, int, int]] = []  # with place and row
         for request, count in zip(self.requests, self.counts, strict=True):
             for place in range(request.num_done, request.num_done + count):
                 token = (request.tokens[place], place, request.slot)
@@ -47,15 +49,23 @@ class Batch:
                     takers.append((request, place))
                     wanted.append(token)
                 else:
+                    if request.embeds:
+                        embedded.append((request, place, len(silent)))
                     silent.append(token)
         token_ids, positions, slots = zip(*silent, *wanted, strict=True)
         logits = engine.step(token_ids, positions, slots, len(wanted))
         for request, count in zip(self.requests, self.counts, strict=True):
             request.num_done += count
-        ends = []
-        for (request, place), row in zip(takers, logits, strict=True):
+        for request, place, row in embedded:
+            request.embed(place, engine.exchange.wires.hidden[row])
+        ends = [
+            (request, logits[:0].reshape(-1))
+            for request in self.requests
+            if request.embeds and request.num_left == 0
+        ]
+        for (request, place), scores in zip(takers, logits, strict=True):
             if place == len(request.tokens) - 1:
-                ends.append((request, row))
+                ends.append((request, scores))
             else:
-                request.score(place, row)
+                request.score(place, scores)
         return ends

@@ -149,6 +149,8 @@ class GenerateRequest:
     # logprobs. A prompt of which logprobs are wanted goes through kernels, as new tokens do.
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    # One vector for the prompt instead of new tokens; the prompt goes through kernels, too.
+    wants_embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,8 @@ class Generation:
     ups_computed: float = 0.0  # gate and up: those computed, and those found too small then
     # Of neurons on storage, in those steps; {} where all are in memory. See `StepTimes`.
     reads: dict[str, float] = field(default_factory=dict)
+    # The mean of the prompt's last hidden states, where that was wanted: d numbers, each a float32.
+    embedding: list[float] | None = None
 
     @property
     def prefill_tokens_per_s(self) -> float:

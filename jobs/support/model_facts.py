@@ -90,6 +90,10 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "context",
         f"{facts['max_positions']} tokens of {facts['kv_bytes_a_token'] / 1024:.0f} KiB of memory",
     )
+    yield (
+        "embeddings",
+        f"{facts['hidden_size']} numbers: the mean of the hidden states after the last layer",
+    )
     yield "activation", facts["activation_fn"] + (" of a gate" if facts["has_gate"] else "")
     yield "sparsity", _sparsity(facts)
     yield "mode", _mode(facts)

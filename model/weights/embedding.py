@@ -19,7 +19,7 @@ from numba_kernels.load.convert import to_float32
 
 @dataclass
 class EmbeddingWeights:
-    """What the driver holds: embeddings, and norms of what the FFNs add, which it sums up.
+    """What the driver holds: embeddings, and the norms that are its own to compute.
 
     Token rows stay in the mapped file, not copied.
 
@@ -33,6 +33,9 @@ class EmbeddingWeights:
     position_offset: int
     scale: float  # of what is looked up
     ffn_output_norm: np.ndarray  # (L, d) float32, or (L, 0)
+    # Of the last layer's hidden states, as the head reads them, without a scale of logits.
+    last_norm_weight: np.ndarray  # (d,) float32, or (0,)
+    last_norm_bias: np.ndarray  # (d,) float32, or (0,)
     release: Callable[[], None] | None = None  # lets go of the token rows' pages
 
     def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -106,6 +109,7 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         config.position_offset,
         config.embedding_scale,
         output_norm,
+        *_last_norm(reader, config),
         release,
     )
 
@@ -136,9 +140,7 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
     weight = bias = np.empty(0, np.float32)
     project_out = np.empty((0, 0), np.float32)
     if config.has_final_norm:
-        weight = norm_weight(reader, config, names.final_norm, hidden)
-        if config.norm_bias:
-            bias = reader.vector(f"{names.final_norm}.bias", (hidden,))
+        weight, bias = _norm(reader, config, names.final_norm)
         if config.logit_scale != 1:
             weight, bias = (v * np.float32(config.logit_scale) for v in (weight, bias))
     else:
@@ -157,6 +159,23 @@ def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
     # Some checkpoints that say they are tied hold a head of its own, which then counts.
     is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
     return f"{names.tokens if is_tied else names.head}.weight"
+
+
+def _last_norm(reader: TensorReader, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Weight and bias of the norm after the last layer: the final one, or the one that ends it."""
+    names = tensor_names(config)
+    if config.has_final_norm:
+        return _norm(reader, config, names.final_norm)
+    if config.layer_order.norms_output:
+        return _norm(reader, config, names.of_layer(config.num_layers - 1).ffn_norm)
+    return np.empty(0, np.float32), np.empty(0, np.float32)
+
+
+def _norm(reader: TensorReader, config: ModelConfig, name: str) -> tuple[np.ndarray, np.ndarray]:
+    weight, bias = norm_weight(reader, config, name, config.hidden_size), np.empty(0, np.float32)
+    if config.norm_bias:
+        bias = reader.vector(f"{name}.bias", (config.hidden_size,))
+    return weight, bias
 
 
 def _check_range(what: str, values: np.ndarray, size: int) -> None:

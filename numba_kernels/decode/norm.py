@@ -56,6 +56,14 @@ def norm_kernel(kind, x, weight, bias, epsilon, out):
         layer_norm_kernel(x, weight, bias, epsilon, out)
 
 
+@njit(nogil=True, cache=True)
+def add_normed_kernel(kind, x, weight, bias, epsilon, normed, total):
+    """normed = the norm of x, total += normed; total is float64. No checks."""
+    norm_kernel(kind, x, weight, bias, epsilon, normed)
+    for i in range(x.shape[0]):
+        total[i] += normed[i]
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     """Root-mean-square norm of a vector.
 

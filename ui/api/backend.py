@@ -50,6 +50,7 @@ class Backend:
         self.num_active = 0  # requests that wait or run
         self.used_at = time.monotonic()  # when a request came or ended last
         self.tokens_per_s = 0.0  # of the last answer, after its first token
+        self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
 
     @property

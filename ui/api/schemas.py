@@ -27,6 +27,12 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Lists end at their first wrong item: a body of wrong items would have an error for each.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_IDS, fail_fast=True)]
+Prompt = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+)
 _StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
@@ -164,12 +170,7 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
-        | _TokenIds
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
-    ) = Field(union_mode="left_to_right")
+    prompt: Prompt = Field(union_mode="left_to_right")
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
     echo: bool | None = None
@@ -178,9 +179,13 @@ class CompletionRequest(SamplingRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids."""
-        prompt: Any = self.prompt
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        return [prompt] if is_one else prompt
+        return prompts_of(self.prompt)
+
+
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """Each of a `Prompt`, a text or token ids."""
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return [prompt] if is_one else prompt
 
 
 class TokenizeRequest(StrictModel):

@@ -37,8 +37,9 @@ class Prompts:
         )
 
     def ids(self, request: GenerateRequest) -> list[int]:
-        """The request's token ids, all in the vocabulary, fewer than the context holds.
+        """The request's token ids, all in the vocabulary, no more than the context holds.
 
+        Of a prompt that is to be answered there are fewer.
         Errors:  PromptError
         """
         ids = self._encode(request)
@@ -46,10 +47,11 @@ class Prompts:
             raise PromptError("this model has no tokenizer, so no text; leave out --stop")
         require_something(ids)
         self.require_in_vocabulary(ids)
-        if len(ids) >= self.context_length:
+        if len(ids) + (not request.wants_embedding) > self.context_length:
+            room = "" if request.wants_embedding else " with the answer"
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} with "
-                f"the answer; shorten it or give a larger --context (this model allows "
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length}{room}"
+                f"; shorten it or give a larger --context (this model allows "
                 f"{self.config.max_positions})"
             )
         return ids

@@ -1,0 +1,117 @@
+"""/v1/embeddings over a system whose vectors a test can tell, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from model.files.locate import DEMO_DIRECTORY
+from model.text.tokenizer import Tokenizer
+from tests.unit.test_server_limits import Client, Deliver, ask
+
+DEMO_SIZE = 384
+
+
+class Vectors(Client):
+    """Answers each prompt with its length and its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = self.most_open = 0
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        assert request.wants_embedding and request.sampling.max_tokens == 1
+        ids = request.prompt_ids or []
+        vector = [float(len(ids)), float(np.float32(ids[0] / 7))]
+        result = Generation("", [], "stop", len(ids), 0.1, 0.0, embedding=vector)
+        self.num_submitted += 1
+        deliver(TokenEvent("", result))
+        return str(self.num_submitted)
+
+
+def vectors_of(answer: Any) -> list[list[float]]:
+    found = answer.json()
+    assert [one["index"] for one in found["data"]] == list(range(len(found["data"])))
+    assert {one["object"] for one in found["data"]} == {"embedding"}
+    assert (found["object"], found["model"]) == ("list", "demo")
+    return [one["embedding"] for one in found["data"]]
+
+
+def text_ids(text: str) -> list[int]:
+    tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert tokenizer is not None
+    return tokenizer.encode(text, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a list", [text_ids("a list")]),
+        (["a", "b c"], [text_ids("a"), text_ids("b c")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ],
+)
+def test_inputs_of_every_form(given: Any, prompts: list[list[int]]) -> None:
+    answer, backend = ask(Vectors(), "/v1/embeddings", input=given, model="demo", user="me")
+    expected = [[len(ids), float(np.float32(ids[0] / 7))] for ids in prompts]
+    assert vectors_of(answer) == expected
+    num_tokens = sum(map(len, prompts))
+    assert answer.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert backend.num_active == 0
+
+
+def test_base64_holds_the_same_numbers() -> None:
+    plain, _ = ask(Vectors(), "/v1/embeddings", input=[[3]], encoding_format="float")
+    packed, _ = ask(Vectors(), "/v1/embeddings", input=[[3]], encoding_format="base64")
+    content = base64.b64decode(vectors_of(packed)[0])  # type: ignore[arg-type]
+    assert np.frombuffer(content, "<f4").tolist() == vectors_of(plain)[0]
+
+
+def test_more_texts_than_the_server_takes_at_once_wait_their_turn() -> None:
+    """This one runs two requests, and lets one wait."""
+    inputs = [[1] * length for length in range(1, 12)]
+    answer, backend = ask(Vectors(), "/v1/embeddings", input=inputs)
+    assert [vector[0] for vector in vectors_of(answer)] == list(range(1, 12))
+    assert backend.num_active == 0
+
+
+def test_the_queues_limit_holds() -> None:
+    answer, _ = ask(Vectors(), "/v1/embeddings", num_active=3, input="a")
+    assert answer.status_code == 503 and "queue is full" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "param"),
+    [
+        ({"input": ""}, "empty", "input"),
+        ({"input": []}, "input", "input"),
+        ({"input": ["a", ""]}, "empty", "input"),
+        ({"input": [[]]}, "input", "input"),
+        ({"input": [99999]}, "not in the vocabulary", "input"),
+        ({"input": [1] * 129}, "has 129 tokens, the context holds 128;", "input"),
+        (
+            {"input": "a", "dimensions": 64},
+            "dimensions: a vector has as many",
+            "dimensions",
+        ),
+        ({"input": "a", "encoding_format": "int8"}, "must be 'float' or 'base64'", None),
+        ({"input": "a", "model": "other"}, "'other' is not served", "model"),
+        ({"model": "demo"}, "input is missing", "input"),
+    ],
+)
+def test_what_is_refused(body: dict[str, Any], text: str, param: str | None) -> None:
+    answer, _ = ask(Vectors(), "/v1/embeddings", **body)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404) and text in error["message"]
+    assert param is None or error["param"].startswith(param)
+
+
+def test_the_model_says_how_long_its_vectors_are() -> None:
+    answer, _ = ask(Vectors(), "/v1/models/demo")
+    found = answer.json()["embedding"]
+    assert found["size"] == DEMO_SIZE and "mean" in found["pooling"]
