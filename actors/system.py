@@ -3,7 +3,7 @@
 import math
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -50,9 +50,11 @@ class System:
         on_progress: Callable[[LoadProgress], None] = lambda progress: None,
         name: str | None = None,
         detached: bool = False,
+        others: Sequence[SystemConfig] = (),
     ) -> "System":
         """Start a system, in the Ray that this process is connected to, else in one of its own.
 
+        That has room for `others`, which this process may start beside it, and ends with this one.
         Where another has taken the name meanwhile, it is a handle on that one's system.
         Errors:  HotcoldError of whatever could not be loaded; nothing is left running then
         """
@@ -60,16 +62,7 @@ class System:
         if owns_ray and system.hosts:
             raise UsageError("--hosts are nodes of a Ray cluster; start this with `ray job submit`")
         if owns_ray:
-            config = read_config(system.model_path)
-            try:
-                arena_bytes = arena_layout(system, config).num_bytes
-                num_gpus = 0 if system.device == "cpu" else 1
-                start_local_ray(system.num_threads, arena_bytes, num_gpus)
-            except HotcoldError:
-                ray.shutdown()  # of what had started
-                raise
-            except Exception as error:  # Ray raises many kinds, none of them its own
-                raise ServiceError(f"Ray could not be started: {error}") from error
+            _start_ray([system, *others])
         try:
             driver = spawn_driver(system, name, detached)
         except ValueError:
@@ -216,3 +209,18 @@ class System:
             return ray.get(ref)
         except ray.exceptions.RayError as error:
             raise service_error("driver", error) from error
+
+
+def _start_ray(systems: Sequence[SystemConfig]) -> None:
+    """A Ray of this process's own, with room for all of these. Errors: HotcoldError."""
+    configs = [read_config(system.model_path) for system in systems]
+    try:
+        num_threads = sum(system.num_threads for system in systems)
+        arenas = [arena_layout(*one).num_bytes for one in zip(systems, configs, strict=True)]
+        num_gpus = int(any(system.device != "cpu" for system in systems))
+        start_local_ray(num_threads, sum(arenas), num_gpus)
+    except HotcoldError:
+        ray.shutdown()  # of what had started
+        raise
+    except Exception as error:  # Ray raises many kinds, none of them its own
+        raise ServiceError(f"Ray could not be started: {error}") from error

@@ -87,12 +87,13 @@ def _hold(
     from actors.setup.preflight import prepare_system
     from jobs.support.loading import running_system
     from model.files.locate import locate_model
+    from ui.models.served import ServedModels
     from ui.server import create_app
 
     system, _ = prepare_system(locate_model(model), options)
     running = stack.enter_context(running_system(system, on_progress=holder.show))
     backend = Backend(running, system, settings)
-    server.use(create_app(backend))
+    server.use(create_app(ServedModels([backend])))
     stay = holder.open(backend, running.call("describe"), keep_s)
     _silence()
     pulse = Pulse("driver", partial(running.begin, "driver_load"))

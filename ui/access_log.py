@@ -7,7 +7,16 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # What programs and the page ask for again and again is told only where it is refused.
-_QUIET = ("/health", "/metrics", "/gradio_api/", "/assets/", "/static/", "/config", "/theme.css")
+_QUIET = (
+    "/health",
+    "/metrics",
+    "/own/state",
+    "/gradio_api/",
+    "/assets/",
+    "/static/",
+    "/config",
+    "/theme.css",
+)
 _CUT_OFF = 499  # the client was gone before there was an answer
 
 
@@ -25,6 +34,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})
         started, status, num_bytes = time.perf_counter(), _CUT_OFF, 0
 
         async def counted(message: Message) -> None:
@@ -42,14 +52,27 @@ class AccessLog:
                 self._tell(self._line(scope, status, num_bytes, seconds))
 
     def _line(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> str:
-        """Without the query, in which some clients send keys."""
+        """Without the query, in which some clients send keys. A route leaves the model's name."""
         address = (scope.get("client") or ("-",))[0]
-        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        model = scope["state"].get("model")
+        at = _now()
         if self._is_json:
             told = {
                 "time": at, "client": address, "method": scope["method"], "path": scope["path"],
                 "status": status, "bytes": num_bytes, "seconds": round(seconds, 3),
             }  # fmt: skip
-            return json.dumps(told)
+            return json.dumps(told if model is None else {**told, "model": model})
         asked = ascii(f"{scope['method']} {scope['path']}")  # what is not plain is escaped
-        return f"{at} {address} {asked} {status} {num_bytes} bytes {seconds:.3f} s"
+        line = f"{at} {address} {asked} {status} {num_bytes} bytes {seconds:.3f} s"
+        return line if model is None else f"{line} {model!a}"
+
+
+def event_line(kind: str, event: str, model: str) -> str:
+    """What happened to a model, beside the lines of an `AccessLog` of this kind."""
+    if kind == "json":
+        return json.dumps({"time": _now(), "event": event, "model": model})
+    return f"{_now()} {event} {model!a}"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.protocol.messages import GenerateRequest
 from model.sampling import SamplingParams
 from ui.api import sse
 from ui.api.answer import first_then_rest
@@ -78,14 +78,13 @@ class Stay:
     def __init__(self, backend: Backend, keep_s: float | None) -> None:
         """`keep_s`: seconds, less than 0 for ever; None for a system that others end."""
         self.keep_s = keep_s
-        self.num_attending = 0
         self._backend = backend
         self._attended_at = time.monotonic()
 
     @property
     def idle_s(self) -> float:
         """How long nobody has asked or attended."""
-        if self._backend.num_active or self.num_attending:
+        if not self._backend.is_idle:
             return 0.0
         return time.monotonic() - max(self._attended_at, self._backend.used_at)
 
@@ -103,7 +102,7 @@ class Stay:
 
     def attend(self, count: int) -> None:
         """So many more attend."""
-        self.num_attending += count
+        self._backend.num_attending += count
         self._attended_at = time.monotonic()
 
 
@@ -226,7 +225,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
 
 def _about(backend: Backend) -> dict[str, Any]:
     """What `hotcold generate` says of the system behind an answer."""
-    system: SystemConfig = backend.system.call("describe")  # with --mode auto, the mode chosen
+    system = backend.described  # with --mode auto, the mode chosen
     config = backend.prompts.config
     return {
         "system": asdict(system),

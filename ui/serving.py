@@ -18,12 +18,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from actors.protocol.messages import LoadProgress
 from ui.access_log import AccessLog
 from ui.api.errors import unavailable
 from ui.connections import ConnectionLimits, Connections
 from ui.gate import Gate
 
 _END_S = 10.0
+OwnServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket
 _PAGE = Path(__file__).with_name("page") / "loading.html"  # which asks again by itself
 
 
@@ -46,6 +48,10 @@ class LoadingGate:
     def use(self, app: ASGIApp) -> None:
         """Hand requests to the application from now on."""
         self._app = app
+
+    def show(self, progress: LoadProgress) -> None:
+        """Say how far it is."""
+        self.stage = progress.stage
 
     def _loading(self, request: Request) -> Response:
         error = unavailable(f"the model is loading ({self.stage}); try again soon", "loading")
@@ -80,25 +86,15 @@ class ServerThread:
         Without a `listener` it answers at `own` alone: a Unix socket in a folder of the user's
         own, and what answers there, without keys.
         """
-        self._loading_gate = loading_gate
+        self.loading_gate = loading_gate
         self._connections = Connections(limits)
-        made: Any = self._connections  # where uvicorn's types have a class
-
-        def server(app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
-            app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
-            if log != "none":
-                app = AccessLog(app, log, partial(click.echo, err=True))
-            config = uvicorn.Config(
-                app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
-                server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
-            )  # fmt: skip
-            return uvicorn.Server(config)
-
-        self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
+        self._settings = max_body_bytes, log
+        self._servers: list[OwnServer] = []
+        self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
         if listener is not None:
-            self._servers.append((server(loading_gate, keys, local), listener))
+            self._servers.append((self._server(loading_gate, keys, local), listener))
         if own is not None:
-            self._servers.append((server(own[1], (), True), own[0]))
+            self._servers.append((self._server(own[1], (), True), own[0]))
         # Defects are logged where they become answers; uvicorn would tell of them again, and of
         # every answer that the end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -106,6 +102,39 @@ class ServerThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
+
+    def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> uvicorn.Server:
+        """One that answers with `app` to those who may ask."""
+        max_body_bytes, log = self._settings
+        made: Any = self._connections  # where uvicorn's types have a class
+        app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        if log != "none":
+            app = AccessLog(app, log, partial(click.echo, err=True))
+        config = uvicorn.Config(
+            app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
+        )  # fmt: skip
+        return uvicorn.Server(config)
+
+    def open_own(self, listener: socket.socket, app: ASGIApp) -> OwnServer:
+        """Answer with `app`, without keys, at one Unix socket more, until `close_own`."""
+        opened = self._server(app, (), True), listener
+        self._servers.append(opened)
+
+        async def serve() -> None:
+            self._opened.add(asyncio.ensure_future(opened[0].serve([listener])))
+
+        self.begin(serve())
+        return opened
+
+    def close_own(self, opened: OwnServer) -> None:
+        """Take nothing more there; what runs goes on."""
+        opened[0].should_exit = True
+        self._servers.remove(opened)
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Have `work` done in the server's loop."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
         """Run `work` in the server's loop. Errors: its own, TimeoutError."""
@@ -116,20 +145,20 @@ class ServerThread:
 
         async def enter() -> None:
             await self._lifespan.enter_async_context(app.router.lifespan_context(app))
-            self._loading_gate.use(app)
+            self.loading_gate.use(app)
 
         self.call(enter())
 
     def refuse_new(self) -> None:
         """Stop listening; what runs goes on."""
-        for server, _ in self._servers:
+        for server, _ in list(self._servers):
             server.should_exit = True
 
     def stop(self, patience_s: float = 0.0) -> None:
         """End; what still runs after `patience_s` is cut off. May be called again."""
         self.refuse_new()
         self._thread.join(patience_s)
-        for server, _ in self._servers:
+        for server, _ in list(self._servers):
             server.force_exit = True
         self._thread.join(_END_S)
 
@@ -149,3 +178,4 @@ class ServerThread:
 
     async def _serve_all(self) -> None:
         await asyncio.gather(*(server.serve([listener]) for server, listener in self._servers))
+        await asyncio.gather(*self._opened)

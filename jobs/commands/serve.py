@@ -7,36 +7,31 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.exchange.watch import Pulse
-from actors.protocol.messages import LoadProgress
-from actors.setup.preflight import prepare_system
-from actors.system import System
-from jobs.kept.identity import model_text
+from actors.protocol.ray_memory import free_bytes
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.listening import listen, require_server_packages, url_of
-from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
 from jobs.support.until_stopped import Signals
 from model.errors import UsageError
-from model.files.locate import locate_model
 
 if TYPE_CHECKING:
+    from jobs.serve.starter import SystemStarter
     from ui.api.backend import Backend
+    from ui.models.loading import ModelLoader
+    from ui.models.served import ServedModels
     from ui.serving import ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
-_PATIENCE_LOOKS = 60  # seconds in which the driver says nothing: requests give up earlier
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("model", required=False)
+@click.argument("model", nargs=-1)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(
     "--port",
@@ -90,7 +85,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")
 @system_options
 def serve(
-    model: str | None,
+    model: tuple[str, ...],
     host: str,
     port: int,
     keys: tuple[str, ...],
@@ -102,78 +97,95 @@ def serve(
     no_page: bool,
     **values: Any,
 ) -> None:
-    """Serve MODEL (the embedded demo model without it) to browsers and OpenAI's clients."""
+    """Serve MODELs (the embedded demo model without one) to browsers and OpenAI's clients.
+
+    The first is loaded at the start, others when they are asked for. Where memory is short, the
+    least recently used one gives way.
+    """
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
     require_server_packages("serve")
-    from jobs.kept.holder import Holder
+    from jobs.serve.plans import model_plans
+    from jobs.serve.starter import SystemStarter
+    from ui.access_log import event_line
     from ui.api.backend import Backend, ServerSettings
     from ui.connections import ConnectionLimits
     from ui.gate import is_loopback
+    from ui.models.loading import ModelLoader, Need
+    from ui.models.served import ServedModels
     from ui.serving import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
-    path = locate_model(model)
     options = split_system_options(values)
-    system, _ = prepare_system(path, options)
-    settings = ServerSettings(_name(model, path), max_queue, max_tokens_limit or 1 << 20, timeout_s)
+    plans = model_plans(model, options)
+    free, name = free_bytes(), plans[0].name
+    allowed = min(free, options.cpu_memory_bytes or free)
+    limits = ServerSettings(name, max_queue, max_tokens_limit or 1 << 20, timeout_s)
     listener = listen(host, port)
-    loading_gate, url = LoadingGate(settings.model_name), url_of(listener)
+    loading_gate, url = LoadingGate(name), url_of(listener)
+
+    def tell(event: str, name: str) -> None:
+        if log != "none":
+            click.echo(event_line(log, event, name), err=True)
+
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        holder = None
-        try:
-            holder = Holder.of_server(
-                loading_gate, settings.model_name, url, model_text(model), options
-            )
-            stack.callback(holder.leave)
-        except (UsageError, OSError) as problem:
-            click.echo(f"other commands will not find this system: {problem}", err=True)
         server = ServerThread(
-            listener, loading_gate, keys, is_loopback(host), settings.max_body_bytes,
-            ConnectionLimits(max_connections), log, own=None if holder is None else holder.own,
+            listener, loading_gate, keys, is_loopback(host), limits.max_body_bytes,
+            ConnectionLimits(max_connections), log,
         )  # fmt: skip
         stack.callback(server.stop)
-        click.echo(f"loading {settings.model_name}; {url} says how far it is", err=True)
-
-        def show(progress: LoadProgress) -> None:
-            loading_gate.stage = progress.stage
-            if holder is not None:
-                holder.show(progress)
-
-        running = stack.enter_context(running_system(system, on_progress=show))
-        backend = Backend(running, system, settings)
-        if holder is not None:
-            stack.callback(holder.leave)  # before the system ends
-            holder.open(backend, running.call("describe"), None)
-        _serve(server, running, backend, url, no_page, signals)
+        click.echo(f"loading {name}; {url} says how far it is", err=True)
+        starter = SystemStarter(server, url, plans, options)
+        loader = ModelLoader(starter, allowed, free_bytes, tell)
+        backends = []
+        for plan in plans:
+            settings = replace(limits, model_name=plan.name)
+            backend = Backend(None, plan.system, settings, loader.bring)
+            loader.add(backend, Need(plan.memory_bytes, plan.system.device != "cpu"))
+            backends.append(backend)
+        first = backends[0]
+        first.attach(starter.start_first(first, loading_gate.show, stack))
+        first.metrics.add_start()
+        stack.callback(starter.close)
+        models = ServedModels(backends)
+        _serve(server, starter, loader, models, url, no_page, signals)
 
 
 def _serve(
     server: ServerThread,
-    running: System,
-    backend: Backend,
+    starter: SystemStarter,
+    loader: ModelLoader,
+    models: ServedModels,
     url: str,
     no_page: bool,
     signals: Signals,
 ) -> None:
     """Answer until a signal comes; then until all is answered, or another one comes.
 
-    Errors:  ServiceError where the system ends by itself: then there is nothing left to serve
+    Errors:  ServiceError where the only system ends by itself, or all can: then there is nothing
+             left to serve
     """
     from ui.server import create_app
 
-    page = None if no_page else _page(backend)
-    server.use(create_app(backend, page))
-    click.echo(f"hotcold serves {backend.settings.model_name} at {url} (API: {url}/v1)")
+    page = None if no_page else _page(models.first)
+    server.use(create_app(models, page))
+    names = ", ".join(backend.name for backend in models.backends)
+    click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
     sys.stdout.flush()
-    pulse = Pulse("driver", partial(running.begin, "driver_load"))
-    signals.wait(lambda: pulse.look(_PATIENCE_LOOKS))
+
+    def look() -> None:
+        for backend, problem in starter.lost():
+            if len(models.backends) == 1 or not starter.has_ray:
+                raise problem
+            server.begin(loader.drop(backend, str(problem)))
+
+    signals.wait(look)
+    starter.leave()  # before anybody is refused who has found it
     server.refuse_new()
 
     def num_running() -> int:
         """The API's and the page's."""
-        load = running.call("driver_load")
-        return max(backend.num_active, load.num_running + load.num_waiting)
+        return sum(max(backend.num_active, _num_at(backend)) for backend in models.backends)
 
     if (count := num_running()) > 0:
         click.echo(
@@ -181,7 +193,16 @@ def _serve(
             err=True,
         )
         signals.wait_while(lambda: num_running() > 0)
+    starter.close()
     server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
+
+
+def _num_at(backend: Backend) -> int:
+    """Requests that the driver has. Errors: ServiceError."""
+    if not backend.is_loaded:
+        return 0
+    load = backend.call("driver_load")
+    return int(load.num_running + load.num_waiting)
 
 
 def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
@@ -199,13 +220,6 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
         )
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError("an API key must be printable ASCII without blanks")
-
-
-def _name(model: str | None, path: Path) -> str:
-    """The name that clients give: an org/repo id as it is, else the folder's or the file's name."""
-    if model and not Path(model).expanduser().exists():
-        return model
-    return path.stem if path.is_file() else path.resolve().name
 
 
 def _page(backend: Backend) -> Any:

@@ -1,6 +1,6 @@
 """Starting a system with a progress bar."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from actors.protocol.messages import LoadProgress, SystemConfig
@@ -11,11 +11,13 @@ from jobs.support.stored_model import require_bundles
 
 @contextmanager
 def running_system(
-    system: SystemConfig, on_progress: Callable[[LoadProgress], None] = lambda progress: None
+    system: SystemConfig,
+    on_progress: Callable[[LoadProgress], None] = lambda progress: None,
+    others: Sequence[SystemConfig] = (),
 ) -> Iterator[System]:
     """A started system, stopped at the end; loading is shown on standard error.
 
-    `on_progress` is told of it as well.
+    `on_progress` is told of it as well; `others` may be started beside it.
     Errors:  HotcoldError
     """
     require_bundles(system)
@@ -25,6 +27,6 @@ def running_system(
             on_progress(progress)
             bar(progress)
 
-        running = System.start(system, on_progress=show)
+        running = System.start(system, on_progress=show, others=others)
     with running:
         yield running

@@ -39,11 +39,12 @@ def served_page(system: Any, model_name: str, keys: Sequence[str] = ()) -> Itera
     """The page's address, until the end."""
     from ui.api.backend import Backend, ServerSettings
     from ui.gate import Gate
+    from ui.models.served import ServedModels
     from ui.page.page import build_page
     from ui.server import create_app
 
     backend = Backend(system, system.call("describe"), ServerSettings(model_name))
-    app = create_app(backend, build_page(backend))
+    app = create_app(ServedModels([backend]), build_page(backend))
     gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
     with served(gate) as port:
         yield f"http://127.0.0.1:{port}/"

@@ -54,7 +54,7 @@ class Visit:
 
     def __init__(self, may_go_on: bool = True, **settings: Any) -> None:
         config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
-        system: Any = None
+        system: Any = object()  # nobody asks it
         settings = {"max_queue": 1, "max_tokens": 100, **settings}
         self.backend = Backend(system, config, ServerSettings("demo", **settings))
         self.book: Any = Book()

@@ -110,7 +110,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "requests": set(),
         "bench": {"settings", "support"},
         "profile": {"support"},
-        "commands": {"kept", "profile", "settings", "support"},
+        "serve": {"kept", "support"},
+        "commands": {"kept", "profile", "serve", "settings", "support"},
         "cli": {"kept", "settings", "support"},
         "demo": {"cli", "support"},
         "generate": {"cli", "kept", "requests", "settings", "support"},
@@ -124,6 +125,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "api": {"api.tools", "strict"},
         "api.embeddings": {"api", "strict"},
         "api.responses": {"api", "api.tools", "strict"},
+        "models": {"api", "api.embeddings"},
         "page": {"api"},
         "headers": set(),
         "keys": set(),
@@ -133,7 +135,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "described": set(),
         "own": {"api", "strict"},
         "serving": {"access_log", "api", "connections", "gate"},
-        "server": {"api", "api.embeddings", "api.responses", "described", "page"},
+        "server": {"api", "api.embeddings", "api.responses", "described", "models", "page"},
     },
 }
 MOST_FILES_A_ROOM = 13

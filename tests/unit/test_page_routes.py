@@ -15,6 +15,7 @@ from actors.protocol.messages import SystemConfig
 from model.files.locate import DEMO_DIRECTORY
 from ui.api.backend import Backend, ServerSettings
 from ui.gate import Gate
+from ui.models.served import ServedModels
 from ui.page.routes import PageRoutes, is_allowed
 from ui.server import create_app
 
@@ -101,9 +102,9 @@ def test_what_leads_out_or_is_kept_is_refused(path: str) -> None:
 
 def page_in_front_of(gradio: Any) -> Any:
     """The server's whole application, with something else in Gradio's place."""
-    system: Any = None
+    system: Any = object()  # nobody asks it
     backend = Backend(system, SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
-    app = create_app(backend)
+    app = create_app(ServedModels([backend]))
     app.router.routes.append(Mount("", app=PageRoutes(gradio)))
     return Gate(app, keys=[], local=True, max_body_bytes=1000)
 

@@ -25,6 +25,7 @@ from ui.api.backend import Backend, ServerSettings
 from ui.api.completions import CompletionRoute
 from ui.api.schemas import CompletionRequest, parse
 from ui.api.tokens import TokenTexts
+from ui.models.served import ServedModels
 from ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
@@ -57,7 +58,7 @@ class Client:
 
 def make_backend(client: Client, num_active: int = 0, timeout_s: float = _PATIENCE_S) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
-    system: Any = None
+    system: Any = object()  # nobody asks it
     backend = Backend(system, config, ServerSettings("demo", 1, 100, timeout_s))
     backend.client = client  # type: ignore[assignment]
     backend.num_active = num_active
@@ -74,7 +75,9 @@ def ask(
     backend = make_backend(client, num_active, timeout_s)
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            create_app(ServedModels([backend])), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             if body:
                 return await http.post(path, json=body)
@@ -218,7 +221,7 @@ def test_a_client_that_goes_away_while_it_asks_is_no_failure(
         "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
         "query_string": b"", "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
-    asyncio.run(create_app(backend)(scope, receive, send))
+    asyncio.run(create_app(ServedModels([backend]))(scope, receive, send))
     assert sent[0]["status"] == 499
     assert not caplog.records
     assert backend.num_active == 0

@@ -4,21 +4,25 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from actors.client import AsyncClient
 from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
 from actors.system import System
 from model.config.build import read_config
-from model.errors import PromptError
+from model.errors import PromptError, ServiceError
 from model.sampling import SamplingParams, eos_ids
 from model.text.tools import CallSyntax
 from ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from ui.api.metrics import Metrics
+from ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
+Bring = Callable[["Backend"], Awaitable[None]]
+LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
 
 
 @dataclass(frozen=True)
@@ -33,25 +37,106 @@ class ServerSettings:
 
 
 class Backend:
-    """One running system, as the routes use it."""
+    """One model of a server, as the routes use it; a system may hold it, or is still to start."""
 
-    def __init__(self, system: System, config: SystemConfig, settings: ServerSettings) -> None:
-        """`config` is the system's."""
+    def __init__(
+        self,
+        system: System | None,
+        config: SystemConfig,
+        settings: ServerSettings,
+        bring: Bring | None = None,
+    ) -> None:
+        """`config` is the system's. With `bring` it is not there yet: that will `attach` it.
+
+        Errors of `bring`: ApiError 503, HotcoldError
+        """
         path = Path(config.model_path)
         model_config = read_config(path)
-        self.system = system
+        self.config = config
         self.settings = settings
-        self.client = AsyncClient(system)
         self.prompts = Prompts(path, model_config, config.context_length)
         self.defaults = SamplingParams.defaults(path)
         self.eos_ids = frozenset(eos_ids(path, model_config))
         self.metrics = Metrics(settings.model_name)
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run
+        self.num_attending = 0  # those who want it to stay, though they ask nothing now
         self.used_at = time.monotonic()  # when a request came or ended last
         self.tokens_per_s = 0.0  # of the last answer, after its first token
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
+        self.state = NOT_LOADED
+        self._bring = bring
+        self._system: System | None = None
+        self._client: AsyncClient | None = None
+        if bring is None:
+            assert system is not None
+            self.attach(system)
+
+    def attach(self, system: System) -> None:
+        """Ask this system from now on."""
+        self._system = system
+        self._client = AsyncClient(system)
+        self.state = LOADED
+
+    def detach(self) -> None:
+        """Ask no system: the next request has one brought."""
+        self._system = self._client = None
+        self.state = NOT_LOADED
+
+    @property
+    def system(self) -> System:
+        """What holds the model. Errors: ServiceError where it is not loaded."""
+        if self._system is None:
+            raise ServiceError(f"the model {self.name!r} is not loaded now")
+        return self._system
+
+    @property
+    def client(self) -> AsyncClient:
+        """What asks the system. Errors: as those of `system`."""
+        if self._client is None:
+            raise ServiceError(f"the model {self.name!r} is not loaded now")
+        return self._client
+
+    @client.setter
+    def client(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def ready(self) -> AsyncClient:
+        """What asks the system, once there is one. Errors: ApiError 503, HotcoldError."""
+        if self._client is None and self._bring is not None:
+            await self._bring(self)
+        return self.client
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the driver by name. Errors: HotcoldError; as those of `system`."""
+        return self.system.call(method, *args)
+
+    @property
+    def described(self) -> SystemConfig:
+        """What runs; where the model is not loaded, what will. Errors: HotcoldError."""
+        found: SystemConfig = self.config if self._system is None else self.call("describe")
+        return found
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a system holds the model now."""
+        return self.state == LOADED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer or wants to go on asking."""
+        return not (self.num_active or self.num_attending)
+
+    @property
+    def name(self) -> str:
+        """By which requests name the model."""
+        return self.settings.model_name
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What the model's tokens stand for."""
+        return TokenTexts(self.prompts.tokenizer)
 
     @property
     def call_syntax(self) -> CallSyntax:
@@ -60,15 +145,6 @@ class Backend:
         if tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text")
         return tokenizer.call_syntax
-
-    def require_model(self, name: str | None) -> None:
-        """Refuse any model but the one that is served. Errors: ApiError 404."""
-        served = self.settings.model_name
-        if name is not None and name != served:
-            raise ApiError(
-                404, f"the model {name[:100]!a} is not served; this is {served!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
 
     def require_few_tokens(self, requests: Sequence[GenerateRequest]) -> None:
         """Refuse more new tokens than the server allows. Errors: ApiError 400."""
@@ -120,6 +196,7 @@ class Answers:
         self._started = time.monotonic()
         self._last_at = [self._started] * count
         self._names: dict[int, str] = {}
+        self._client: AsyncClient | None = None  # who was asked for them
         self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
         self._unfinished = set(range(count))
         self._num_unread = count
@@ -133,23 +210,24 @@ class Answers:
         return self._started + self._backend.settings.request_timeout_s
 
     async def submit(self, make: MakeRequests) -> None:
-        """Make the requests and queue them.
+        """Make the requests and queue them; the model is loaded meanwhile where it is not.
 
         Errors:  PromptError, UsageError, ServiceError, ApiError 400 and 504
         """
 
-        async def submit(index: int, request: GenerateRequest) -> None:
+        async def submit(client: AsyncClient, index: int, request: GenerateRequest) -> None:
             deliver = partial(self._deliver, index)
-            self._names[index] = await self._backend.client.submit(request, deliver)
+            self._names[index] = await client.submit(request, deliver)
             self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
 
         try:
             async with asyncio.timeout_at(self.deadline):
                 self.requests = await make()
                 self._backend.require_few_tokens(self.requests)
+                self._client = client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
                     for index, request in enumerate(self.requests):
-                        group.create_task(submit(index, request))
+                        group.create_task(submit(client, index, request))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         except TimeoutError:
@@ -179,15 +257,16 @@ class Answers:
     def stop(self) -> None:
         """End each answer within a token, with a result that says so."""
         self._is_stopped = True
-        for index in self._unfinished & self._names.keys():
-            self._backend.client.stop(self._names[index])
+        if self._client is not None:
+            for index in self._unfinished & self._names.keys():
+                self._client.stop(self._names[index])
 
     def close(self) -> None:
         """Cancel what has no result yet. May be called again."""
         for index in list(self._unfinished):
             self._leave(index)
-            if index in self._names:
-                self._backend.client.cancel(self._names[index])
+            if self._client is not None and index in self._names:
+                self._client.cancel(self._names[index])
                 self._backend.metrics.add_abort()
 
     def _deliver(self, index: int, event: TokenEvent | BaseException) -> None:

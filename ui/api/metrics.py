@@ -1,5 +1,7 @@
 """What Prometheus may ask, under vLLM's names where the meaning is the same."""
 
+from collections.abc import Iterable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -8,6 +10,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from actors.protocol.messages import DriverLoad, Generation
 
@@ -26,7 +30,7 @@ _REQUEST_S = (
 
 
 class Metrics:
-    """Counts of one server since its start, each with the label `model_name`."""
+    """Counts of one model since the server's start, each with the label `model_name`."""
 
     def __init__(self, model_name: str) -> None:
         """Nothing is registered outside of this object."""
@@ -55,6 +59,8 @@ class Metrics:
             "hotcold:requests_refused", "Requests answered with an error, by HTTP status.",
             ["model_name", "status"], registry=self._registry,
         )  # fmt: skip
+        self._loaded = self._gauge("hotcold:model_loaded", "1 where the model is loaded, else 0.")
+        self._starts = self._counter("hotcold:model_loads", "How often the model has loaded.")
         self._neurons = self._gauge(
             "hotcold:neurons_computed_share", "Of all neurons, up and down, in the last request."
         )
@@ -106,12 +112,21 @@ class Metrics:
         """Count an answer that is an error."""
         self._refused.labels(self._model_name, str(status)).inc()
 
-    def text(self, load: DriverLoad) -> bytes:
-        """All of it in Prometheus' text format."""
+    def add_start(self) -> None:
+        """Count that the model has loaded."""
+        self._starts.inc()
+
+    def show(self, load: DriverLoad | None) -> None:
+        """Take what the driver is busy with; None: the model is not loaded."""
+        self._loaded.set(load is not None)
+        load = load or DriverLoad(0, 0, 0.0)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_cache_usage)
-        return generate_latest(self._registry)
+
+    def families(self) -> Iterable[Metric]:
+        """All of it, by name."""
+        return self._registry.collect()
 
     def _count_end(self, reason: str) -> None:
         name = "abort" if reason == "cancelled" else reason
@@ -127,3 +142,21 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
         return made.labels(self._model_name)
+
+
+def metrics_text(counts: Iterable[Metrics]) -> bytes:
+    """The counts of all models in Prometheus' text format, in which each name stands once."""
+    merged: dict[str, Metric] = {}
+    for metrics in counts:
+        for family in metrics.families():
+            first = merged.setdefault(family.name, family)
+            if first is not family:
+                first.samples += family.samples
+
+    class Merged(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return merged.values()
+
+    registry = CollectorRegistry()
+    registry.register(Merged())
+    return generate_latest(registry)

@@ -6,9 +6,9 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from actors.system import System
 from actors.telemetry.snapshot import NeuronMap, Telemetry
 from model.errors import HotcoldError
+from ui.api.backend import Backend
 
 _FOLDER = Path(__file__).parent
 
@@ -60,12 +60,12 @@ def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
     }
 
 
-def live_panel(system: System) -> gr.HTML:
+def live_panel(backend: Backend) -> gr.HTML:
     """The panel. It asks only while the page can be seen and something runs."""
 
     def telemetry(_: Any = None) -> dict[str, Any]:
         try:
-            return telemetry_json(system.call("telemetry"))
+            return telemetry_json(backend.call("telemetry"))
         except HotcoldError as error:
             return {"error": str(error)}
 

@@ -6,7 +6,6 @@ from typing import Any
 import gradio as gr
 from starlette.routing import Mount
 
-from actors.protocol.messages import SystemConfig
 from model.config.build import read_config
 from ui.api.backend import Backend
 from ui.page.chat_settings import settings_form
@@ -23,8 +22,7 @@ def build_page(backend: Backend) -> gr.Blocks:
 
     Errors:  ServiceError where the system has ended
     """
-    system, settings = backend.system, backend.settings
-    described: SystemConfig = system.call("describe")
+    settings, described = backend.settings, backend.described
     path = Path(described.model_path)
     config = read_config(path)
     tokenizer = backend.prompts.tokenizer
@@ -39,9 +37,9 @@ def build_page(backend: Backend) -> gr.Blocks:
             with gr.Column(scale=5, min_width=320):
                 chat.chat_column(lambda: settings_form(path, longest, is_chat))
             with gr.Column(scale=4, min_width=320):
-                live_panel(system)
+                live_panel(backend)
         with gr.Tab("Placement") as tab:
-            placement_tab(system, described.model_path, config, tab)
+            placement_tab(backend, described.model_path, config, tab)
         chat.connect(page)
     page.state_session_capacity = MOST_VISITORS
     return page

@@ -7,9 +7,9 @@ from html import escape
 import gradio as gr
 import numpy as np
 
-from actors.system import System
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError
+from ui.api.backend import Backend
 from ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 360, 52, 22, 42, 12
@@ -19,7 +19,7 @@ _CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
 _RUNNING = "what runs now"
 
 
-def placement_tab(system: System, model_path: str, config: ModelConfig, tab: gr.Tab) -> None:
+def placement_tab(backend: Backend, model_path: str, config: ModelConfig, tab: gr.Tab) -> None:
     """A picture, drawn when `tab` is opened; plans beside the model can be looked at too."""
     choices = [
         (_RUNNING, ""),
@@ -33,9 +33,8 @@ def placement_tab(system: System, model_path: str, config: ModelConfig, tab: gr.
 
     def draw(file: str) -> str:
         try:
-            owners, plan_file = system.call("neuron_owners"), file if file in allowed else ""
-            described = system.call("describe")
-            return placement_html(placement_of(described, config, owners, plan_file))
+            owners, plan_file = backend.call("neuron_owners"), file if file in allowed else ""
+            return placement_html(placement_of(backend.described, config, owners, plan_file))
         except HotcoldError as error:
             return f"<p>{escape(str(error))}</p>"
 

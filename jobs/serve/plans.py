@@ -1,0 +1,61 @@
+"""What `hotcold serve` is to serve, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.protocol.messages import SystemConfig
+from actors.protocol.options import SystemOptions
+from actors.setup.preflight import prepare_system, system_need
+from jobs.kept.identity import model_text
+from model.errors import UsageError
+from model.files.locate import locate_model
+
+_OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model and the system that will hold it."""
+
+    name: str  # by which requests name it
+    model: str  # of `model_text`
+    system: SystemConfig
+    memory_bytes: int
+
+
+def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
+    """Of each model, as it would be alone on this machine; of the demo model where none is named.
+
+    Errors:  HotcoldError; UsageError for two of one name, and for options of one model alone
+    """
+    given = [text for name, text in _OF_ONE_MODEL.items() if getattr(options, name) is not None]
+    if given and len(models) > 1:
+        raise UsageError(
+            f"{given[0]} is of one model, and these are {len(models)}; leave it out, or serve one"
+        )
+    plans = [_plan(model, options) for model in models] or [_plan(None, options)]
+    by_name = {plan.name: plan for plan in plans}
+    for plan in plans:
+        if by_name[plan.name] is not plan:
+            raise UsageError(
+                f"two models are called {plan.name!r}, by which requests could not tell them "
+                "apart; give one of the folders or files another name"
+            )
+    return plans
+
+
+def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
+    path = locate_model(model)
+    system, config = prepare_system(path, options)
+    need = system_need(system, config).total_bytes
+    return ModelPlan(_name(model, path), model_text(model), system, need)
+
+
+def _name(model: str | None, path: Path) -> str:
+    """The name that clients give: an org/repo id as it is, else the folder's or the file's name."""
+    if model and not Path(model).expanduser().exists():
+        return model
+    return path.stem if path.is_file() else path.resolve().name

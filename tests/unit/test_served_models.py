@@ -1,0 +1,280 @@
+"""Several models behind one server: which are loaded, which give way, what those hear who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.protocol.messages import DriverLoad, Generation, SystemConfig, TokenEvent
+from model.errors import MemoryBudgetError, ServiceError
+from model.files.locate import DEMO_DIRECTORY
+from ui.api.backend import Backend, ServerSettings
+from ui.models.loading import ModelLoader, Need
+from ui.models.served import ServedModels
+from ui.server import create_app
+
+WAIT_S = 30.0
+Post = Callable[..., Awaitable[httpx.Response]]
+
+
+class StandIn:
+    """A system that answers each request with its model's name, once it may."""
+
+    def __init__(self, name: str, may_answer: asyncio.Event) -> None:
+        self.name = name
+        self.failure: ServiceError | None = None
+        self._may_answer = may_answer
+        self._asked: list[str] = []
+        self._num_given = 0
+
+    def begin(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._do(method, *args))
+
+    async def _do(self, method: str, *args: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        if method == "driver_load":
+            return DriverLoad(len(self._asked), 0, 0.0)
+        if method == "submit":
+            self._asked.append(args[1].request_id)
+        if method == "cancel":
+            self._asked.remove(args[0])
+        if method != "take_events":
+            return None
+        await self._may_answer.wait()
+        asked, self._asked = self._asked, []
+        self._num_given += len(asked)
+        end = TokenEvent(self.name, Generation(self.name, [7], "stop", 2, 0.1, 0.1), 1)
+        return self._num_given, [(request_id, end) for request_id in asked]
+
+    def cancel(self, request_id: str) -> None:
+        self._asked.remove(request_id)
+
+
+class House:
+    """Models a, b and c of one size, of which `room` may be loaded, and what happens to them."""
+
+    def __init__(self, room: int, gpus: str = "", timeout_s: float = WAIT_S) -> None:
+        self.log: list[str] = []
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.free = 100
+        self.problem: Exception | None = None
+        self.loader = ModelLoader(self, room * 10, lambda: self.free, self.tell)
+        config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
+        self.of: dict[str, Backend] = {}
+        for name in "abc":
+            settings = ServerSettings(name, 1, 100, timeout_s)
+            self.of[name] = Backend(None, config, settings, self.loader.bring)
+            self.loader.add(self.of[name], Need(10, name in gpus))
+        self.models = ServedModels(list(self.of.values()))
+        transport = httpx.ASGITransport(create_app(self.models), raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    def tell(self, event: str, name: str) -> None:
+        self.log.append(f"{event} {name}")
+
+    def start(self, backend: Backend) -> Any:
+        self.log.append(f"start {backend.name}")
+        assert self.may_load.wait(WAIT_S)
+        if self.problem is not None:
+            raise self.problem
+        return StandIn(backend.name, self.may_answer)
+
+    def end(self, backend: Backend, system: Any) -> None:
+        assert not backend.is_loaded and backend.is_idle
+        self.log.append(f"end {system.name}")
+
+    async def ask(self, name: str | None, path: str = "/v1/completions", **body: Any) -> Any:
+        """What is answered, or the code of the error."""
+        body = {"prompt": [1, 2], "model": name, **body}
+        answer = await self.http.post(path, json=body)
+        told = answer.json()
+        if answer.status_code == 200:
+            return told["choices"][0]["text"]
+        return answer.status_code, told["error"]["code"], told["error"]["message"]
+
+    @property
+    def loaded(self) -> str:
+        return "".join(name for name, backend in self.of.items() if backend.is_loaded)
+
+    @property
+    def starts(self) -> list[str]:
+        return [line for line in self.log if line.startswith(("start", "end"))]
+
+
+def house(
+    room: int, **options: Any
+) -> Callable[[Callable[[House], Awaitable[None]]], Callable[[], None]]:
+    """Runs a test in a loop, with a house."""
+
+    def decorated(test: Callable[[House], Awaitable[None]]) -> Callable[[], None]:
+        def run() -> None:
+            async def within() -> None:
+                async with asyncio.timeout(WAIT_S):
+                    await test(House(room, **options))
+
+            asyncio.run(within())
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorated
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@house(room=1)
+async def test_one_at_a_time_where_there_is_room_for_one(house: House) -> None:
+    for name in ("a", "b", "b", "a", None):
+        assert await house.ask(name) == (name or "a")
+    assert house.starts == ["start a", "end a", "start b", "end b", "start a"]
+    assert [line for line in house.log if line not in house.starts] == [
+        "loading a", "loaded a", "given up a", "loading b", "loaded b", "given up b", "loading a",
+        "loaded a",
+    ]  # fmt: skip
+
+
+@house(room=2)
+async def test_the_least_recently_used_gives_way(house: House) -> None:
+    for name in "abac":
+        assert await house.ask(name) == name
+    assert house.loaded == "ac" and house.starts[-2:] == ["end b", "start c"]
+
+
+@house(room=1)
+async def test_who_is_asked_is_not_cut(house: House) -> None:
+    house.may_answer.clear()
+    asked = asyncio.create_task(house.ask("a"))
+    await until(lambda: house.loaded == "a")
+    status, code, text = await house.ask("b")
+    assert (status, code) == (503, "no_room")
+    assert text == (
+        "the model 'b' needs 0.00 GiB and has no room beside 'a', in use now; try again later"
+    )
+    house.may_answer.set()
+    assert await asked == "a" and await house.ask("b") == "b"
+
+
+@house(room=1)
+async def test_who_is_attended_stays(house: House) -> None:
+    assert await house.ask("a") == "a"
+    house.of["a"].num_attending += 1
+    assert (await house.ask("b"))[1] == "no_room"
+    house.of["a"].num_attending -= 1
+    assert await house.ask("b") == "b"
+
+
+@house(room=3)
+async def test_memory_that_others_have_taken_is_made_room_for(house: House) -> None:
+    assert await house.ask("a") == "a"
+    house.free = 9
+    assert await house.ask("b") == "b"  # what it lacks then, its own start says
+    assert house.starts == ["start a", "end a", "start b"]
+
+
+@house(room=3, gpus="ab")
+async def test_a_gpu_holds_one(house: House) -> None:
+    for name in "acb":
+        assert await house.ask(name) == name
+    assert house.loaded == "bc" and "end a" in house.starts
+
+
+@house(room=1)
+async def test_all_who_wait_have_it_loaded_once(house: House) -> None:
+    house.may_load.clear()
+    waiting = [asyncio.create_task(house.ask("b")) for _ in range(3)]
+    await until(lambda: house.of["b"].num_active == 3 and house.of["b"].state == "loading")
+    assert (await house.ask("b"))[1] == "queue_full"
+    found = (await house.http.get("/health")).json()
+    assert found == {
+        "status": "ok", "model": "a",
+        "models": [
+            {"model": "a", "state": "not loaded"}, {"model": "b", "state": "loading"},
+            {"model": "c", "state": "not loaded"},
+        ],
+    }  # fmt: skip
+    house.may_load.set()
+    assert await asyncio.gather(*waiting) == ["b"] * 3
+    assert house.starts == ["start b"]
+
+
+@house(room=1, timeout_s=0.2)
+async def test_waiting_for_a_model_counts(house: House) -> None:
+    """The request's time goes by; the model is there for the next one."""
+    house.may_load.clear()
+    status, _, text = await house.ask("b")
+    assert status == 504 and "longer than 0.2 s" in text
+    assert house.of["b"].num_active == 0
+    house.may_load.set()
+    await until(lambda: house.loaded == "b")
+    assert await house.ask("b") == "b" and house.starts == ["start b"]
+
+
+@house(room=1)
+async def test_what_cannot_be_loaded_says_why_and_is_tried_again(house: House) -> None:
+    house.problem = MemoryBudgetError("this model needs more")
+    status, code, text = await house.ask("b")
+    assert (status, code) == (503, "not_loaded")
+    assert text == "the model 'b' cannot be loaded: this model needs more"
+    assert house.of["b"].state == "not loaded" and house.of["b"].num_active == 0
+    house.problem = None
+    assert await house.ask("b") == "b"
+
+
+@house(room=2)
+async def test_one_that_fails_takes_no_other_with_it(house: House) -> None:
+    assert [await house.ask(name) for name in "ab"] == ["a", "b"]
+    system: Any = house.of["b"].system
+    system.failure = ServiceError("the driver died")
+    assert (await house.ask("b"))[::2] == (503, "the driver died")
+    await house.loader.drop(house.of["b"], "the driver died")
+    assert house.loaded == "a" and house.log[-2:] == ["lost (the driver died) b", "end b"]
+    assert [await house.ask(name) for name in "ab"] == ["a", "b"]
+    assert house.starts == ["start a", "start b", "end b", "start b"]
+
+
+@house(room=1)
+async def test_all_are_listed_and_counted(house: House) -> None:
+    assert await house.ask("b") == "b"
+    listed = (await house.http.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["a", "b", "c"]
+    assert (await house.http.get("/v1/models/c")).json()["max_model_len"] == 128
+    assert (await house.ask("d"))[::2] == (
+        404, "the model 'd' is not served; these are: 'a', 'b', 'c'",
+    )  # fmt: skip
+    lines = (await house.http.get("/metrics")).text.splitlines()
+    for line in (
+        'hotcold:model_loaded{model_name="a"} 0.0',
+        'hotcold:model_loaded{model_name="b"} 1.0',
+        'hotcold:model_loads_total{model_name="b"} 1.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="b"} 1.0',
+    ):
+        assert line in lines
+    assert len([line for line in lines if line.startswith("# TYPE hotcold:model_loaded")]) == 1
+
+
+@house(room=1)
+async def test_texts_need_nothing_loaded(house: House) -> None:
+    answer = await house.http.post("/tokenize", json={"prompt": "a", "model": "c"})
+    assert answer.status_code == 200 and house.log == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_prompt_loads_nothing(stream: bool) -> None:
+    async def run() -> None:
+        house = House(room=1)
+        status, _, text = await house.ask("b", prompt=[99999], stream=stream)
+        assert status == 400 and "99999" in text and house.log == []
+
+    asyncio.run(run())

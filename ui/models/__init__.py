@@ -1,0 +1,1 @@
+"""Which models a server has, and which of them are loaded."""
