@@ -10,8 +10,10 @@ model.sampling.SamplingParams. A line of the answers has the request's `id` and 
 all before it have ended. Requests stand in a file because a job's command line is public on the
 dashboard. A job runs in a copy of the working directory: give absolute paths.
 
-With --system NAME the job uses the running system of that name, or starts it: for itself and for
-those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
+With --system NAME the job uses the cluster's running system of that name, or starts it: for itself
+and for those who attach meanwhile, or with --keep until `python -m jobs.stop --system NAME`.
+Without a name it uses, as `hotcold generate` does, one of the same model and options that this user
+runs on this machine, kept or of `hotcold serve`; --own starts one of its own in any case.
 """
 
 import time
@@ -19,7 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,14 @@ import click
 from actors.protocol.messages import Generation, SystemConfig
 from actors.system import System
 from jobs.cli import run
+from jobs.kept.client import KeptSystem
+from jobs.kept.find import find_system
 from jobs.requests.answer_file import AnswerFile
 from jobs.requests.cluster_system import job_system
 from jobs.requests.request_lines import RequestLine, read_requests
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.lazy_group import add_debug_option
-from jobs.support.options import split_system_options, system_options
+from jobs.support.options import own_option, split_system_options, system_options
 from model.errors import HotcoldError, ServiceError, UsageError
 from model.sampling import SamplingParams
 
@@ -55,6 +59,7 @@ _Pending = tuple[RequestLine, "Future[Generation]"]
 @click.option("--model", help="A directory or org/repo; the embedded demo model without it.")
 @click.option("--system", "name", help="The running system of that name, else start it so named.")
 @click.option("--keep", is_flag=True, help="Leave a system that this job starts running.")
+@own_option
 @system_options
 def generate(
     requests: Path,
@@ -63,16 +68,25 @@ def generate(
     model: str | None,
     name: str | None,
     keep: bool,
+    is_own: bool,
     **values: Any,
 ) -> None:
     """Answer the requests of a file; to be submitted with `ray job submit`."""
     requests.open("rb").close()
     if out.exists() and out.samefile(requests):
         raise UsageError(f"--requests and --out are both {out}; name another file for the answers")
+    options = split_system_options(values)
     with closing(AnswerFile(out, resume=resume)) as answers:
         started = time.monotonic()
-        system, config = job_system(model, split_system_options(values), name, keep)
-        with system:
+        kept = None if name or keep else find_system(model, options, 0.0, is_own)
+        with ExitStack() as stack:
+            system: System | KeptSystem
+            if kept is None:
+                system, config = job_system(model, options, name, keep)
+                stack.enter_context(system)
+            else:
+                stack.enter_context(kept.attended())
+                system, config = kept, kept.config
             click.echo(f"ready after {time.monotonic() - started:.1f} s: {_told(config)}")
             answers.begin()
             lines = read_requests(requests, SamplingParams.defaults(config.model_path))
@@ -120,7 +134,10 @@ class _Counts:
 
 
 def _serve(
-    lines: Iterator[RequestLine], answers: AnswerFile, system: System, max_batch: int
+    lines: Iterator[RequestLine],
+    answers: AnswerFile,
+    system: System | KeptSystem,
+    max_batch: int,
 ) -> _Counts:
     """Answer `lines`, `max_batch` at once, and write the answers in the order of the lines.
 
@@ -146,7 +163,7 @@ def _serve(
     return counts
 
 
-def _submit(line: RequestLine, system: System, pool: ThreadPoolExecutor) -> _Pending:
+def _submit(line: RequestLine, system: System | KeptSystem, pool: ThreadPoolExecutor) -> _Pending:
     if line.request is None:
         bad: Future[Generation] = Future()
         bad.set_exception(UsageError(line.error))

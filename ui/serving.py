@@ -95,9 +95,6 @@ class ServerThread:
             self._servers.append((self._server(loading_gate, keys, local), listener))
         if own is not None:
             self._servers.append((self._server(own[1], (), True), own[0]))
-        # Defects are logged where they become answers; uvicorn would tell of them again, and of
-        # every answer that the end cuts off.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._lifespan = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
@@ -114,6 +111,9 @@ class ServerThread:
             app, http=made, ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=30, backlog=512,
         )  # fmt: skip
+        # Defects are logged where they become answers; uvicorn would tell of them again, and of
+        # every answer that the end cuts off.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
         return uvicorn.Server(config)
 
     def open_own(self, listener: socket.socket, app: ASGIApp) -> OwnServer:

@@ -15,6 +15,7 @@ import click
 
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from actors.protocol.options import SystemOptions
+from jobs.kept.client import GoneError, KeptSystem
 from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json
@@ -58,15 +59,26 @@ def generate(
         return _request(prompt, prompt_ids, chat, split_sampling(path, values))
 
     if kept is not None:
-        for event, told in kept.answer(request()):
-            _show(event)
-            if event.result is not None:
-                result, about = event.result, told
+        asked = request()
+        try:
+            result, about = _answer_there(kept, asked)
+        except GoneError:
+            click.echo("it has just ended, so this command starts its own", err=True)
+            result, about = _answer_here(path, options, lambda: asked)
     else:
         result, about = _answer_here(path, options, request)
     _show_end(result, about["num_neurons"], about["has_text"])
     if as_json:
         print_json(result.as_json() | {"system": about["system"]})
+
+
+def _answer_there(kept: KeptSystem, request: GenerateRequest) -> tuple[Generation, dict[str, Any]]:
+    """Answer with a system that runs already; also what is said of it. Errors: GoneError."""
+    for event, told in kept.answer(request):
+        _show(event)
+        if event.result is not None:
+            result, about = event.result, told
+    return result, about
 
 
 def _answer_here(

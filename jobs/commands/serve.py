@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actors.protocol.ray_memory import free_bytes
-from jobs.settings.shared_option import GroupedCommand
+from jobs.settings.shared_option import GroupedCommand, ModelsArgument
 from jobs.support.listening import listen, require_server_packages, url_of
 from jobs.support.options import split_system_options, system_options
 from jobs.support.until_stopped import Signals
@@ -31,7 +31,7 @@ _KEY_VARIABLE = "HOTCOLD_API_KEY"
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("model", nargs=-1)
+@click.argument("model", cls=ModelsArgument)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(
     "--port",

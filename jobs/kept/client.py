@@ -12,11 +12,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
 from jobs.kept.records import Record, socket_path
 from model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
@@ -58,6 +58,13 @@ class KeptSystem:
     def model_path(self) -> Path:
         """The model's directory or file."""
         return Path(self.record.resolved["model_path"])
+
+    @property
+    def config(self) -> SystemConfig:
+        """What runs, so far as its options say it; with --mode auto its mode may change."""
+        names = {field.name for field in fields(SystemConfig)}
+        known = {name: value for name, value in self.record.resolved.items() if name in names}
+        return SystemConfig(**{"mode": self.state().get("mode", ""), **known})
 
     def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
         """Stream a request; closing the iterator, or the end of this process, cancels it.

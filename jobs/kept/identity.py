@@ -5,6 +5,8 @@ Told without reading the model and without importing what runs it, so that it ta
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import sys
 from dataclasses import replace
@@ -14,11 +16,15 @@ from typing import Any
 from actors.protocol.messages import SystemConfig
 from actors.protocol.options import SystemOptions
 from model.files.hub import REPOSITORY
-from model.files.locate import locate_model, resolved_model
+from model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 
 _CODE = Path(__file__).resolve().parents[2]
 _BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT", "RAY_ADDRESS")
+_PACKAGES = (
+    "actors", "cuda_kernels", "jobs", "model", "numba_kernels", "placement", "predictors", "ui",
+)  # fmt: skip
+_EMBEDDED = "the embedded model"
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT")
 
 Identity = dict[str, Any]
 
@@ -35,10 +41,13 @@ def model_text(model: str | None) -> str:
 
 def identity_of(model: str, options: SystemOptions) -> Identity:
     """What to compare: `model` of `model_text`, its files' state, the options as they are given."""
+    is_embedded = model == str(DEMO_DIRECTORY)
     return {
-        "code": [str(_CODE), sys.prefix],
-        "model": model,
-        "files": _files(Path(model)) if os.path.isabs(model) else [],
+        "code": str(_CODE),
+        "python": sys.prefix,
+        # Every checkout has it; of a copy of a checkout the files are newer.
+        "model": _EMBEDDED if is_embedded else model,
+        "files": _sizes(Path(model)) if is_embedded else _files(Path(model)),
         "cores": sorted(os.sched_getaffinity(0)),
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
         "options": {name: _plain(value) for name, value in vars(options).items()},
@@ -51,7 +60,10 @@ def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> boo
     An option that is asked for by the value which it was given there by itself, of `resolved`, is
     the same option.
     """
-    if any(asked[part] != running[part] for part in asked if part != "options"):
+    parts = asked.keys() - {"options", "code"}
+    if any(asked[part] != running.get(part) for part in parts):
+        return False
+    if asked["code"] != running["code"] and _digest(asked["code"]) != _digest(running["code"]):
         return False
     for name, value in asked["options"].items():
         given = running["options"].get(name)
@@ -86,8 +98,26 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+@functools.cache
+def _digest(checkout: str) -> str:
+    """Of the library's files, so that a copy is known, such as a job of a cluster runs in."""
+    found = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted(Path(checkout, package).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                found.update(f"{path.relative_to(checkout)} {path.stat().st_size}\n".encode())
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _sizes(model: Path) -> list[list[Any]]:
+    return [[name, size] for name, size, _ in _files(model)]
+
+
 def _files(model: Path) -> list[list[Any]]:
     """Names and states of a model's files and of what lies beside it, in order."""
+    if not model.is_absolute():  # an org/repo id
+        return []
     if model.is_file():
         folders, found = [model.parent / _BESIDE / model.stem], [[model.name, *_state(model)]]
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -28,6 +28,23 @@ class SharedOption(click.Option):
         super().__init__(*args, **kwargs)
         key = max(self.opts, key=len).lstrip("-")
         (self.section,) = (name for name, keys in SHARED_OPTIONS.items() if key in keys)
+
+
+class _OneName(click.types.StringParamType):
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        """There may be blanks in it."""
+        return [rv]
+
+
+class ModelsArgument(click.Argument):
+    """MODELs, as many as there are; a setting names one, or in the file a list of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, nargs=-1, type=_OneName(), **kwargs)
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """All of them."""
+        return super().type_cast_value(ctx, (value,) if isinstance(value, str) else value)
 
 
 def shared_option(*names: str, **kwargs: Any) -> Callable[..., Any]:

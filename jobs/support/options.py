@@ -148,6 +148,11 @@ _KEPT = [
 ]  # fmt: skip
 
 
+def own_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--own`."""
+    return _with(_KEPT[1:], command)
+
+
 def kept_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--keep` and `--own`."""
     return _with(_KEPT, command)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,9 +18,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import command_line, environment, processes_left, ray_folder
+from tests.e2e.commands import (
+    CHECKOUT,
+    command_line,
+    environment,
+    processes_left,
+    ray_folder,
+)
 from tests.e2e.server import await_that, serving
-from tests.e2e.word_model import make_word_model
+from tests.e2e.word_model import add_tokenizer, make_word_model
+from tests.tiny_models import make_tiny
 
 WORDS = "w5 w9 w2"
 DEMO = ["--chat", "--temperature", "0", "--prompt", "What does textwrap.dedent do?"]
@@ -199,3 +207,49 @@ def test_commands_use_what_is_served(machine: Machine) -> None:
         )
         assert machine.run("stop", "demo") == ("the system 'demo' has ended\n", "")
         assert server.end() == (0, "")
+
+
+def test_two_models_take_turns_where_there_is_room_for_one(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Commands find whichever is loaded; a job too."""
+    other = make_tiny("qwen3", tmp_path / "other")
+    add_tokenizer(other)
+    options = ["--cpu-memory", "1GiB", "--context", "100"]
+    asked = {"prompt": [9, 5, 2], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with serving(str(machine.model), str(other), *options, changes=machine.changes) as server:
+        texts: dict[str, set[str]] = {"words": set(), "other": set()}
+        for name in ("words", "other", "words", "other"):
+            answer = server.post("/v1/completions", {"model": name, **asked})
+            assert answer.status_code == 200, answer.text
+            texts[name].add(answer.json()["choices"][0]["text"])
+            assert [found["name"] for found in machine.listed()] == [name]
+        assert all(len(found) == 1 for found in texts.values())
+        states = {one["model"]: one["state"] for one in server.get("/health").json()["models"]}
+        assert states == {"words": "not loaded", "other": "loaded"}
+        assert server.metric("hotcold:model_loads_total") == 4
+        assert server.post("/v1/completions", {"model": "none", **asked}).json()["error"][
+            "message"
+        ] == ("the model 'none' is not served; these are: 'words', 'other'")
+
+        using = f"using the system 'other' of hotcold serve at {server.url}\n"
+        line = ["--prompt-ids", "9,5,2", "--temperature", "0", "--max-tokens", "12"]
+        out, err = machine.run("generate", str(other), *line, "--ignore-eos", *options)
+        assert err.startswith(using) and {out.rstrip("\n")} == texts["other"]
+
+        sampling = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        requests = tmp_path / "in.jsonl"
+        lines = [{"id": i, "ids": [9, 5, 2], "sampling": sampling} for i in range(20)]
+        requests.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        files = ["--requests", str(requests), "--out", str(tmp_path / "out.jsonl")]
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs.generate", *files, "--model", str(other), *options],
+            cwd=CHECKOUT, env=environment(machine.ray, machine.changes), timeout=WAIT_S,
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr == using and "other, mode dense, 1 CPU service, " in done.stdout
+        answers = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        assert {answer["text"] for answer in answers} == texts["other"]
+        assert machine.run("stop", "other")[0] == "the system 'other' has ended\n"
+        assert server.end() == (0, "")
+    assert machine.has_nothing()

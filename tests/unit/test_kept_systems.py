@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from actors.protocol.messages import SystemConfig
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.options import SystemOptions
 from jobs.kept import folder as folders
+from jobs.kept import identity as identities
 from jobs.kept import records
+from jobs.kept.client import GoneError, KeptSystem
 from jobs.kept.commands import ps, stop
 from jobs.kept.find import find_system
 from jobs.kept.identity import identity_of, is_same, model_text, resolved_options
 from jobs.kept.records import Record
 from model.errors import UsageError
+from model.files.locate import DEMO_DIRECTORY
 from tests.documents import ROOT
 
 
@@ -153,6 +156,48 @@ def test_the_same_options_are_the_same_system() -> None:
     assert not same(SystemOptions(cpu_memory_bytes=1 << 30), none)
 
 
+def test_a_copy_of_a_checkout_is_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job of a cluster has it; the embedded model is copied too."""
+    for name in ("here", "copy", "other"):
+        for folder in ("jobs/__pycache__", "demo"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        (tmp_path / name / "jobs" / "one.py").write_text(f"a = {int(name == 'other')}")
+        (tmp_path / name / "jobs" / "__pycache__" / "one.pyc").write_text(name)
+        (tmp_path / name / "demo" / "config.json").write_text("{}")
+
+    def identity(name: str) -> dict[str, Any]:
+        monkeypatch.setattr(identities, "_CODE", tmp_path / name)
+        monkeypatch.setattr(identities, "DEMO_DIRECTORY", tmp_path / name / "demo")
+        return identity_of(str(tmp_path / name / "demo"), SystemOptions())
+
+    here, copy, other = map(identity, ("here", "copy", "other"))
+    assert is_same(copy, here, {}) and not is_same(other, here, {})
+    (tmp_path / "copy" / "demo" / "config.json").write_text("{ }")
+    assert not is_same(identity("copy"), here, {})
+
+
+def test_one_that_ends_before_it_answers_is_done_without(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is being stopped may have been found a moment before."""
+    from jobs.commands import generate
+
+    gone = KeptSystem(base, record("model", resolved={"model_path": str(DEMO_DIRECTORY)}))
+    asked: list[GenerateRequest] = []
+
+    def answer_here(path: Path, options: SystemOptions, request: Any) -> Any:
+        asked.append(request())
+        return Generation("said", [1], "stop", 1, 0.1, 0.1), {"num_neurons": 1, "has_text": True}
+
+    monkeypatch.setattr(generate, "find_system", lambda *asked: gone)
+    monkeypatch.setattr(generate, "_answer_here", answer_here)
+    found = CliRunner().invoke(generate.generate, ["--prompt", "a", "--max-tokens", "3"])
+    assert found.exit_code == 0 and "this command starts its own" in found.output
+    assert [(one.prompt, one.sampling.max_tokens) for one in asked] == [("a", 3)]
+
+
 def test_each_option_tells_systems_apart(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "exchange": "calls", "device": "cpu", "pin": "off", "hosts": ("10.0.0.1",), "mode": "sign",
@@ -228,7 +273,5 @@ def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_socket_of_nobody_is_no_system(tmp_path: Path) -> None:
-    from jobs.kept.client import GoneError, KeptSystem
-
     with pytest.raises(GoneError):
         KeptSystem(tmp_path, record("model")).state()

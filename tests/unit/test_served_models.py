@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from actors.protocol.messages import DriverLoad, Generation, SystemConfig, TokenEvent
+from jobs.commands.serve import _serve
 from model.errors import MemoryBudgetError, ServiceError
 from model.files.locate import DEMO_DIRECTORY
 from ui.api.backend import Backend, ServerSettings
@@ -278,3 +280,27 @@ def test_a_bad_prompt_loads_nothing(stream: bool) -> None:
         assert status == 400 and "99999" in text and house.log == []
 
     asyncio.run(run())
+
+
+def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
+    """Else a command could find it, and then not come in."""
+    told: list[str] = []
+
+    class Told:
+        count = 1
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, method: str) -> Any:
+            return lambda *_: told.append(f"{self.name}.{method}")
+
+    backend: Any = SimpleNamespace(name="demo", num_active=0, is_loaded=False)
+    models: Any = SimpleNamespace(backends=[backend], first=backend)
+    server, starter, loader, signals = map(Told, ("server", "starter", "loader", "signals"))
+    given: Any = (server, starter, loader, models, "http://here", True, signals)
+    _serve(*given)
+    assert told == [
+        "server.use", "signals.wait", "starter.leave", "server.refuse_new", "starter.close",
+        "server.stop",
+    ]  # fmt: skip

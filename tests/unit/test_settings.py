@@ -11,7 +11,13 @@ import pytest
 
 from jobs.cli import COMMANDS, cli, main
 from jobs.settings.settings import settings_of
-from jobs.settings.shared_option import SHARED_OPTIONS, GroupedCommand, SharedOption, shared_option
+from jobs.settings.shared_option import (
+    SHARED_OPTIONS,
+    GroupedCommand,
+    ModelsArgument,
+    SharedOption,
+    shared_option,
+)
 from jobs.support.lazy_group import LazyCommand, LazyGroup
 
 
@@ -38,8 +44,17 @@ run = _command()
 bench.add_command(_command(), "decode")
 TABLE = {
     "run": LazyCommand(f"{__name__}:run", "Runs."),
+    "serves": LazyCommand(f"{__name__}:serves", "Takes several."),
     "bench": LazyCommand(f"{__name__}:bench", "A group."),
 }
+
+
+@click.command()
+@click.argument("model", cls=ModelsArgument)
+def serves(model: tuple[str, ...]) -> None:
+    click.echo(repr(model))
+
+
 group = LazyGroup("hotcold", lazy_commands=TABLE)
 
 Given = Callable[..., str]
@@ -299,3 +314,12 @@ def test_what_is_completed(
     with pytest.raises((SystemExit, click.exceptions.Exit)):
         cli.main(args=[], prog_name="hotcold", standalone_mode=False)
     assert {line.partition(",")[2] for line in capsys.readouterr().out.split()} == expected
+
+
+def test_several_models(given: Given) -> None:
+    """A name may have blanks in it, so only a list is several."""
+    assert given("serves") == "()\n"
+    assert given("serves", 'model = "a b"') == "('a b',)\n"
+    assert given("serves", '[serves]\nmodel = ["a b", "c"]') == "('a b', 'c')\n"
+    assert given("serves d e") == "('d', 'e')\n"
+    assert given("serves", HOTCOLD_MODEL="f g") == "('f g',)\n"
