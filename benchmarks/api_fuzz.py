@@ -3,8 +3,8 @@
 hotcold serve --port 8000 &
 python -m benchmarks.api_fuzz --url http://127.0.0.1:8000 --requests 10000
 
-Fails where one is answered with 5xx or without OpenAI's error object, or where an answer that runs
-meanwhile is not what it was when the server was alone.
+Fails where one is answered with 5xx or without OpenAI's or Ollama's error, or where an answer that
+runs meanwhile is not what it was when the server was alone.
 """
 
 import http.client
@@ -43,7 +43,29 @@ _RESPONSE = {
 _EMBEDDING = {
     "input": ["a list", "b"], "model": "demo", "encoding_format": "base64", "dimensions": None,
 }  # fmt: skip
+_OPTIONS = {
+    "num_predict": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1,
+    "stop": ["x"], "repeat_penalty": 1.0, "num_ctx": 512,
+}  # fmt: skip
+_OLLAMA = {
+    "model": "demo", "options": _OPTIONS, "format": _SCHEMA, "stream": False, "keep_alive": "5m",
+    "think": False, "logprobs": True, "top_logprobs": 2,
+}  # fmt: skip
+_OLLAMA_CHAT = {**_OLLAMA, "messages": _MESSAGES, "tools": _TOOLS["tools"]}
+_OLLAMA_GENERATE = {
+    **_OLLAMA, "prompt": "Return the", "system": "Be brief.", "raw": False, "suffix": "",
+    "template": "", "context": [], "images": [],
+}  # fmt: skip
+_OLLAMA_EMBED = {
+    "model": "demo", "input": ["a list", "b"], "truncate": True, "dimensions": 8, "keep_alive": -1,
+    "options": _OPTIONS,
+}  # fmt: skip
 _ROUTES = {
+    "/api/chat": (_OLLAMA_CHAT, ["model", "messages", "options"]),
+    "/api/generate": (_OLLAMA_GENERATE, ["model", "prompt", "options"]),
+    "/api/embed": (_OLLAMA_EMBED, ["model", "input"]),
+    "/api/embeddings": ({"model": "demo", "prompt": "a list"}, ["model", "prompt"]),
+    "/api/show": ({"model": "demo", "name": "demo", "verbose": False}, ["model"]),
     "/v1/chat/completions": (_CHAT, ["messages", "max_tokens"]),
     "/v1/responses": (_RESPONSE, ["input", "max_output_tokens"]),
     "/v1/completions": (_COMPLETION, ["prompt", "max_tokens"]),
@@ -86,6 +108,8 @@ _likely = st.sampled_from(
         [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#"}}}],
         [{"type": "function", "function": {"name": "a", "parameters": {"properties": 1}}}],
         [{"type": "function", "name": "a", "parameters": {"properties": {"\n\"%json": {}}}}],
+        {"num_predict": -1e9}, {"repeat_penalty": 1.3}, {"stop": "a"}, {"top_k": 1e300}, "json",
+        [{"role": "user", "images": ["a"]}], [{"function": {"name": "a", "arguments": "{}"}}],
         [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}],
         [{"type": "function_call_output", "call_id": "a", "output": "1"}], "required", "auto",
         [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a",
@@ -122,7 +146,16 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
         cut = draw(st.integers(0, len(body)))
         return "POST", route, body[:cut] + draw(st.binary(max_size=3)) + body[cut:]
     method = draw(st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"]))
-    path = draw(st.sampled_from([route, "/v1/models/x", "/v1/%00", "/v1/%ff/..", "/metrics"]))
+    others = [
+        "/v1/models/x",
+        "/v1/%00",
+        "/v1/%ff/..",
+        "/metrics",
+        "/api/pull",
+        "/api/%00",
+        "/api/ps",
+    ]
+    path = draw(st.sampled_from([route, *others, "/api/tags", "/api/version", "/api/delete"]))
     return method, path, b""
 
 
@@ -185,12 +218,14 @@ class _Bystander:
         return json.loads(body)["choices"][0]["text"] if status == 200 else f"status {status}"
 
 
-def check(status: int, body: bytes) -> None:
+def check(status: int, body: bytes, path: str) -> None:
     """Raise AssertionError for an answer that malformed requests must not have."""
     if status >= 500:
         raise AssertionError(f"answered {status}: {body[:300]!r}")
     if status >= 400:
         error = json.loads(body)["error"]
+        if path.startswith("/api/"):
+            error = {**dict.fromkeys(("type", "param", "code")), "message": str(error)}
         if set(error) != {"message", "type", "param", "code"} or not error["message"]:
             raise AssertionError(f"answered {status} with {body[:300]!r}")
 
@@ -211,7 +246,7 @@ def main(url: str, key: str, num_requests: int) -> None:
     def send(request: tuple[str, str, bytes]) -> None:
         status, body = server.ask(*request)
         statuses[status] += 1
-        check(status, body)
+        check(status, body, request[1])
 
     with _Bystander(server) as bystander:
         send()

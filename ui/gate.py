@@ -64,7 +64,7 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": ""})
             elif not limit.has_answered:
-                await send_error(limit.send, error)
+                await send_error(limit.send, error, scope["path"])
 
     def _check(self, method: str, path: str, headers: Headers, address: str) -> None:
         if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
@@ -131,9 +131,9 @@ def too_many_failures(wait_s: float) -> ApiError:
     )  # fmt: skip
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError, path: str) -> None:
     """Answer with an error, without a framework."""
-    body = json.dumps(error.body).encode()
+    body = json.dumps(error.body_for(path)).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

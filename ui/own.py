@@ -4,7 +4,6 @@ POST /own/generate, GET /own/state, GET /own/attend. Answers are lines of JSON.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
@@ -163,7 +162,7 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
                 await asyncio.sleep(_BEAT_S)
 
         stay.attend(1)
-        return LineStream(beats(), at_end=lambda: stay.attend(-1))
+        return sse.LineStream(beats(), at_end=lambda: stay.attend(-1))
 
     async def told(request: Request, error: Exception) -> Response:
         answer = as_api_error(error)
@@ -182,23 +181,13 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
     )
 
 
-class LineStream(sse.EventStream):
-    """Lines of JSON, each at once."""
-
-    media_type = "application/x-ndjson"
-
-
 class _Line(Response):
     """One line of JSON."""
 
     media_type = "application/x-ndjson"
 
     def __init__(self, content: dict[str, Any]) -> None:
-        super().__init__(_line(content))
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, allow_nan=False).encode() + b"\n"
+        super().__init__(sse.line(content))
 
 
 async def _answer(backend: Backend, request: GenerateRequest) -> Response:
@@ -216,11 +205,11 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
                 if event.result is not None:
                     about = await asyncio.to_thread(_about, backend)
                     line |= {"result": asdict(event.result), "about": about}
-                yield _line(line)
+                yield sse.line(line)
         except Exception as error:
-            yield _line(as_api_error(error).body)
+            yield sse.line(as_api_error(error).body)
 
-    return LineStream(pieces(), answers.deadline, answers.close)
+    return sse.LineStream(pieces(), answers.deadline, answers.close)
 
 
 def _about(backend: Backend) -> dict[str, Any]:

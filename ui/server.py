@@ -1,10 +1,10 @@
-"""The HTTP server's application: OpenAI's routes, health and metrics, and the page beside them."""
+"""The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
 
 from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,8 +16,10 @@ from ui.api.completions import CompletionRoute
 from ui.api.embeddings.route import EmbeddingsRoute
 from ui.api.embeddings.schemas import EmbeddingsRequest
 from ui.api.errors import ApiError, as_api_error
+from ui.api.ollama import routes as ollama
 from ui.api.responses.route import ResponsesRoute
 from ui.api.responses.schemas import ResponsesRequest
+from ui.api.route import answered
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from ui.described import add_description, body_of
 from ui.models.served import ServedModels
@@ -34,6 +36,7 @@ def create_app(models: ServedModels, page: Any = None) -> FastAPI:
     _add_completions(app, models)
     _add_models(app, models)
     _add_tools(app, models)
+    ollama.add_ollama(app, models)
     add_description(
         app,
         [
@@ -43,10 +46,13 @@ def create_app(models: ServedModels, page: Any = None) -> FastAPI:
             EmbeddingsRequest,
             TokenizeRequest,
             DetokenizeRequest,
+            *ollama.SCHEMAS,
         ],
     )
     _add_unknown(app)
-    if page is not None:
+    if page is None:
+        _add_root(app)
+    else:
         from ui.page.page import mount_page  # Gradio takes seconds to import
 
         app = mount_page(app, page)
@@ -61,7 +67,8 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
             error = ApiError(error.status_code, str(error.detail))
         answer = as_api_error(error)
         models.of(request).metrics.add_refusal(answer.status)
-        return JSONResponse(answer.body, answer.status, answer.headers)
+        body = answer.body_for(request.url.path)
+        return JSONResponse(body, answer.status, answer.headers)
 
     for kind in (ApiError, HTTPException, *_GONE, Exception):
         app.add_exception_handler(kind, told)
@@ -75,8 +82,8 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         backend = models.choose(request, body.model)
         route = ChatRoute(backend, backend.texts)
         if body.stream:
-            return await _answer(request, route.stream(body))
-        return JSONResponse(await _answer(request, route.whole(body)))
+            return await answered(request, route.stream(body))
+        return JSONResponse(await answered(request, route.whole(body)))
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
@@ -85,8 +92,8 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         backend = models.choose(request, body.model)
         route = CompletionRoute(backend, backend.texts)
         if body.stream:
-            return await _answer(request, route.stream(body))
-        return JSONResponse(await _answer(request, route.whole(body)))
+            return await answered(request, route.stream(body))
+        return JSONResponse(await answered(request, route.whole(body)))
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
@@ -95,25 +102,15 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         backend = models.choose(request, body.model)
         route = ResponsesRoute(backend)
         if body.stream:
-            return await _answer(request, route.stream(body))
-        return JSONResponse(await _answer(request, route.whole(body)))
+            return await answered(request, route.stream(body))
+        return JSONResponse(await answered(request, route.whole(body)))
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:
         """A vector for each text: the mean of the model's last hidden states."""
         body = parse(EmbeddingsRequest, await request.body())
         route = EmbeddingsRoute(models.choose(request, body.model))
-        return JSONResponse(await _answer(request, route.whole(body)))
-
-
-async def _answer(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` returns; what it raises as an ApiError, so that none is taken for a defect."""
-    try:
-        return await sse.unless_gone(request.receive, work)
-    except sse.ClientGoneError:
-        raise
-    except Exception as error:
-        raise as_api_error(error) from error
+        return JSONResponse(await answered(request, route.whole(body)))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
@@ -129,11 +126,21 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """What is under /v1 is never the page's."""
+    """What is under /v1 and /api is never the page's."""
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
-    @app.api_route("/v1/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    @app.api_route("/v1/{rest:path}", methods=methods)
+    @app.api_route("/api/{rest:path}", methods=methods)
     async def unknown(request: Request) -> Response:
         raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
+
+
+def _add_root(app: FastAPI) -> None:
+    """What clients of Ollama look for where there is no page."""
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def root() -> PlainTextResponse:
+        return PlainTextResponse("Ollama is running")
 
 
 def _add_tools(app: FastAPI, models: ServedModels) -> None:

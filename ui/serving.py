@@ -61,7 +61,7 @@ class LoadingGate:
             for name, value in shown.items():
                 text = text.replace(f"{{{name}}}", html.escape(value))
             return HTMLResponse(text, error.status, error.headers)
-        body: dict[str, Any] = error.body
+        body: dict[str, Any] = error.body_for(request.url.path)
         if request.url.path == "/health":
             body = {"status": "loading", "stage": self.stage, "model": self._model_name}
         return JSONResponse(body, error.status, error.headers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,19 @@ from model.files.artifact import ModelIdentity, artifact_path
 from model.files.checkpoint import Checkpoint
 from model.published_sparsity import published_firing_share
 from model.text.tokenizer import Tokenizer
-from model.weights.sizes import kv_cache_bytes
-from numba_kernels.formats import row_width
+from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from placement.memory import weight_bytes
 from placement.profile import PROFILE_FILE, read_profile
 from predictors.in_checkpoint import has_predictors
 from predictors.predictor_file import predictors_path
 
-_HEAD, _PREDICTOR = "lm_head", ".predictor."
 _KV_BYTES = 2  # float16
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
 
 
 def facts_of(path: Path) -> dict[str, Any]:
     """The facts, as JSON can hold them. Errors: ConfigError, CheckpointError"""
-    config = read_model(path)
+    config, checkpoint = read_model(path), Checkpoint(path)
     tokenizer = Tokenizer.from_model(path)
     mode = default_mode(config)
     return {
@@ -45,10 +41,10 @@ def facts_of(path: Path) -> dict[str, Any]:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "vocab_size": config.vocab_size,
-        "num_parameters": _num_parameters(path, config),
+        "num_parameters": num_parameters(checkpoint, config),
         "max_positions": config.max_positions,
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_BYTES),
-        "stored_bytes": _stored_bytes(path),
+        "stored_bytes": stored_bytes(checkpoint),
         "dtype": config.dtype,
         "weight_bytes": weight_bytes(config),
         "quantized_bytes": _quantized_bytes(path),
@@ -143,29 +139,6 @@ def _thresholds(path: Path, config: ModelConfig) -> str | None:
     if found is None:
         return "needs thresholds, which `hotcold profile` calibrates"
     return promise(found, config)
-
-
-def _num_parameters(path: Path, config: ModelConfig) -> int:
-    """Weights of all tensors; a head that is the token embedding counts once."""
-    checkpoint = Checkpoint(path)
-    names = [name for name in checkpoint.names() if _PREDICTOR not in name]
-    if config.tied_embeddings:
-        names = [name for name in names if _HEAD not in name]
-    return sum(_num_weights(checkpoint, name) for name in names)
-
-
-def _num_weights(checkpoint: Checkpoint, name: str) -> int:
-    shape = checkpoint.shape(name)
-    return math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
-
-
-def _stored_bytes(path: Path) -> dict[str, int]:
-    """Bytes in the files by format, the largest first."""
-    checkpoint = Checkpoint(path)
-    found: Counter[str] = Counter()
-    for name in checkpoint.names():
-        found[checkpoint.format_name(name)] += checkpoint.num_bytes(name)
-    return dict(found.most_common())
 
 
 def _quantized_bytes(path: Path) -> dict[str, int]:

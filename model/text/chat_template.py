@@ -31,6 +31,7 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: str, special_tokens: dict[str, str]):
+        self.text = text
         self._source = source
         self._special_tokens = special_tokens
         try:

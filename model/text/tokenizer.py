@@ -63,6 +63,11 @@ class Tokenizer:
         """Whether `render_chat` can be used."""
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's own text, in Jinja's language; None where there is none."""
+        return None if self._template is None else self._template.text
+
     def to_json(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._backend.to_str())

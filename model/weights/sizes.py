@@ -1,12 +1,40 @@
-"""Bytes that weights and KV cache will take, known before any loading.
+"""Bytes that weights and KV cache will take, and take in files, known before any loading.
 
 Matrices are counted in the config's dtypes; `stored_config` makes them those they are loaded in.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import row_bytes
+from model.files.checkpoint import Checkpoint
+from numba_kernels.formats import row_width
+
+_HEAD, _PREDICTOR = "lm_head", ".predictor."
+
+
+def num_parameters(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """Return the weights of all tensors; a head that is the token embedding counts once."""
+    names = [name for name in checkpoint.names() if _PREDICTOR not in name]
+    if config.tied_embeddings:
+        names = [name for name in names if _HEAD not in name]
+    return sum(_num_weights(checkpoint, name) for name in names)
+
+
+def _num_weights(checkpoint: Checkpoint, name: str) -> int:
+    shape = checkpoint.shape(name)
+    return math.prod(shape[:-1]) * row_width(checkpoint.dtype(name), shape[-1])
+
+
+def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return bytes in the files by format, the largest first."""
+    found: Counter[str] = Counter()
+    for name in checkpoint.names():
+        found[checkpoint.format_name(name)] += checkpoint.num_bytes(name)
+    return dict(found.most_common())
 
 
 def attention_bytes(config: ModelConfig) -> int:

@@ -124,6 +124,14 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "api.tools": {"strict"},
         "api": {"api.tools", "strict"},
         "api.embeddings": {"api", "strict"},
+        "api.ollama": {
+            "api",
+            "api.embeddings",
+            "api.tools",
+            "described",
+            "models",
+            "strict",
+        },
         "api.responses": {"api", "api.tools", "strict"},
         "models": {"api", "api.embeddings"},
         "page": {"api"},
@@ -135,7 +143,15 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "described": set(),
         "own": {"api", "strict"},
         "serving": {"access_log", "api", "connections", "gate"},
-        "server": {"api", "api.embeddings", "api.responses", "described", "models", "page"},
+        "server": {
+            "api",
+            "api.embeddings",
+            "api.ollama",
+            "api.responses",
+            "described",
+            "models",
+            "page",
+        },
     },
 }
 MOST_FILES_A_ROOM = 13

@@ -10,7 +10,7 @@ from ui.api.backend import Answers
 from ui.api.requests import chat_requests
 from ui.api.route import Route
 from ui.api.schemas import ChatRequest
-from ui.api.tokens import chat_logprobs
+from ui.api.tokens import chat_logprobs, content_tokens
 from ui.api.tools.deltas import CallDeltas, Deltas, whole_message
 
 
@@ -80,11 +80,6 @@ class ChatRoute(Route):
         return message, deltas.finish_reason(answer.finish_reason)
 
     def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
-        """Without the end token, which is no content."""
         if not body.logprobs:
             return None
-        tokens, result = list(event.logprobs), event.result
-        has_ended = result is not None and result.finish_reason == "stop"
-        if tokens and has_ended and tokens[-1].token_id in self._backend.eos_ids:
-            del tokens[-1]
-        return chat_logprobs(self._texts, tokens)
+        return chat_logprobs(self._texts, content_tokens(event, self._backend.eos_ids))

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them."""
+"""Errors as OpenAI's API tells them, and Ollama's."""
 
 import logging
 from typing import Any
@@ -7,6 +7,7 @@ from model.errors import HotcoldError, PromptError, PromptTooLongError, ServiceE
 
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5
+OLLAMA_PATHS = "/api/"
 _MOST_CHARS = 1000  # of a message: what was asked may be in it
 
 
@@ -36,7 +37,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The answer's JSON, as OpenAI's API has it."""
         return {
             "error": {
                 "message": self.message,
@@ -45,6 +46,10 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The answer's JSON on `path`: Ollama's clients want a text there."""
+        return {"error": self.message} if path.startswith(OLLAMA_PATHS) else self.body
 
 
 def unavailable(message: str, code: str | None = None) -> ApiError:

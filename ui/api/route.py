@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
+
+from starlette.requests import Request
 
 from actors.protocol.messages import TokenEvent
 from ui.api import sse
@@ -12,6 +14,16 @@ from ui.api.backend import Answers, Backend
 from ui.api.errors import as_api_error
 from ui.api.schemas import SamplingRequest
 from ui.api.tokens import TokenTexts
+
+
+async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns; what it raises as an ApiError, so that none is taken for a defect."""
+    try:
+        return await sse.unless_gone(request.receive, work)
+    except sse.ClientGoneError:
+        raise
+    except Exception as error:
+        raise as_api_error(error) from error
 
 
 class Route:

@@ -47,6 +47,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def line(content: Any) -> bytes:
+    """One line of JSON, in ASCII: some clients end lines where Unicode has other line ends."""
+    return json.dumps(content, allow_nan=False).encode() + b"\n"
+
+
 class EventStream(Response):
     """Sends what a generator yields, each piece at once; closes it in any case.
 
@@ -93,3 +98,9 @@ class EventStream(Response):
         async for piece in self._content:
             await in_time({"type": "http.response.body", "body": piece, "more_body": True})
         await in_time({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class LineStream(EventStream):
+    """Lines of JSON, each at once."""
+
+    media_type = "application/x-ndjson"

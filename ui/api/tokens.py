@@ -1,10 +1,10 @@
 """Single tokens as text and as bytes, and logprobs in the two forms of OpenAI's API."""
 
 import codecs
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
 
-from actors.protocol.messages import TokenLogprob
+from actors.protocol.messages import Generation, TokenLogprob
 from model.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -39,6 +39,29 @@ class TokenTexts:
         if self._table.is_special_token(token_id):
             return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return bytes(self._table.decode_bytes([token_id]))
+
+
+class Scored(Protocol):
+    """An event, or a whole answer."""
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]:
+        """Of its new tokens."""
+        ...
+
+    @property
+    def result(self) -> Generation | None:
+        """How it ended, if it has."""
+        ...
+
+
+def content_tokens(event: Scored, eos_ids: Collection[int]) -> list[TokenLogprob]:
+    """The scored tokens of an answer without its end token, which is no content."""
+    tokens, result = list(event.logprobs), event.result
+    has_ended = result is not None and result.finish_reason == "stop"
+    if tokens and has_ended and tokens[-1].token_id in eos_ids:
+        del tokens[-1]
+    return tokens
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:

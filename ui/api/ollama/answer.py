@@ -1,0 +1,222 @@
+"""Answers as Ollama tells them: an object a line, the last of which says how long it took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from actors.protocol.messages import Generation, TokenEvent
+from ui.api import sse
+from ui.api.answer import first_then_rest
+from ui.api.backend import Answers, Backend
+from ui.api.errors import as_api_error, timed_out
+from ui.api.ollama.schemas import OllamaChat, OllamaGenerate
+from ui.api.refusals import refusal
+from ui.api.requests import chat_requests, completion_requests
+from ui.api.schemas import ChatRequest, CompletionRequest
+from ui.api.tokens import chat_logprobs, content_tokens
+from ui.api.tools.reader import Argued, Called, CallReader, Part, Said
+
+Line = dict[str, Any]
+Body = OllamaGenerate | OllamaChat
+
+
+class OllamaAnswer:
+    """One answer of /api/generate or /api/chat, from its request to its end."""
+
+    def __init__(self, backend: Backend, body: Body) -> None:
+        """Errors:  ApiError 400"""
+        self._backend = backend
+        self._body = body
+        self._started_ns = time.monotonic_ns()
+        self._load_ns = 0
+        self._request = _request(backend, body)
+        self._calls: _WholeCalls | None = None
+        if isinstance(self._request, ChatRequest) and self._request.callable is not None:
+            self._calls = _WholeCalls(CallReader(backend.call_syntax))
+
+    async def whole(self) -> Line:
+        """The whole answer in one object. Errors: ApiError, HotcoldError."""
+        answers = await self._start()
+        pieces: list[_Piece] = []
+        last: Line = {}
+        try:
+            async with aclosing(answers.events()) as events:
+                async for _, event in events:
+                    pieces += self._pieces(event)
+                    if event.result is not None:
+                        last = self._end(event.result)
+        finally:
+            answers.close()
+        text = "".join(piece.text for piece in pieces)
+        calls = [piece.call for piece in pieces if piece.call is not None]
+        logprobs = [one for piece in pieces for one in piece.logprobs]
+        return last | self._said(text, calls, logprobs)
+
+    async def stream(self) -> sse.LineStream:
+        """The answer a line a piece; it has begun. Errors: ApiError, HotcoldError."""
+        answers = await self._start()
+        events = await first_then_rest(answers)
+
+        async def lines() -> AsyncGenerator[bytes, None]:
+            try:
+                async for _, event in events:
+                    for piece in self._pieces(event):
+                        calls = [] if piece.call is None else [piece.call]
+                        said = self._said(piece.text, calls, piece.logprobs)
+                        yield sse.line({**self._head(), **said, "done": False})
+                    if event.result is not None:
+                        yield sse.line(self._end(event.result) | self._said("", [], []))
+            except Exception as error:
+                yield sse.line({"error": as_api_error(error).message})
+
+        return sse.LineStream(lines(), answers.deadline, answers.close)
+
+    async def _start(self) -> Answers:
+        backend, request = self._backend, self._request
+
+        async def make() -> Any:
+            if isinstance(request, ChatRequest):
+                return await chat_requests(backend, request)
+            return await completion_requests(backend, request)
+
+        answers = await backend.start(1, make)
+        self._load_ns = time.monotonic_ns() - self._started_ns
+        return answers
+
+    def _pieces(self, event: TokenEvent) -> list[_Piece]:
+        """What one event says and calls; its logprobs stand with the first of them."""
+        found = [_Piece(event.text)] if event.text else []
+        if self._calls is not None:
+            found = list(self._calls.of(event.text, event.result is not None))
+        if self._body.logprobs:
+            tokens = content_tokens(event, self._backend.eos_ids)
+            content = chat_logprobs(self._backend.texts, tokens)["content"]
+            if content:
+                first = found[0] if found else _Piece()
+                found[:1] = [first._replace(logprobs=content)]
+        return found
+
+    def _head(self) -> Line:
+        return _head(self._body)
+
+    def _said(self, text: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
+        """The part of a line that differs between the two routes."""
+        told = _said(self._body, text)
+        if calls:
+            told["message"]["tool_calls"] = calls
+        return told | ({"logprobs": logprobs} if logprobs else {})
+
+    def _end(self, result: Generation) -> Line:
+        """The last line. Durations are nanoseconds; loading is all before the prompt's turn."""
+        queued_ns, prompt_ns, new_ns = (
+            round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
+        )
+        return {
+            **self._head(),
+            "done": True,
+            "done_reason": result.finish_reason,
+            "total_duration": time.monotonic_ns() - self._started_ns,
+            "load_duration": self._load_ns + queued_ns,
+            "prompt_eval_count": result.num_prompt_tokens,
+            "prompt_eval_duration": prompt_ns,
+            "eval_count": len(result.ids),
+            "eval_duration": new_ns,
+        }
+
+
+async def loaded(backend: Backend, body: Body) -> Line:
+    """Have the model loaded, and say so. Errors: ApiError 503 and 504, HotcoldError."""
+    limit_s = backend.settings.request_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await backend.ready()
+    except TimeoutError:
+        raise timed_out(limit_s) from None
+    return {**_head(body), **_said(body, ""), "done": True, "done_reason": "load"}
+
+
+def _head(body: Body) -> Line:
+    created_at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {"model": body.wanted, "created_at": created_at}
+
+
+def _said(body: Body, text: str) -> Line:
+    if isinstance(body, OllamaGenerate):
+        return {"response": text}
+    return {"message": {"role": "assistant", "content": text}}
+
+
+class _Piece(NamedTuple):
+    """A piece of an answer: text, or a whole call."""
+
+    text: str = ""
+    call: Line | None = None
+    logprobs: Sequence[Line] = ()
+
+
+class _WholeCalls:
+    """Text and calls of an answer; a call is given once it is whole, as Ollama gives it."""
+
+    def __init__(self, reader: CallReader) -> None:
+        self._reader = reader
+        self._open: tuple[str, str] | None = None  # id and name
+        self._arguments = ""
+        self._num_told = 0
+
+    def of(self, text: str, is_last: bool) -> Iterator[_Piece]:
+        """What `text`, which follows all that came before, says and calls."""
+        yield from self._read(self._reader.push(text, is_last))
+        if is_last:
+            yield from self._close()
+
+    def _read(self, parts: Iterable[Part]) -> Iterator[_Piece]:
+        for part in parts:
+            match part:
+                case Argued(_, text):
+                    self._arguments += text
+                case Called(_, call_id, name):
+                    yield from self._close()
+                    self._open, self._arguments = (call_id, name), ""
+                case Said(text):
+                    yield from self._close()
+                    yield _Piece(text)
+
+    def _close(self) -> Iterator[_Piece]:
+        """The call that was open; one that the answer's end cut off is none."""
+        if self._open is None:
+            return
+        (call_id, name), self._open = self._open, None
+        try:
+            arguments = json.loads(self._arguments)
+        except ValueError:
+            return
+        function = {"index": self._num_told, "name": name, "arguments": arguments}
+        self._num_told += 1
+        yield _Piece(call={"id": call_id, "function": function})
+
+
+def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
+    """What OpenAI's route would be asked. Errors: ApiError 400."""
+    try:
+        if isinstance(body, OllamaChat):
+            return _chat(body.asked())
+        kind, fields = body.asked(backend.prompts.tokenizer)
+        if kind == "chat":
+            return _chat(fields)
+        return CompletionRequest.model_validate(
+            {"max_tokens": backend.settings.max_tokens, **fields}
+        )
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def _chat(fields: Line) -> ChatRequest:
+    return ChatRequest.model_validate(fields)

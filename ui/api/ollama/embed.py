@@ -1,0 +1,69 @@
+"""POST /api/embed and /api/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from model.errors import PromptError
+from ui.api.backend import Backend
+from ui.api.embeddings.route import embeddings, prompts_to_embed
+from ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
+
+_MOST_CHARS_A_TOKEN = 1000  # more are never looked at: encoding them would take minutes
+
+
+async def embed(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
+    """A vector of length 1 for each text. Errors: ApiError, HotcoldError."""
+    started_ns = time.monotonic_ns()
+    prompts: list[list[int]] = []
+    if body.inputs:
+        prompts = await _prompts(backend, body)
+        load_ns = time.monotonic_ns() - started_ns
+        found = await embeddings(backend, prompts)
+        vectors = [_unit(vector, body.dimensions) for vector in found]
+    else:
+        await backend.ready()
+        vectors, load_ns = [], time.monotonic_ns() - started_ns
+    return {
+        "model": body.wanted,
+        "embeddings": vectors,
+        "total_duration": time.monotonic_ns() - started_ns,
+        "load_duration": load_ns,
+        "prompt_eval_count": sum(map(len, prompts)),
+    }
+
+
+async def embed_one(backend: Backend, body: OllamaEmbeddings) -> dict[str, Any]:
+    """The vector of one text as it is; none without a text. Errors: ApiError, HotcoldError."""
+    if not body.prompt:
+        await backend.ready()
+        return {"embedding": []}
+    (vector,) = await embeddings(backend, await prompts_to_embed(backend, [body.prompt], "prompt"))
+    return {"embedding": vector}
+
+
+async def _prompts(backend: Backend, body: OllamaEmbed) -> list[list[int]]:
+    """Token ids of the texts, cut to the context unless the request says otherwise."""
+    if body.truncate is False:
+        return await prompts_to_embed(backend, body.inputs)
+    tokenizer, most = backend.prompts.tokenizer, backend.prompts.context_length
+    if tokenizer is None:
+        raise PromptError("this model has no tokenizer, so no text")
+
+    def cut() -> list[str | list[int]]:
+        most_chars = most * _MOST_CHARS_A_TOKEN
+        return [tokenizer.encode(text[:most_chars])[:most] for text in body.inputs]
+
+    return await prompts_to_embed(backend, await asyncio.to_thread(cut))
+
+
+def _unit(vector: list[float], most: int | None) -> list[float]:
+    """Its first `most` numbers, or all of them, as a vector of length 1."""
+    found = np.asarray(vector[: most or None], np.float64)
+    found /= max(float(np.linalg.norm(found)), 1e-12)
+    numbers: list[float] = found.astype(np.float32).tolist()
+    return numbers

@@ -1,0 +1,185 @@
+"""What /api/tags, /api/ps and /api/show say of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from actors.protocol.messages import SystemConfig
+from actors.setup.preflight import read_model
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
+from placement.memory import weight_bytes
+from ui.api.backend import Backend
+
+TAG = ":latest"  # what a name without a tag has in Ollama
+_NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
+_KV_BYTES = {"float32": 4, "float16": 2}
+
+
+class _Facts(NamedTuple):
+    """What a model's files say."""
+
+    config: ModelConfig
+    digest: str
+    num_parameters: int
+    stored_bytes: int
+    format_name: str  # of most of these bytes
+    modified_at: str
+
+
+def tagged(name: str) -> str:
+    """A model's name as Ollama lists it."""
+    return name if ":" in name else f"{name}{TAG}"
+
+
+async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
+    """All models, loaded or not. Errors: HotcoldError."""
+    found = []
+    for backend in backends:
+        facts = await _facts(backend)
+        found.append(
+            {
+                **_named(backend),
+                "modified_at": facts.modified_at,
+                "size": facts.stored_bytes,
+                "digest": facts.digest,
+                "details": _details(backend, facts),
+                "capabilities": _capabilities(backend),
+            }
+        )
+    return {"models": found}
+
+
+async def running(backends: Iterable[Backend]) -> dict[str, Any]:
+    """The models that are loaded, and what each takes of memory by its plan.
+
+    Errors:  HotcoldError
+    """
+    found = []
+    for backend in backends:
+        if not backend.is_loaded:
+            continue
+        facts, system = await _facts(backend), backend.config
+        size = await asyncio.to_thread(_memory_bytes, system)
+        found.append(
+            {
+                **_named(backend),
+                "size": size,
+                "digest": facts.digest,
+                "details": _details(backend, facts),
+                "expires_at": _NEVER,
+                "size_vram": system.gpu_memory_bytes if system.device == "cuda" else 0,
+                "context_length": backend.prompts.context_length,
+            }
+        )
+    return {"models": found}
+
+
+async def shown(backend: Backend) -> dict[str, Any]:
+    """One model in detail. Errors: HotcoldError."""
+    facts, defaults = await _facts(backend), backend.defaults
+    config = facts.config
+    sampled = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    parameters = "\n".join(f"{name:<30} {value:g}" for name, value in sampled.items())
+    of_family = {
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "block_count": config.num_layers,
+        "context_length": backend.prompts.context_length,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_size,
+        "vocab_size": config.vocab_size,
+    }
+    return {
+        "modelfile": f"FROM {backend.settings.model_name}\n",
+        "parameters": parameters,
+        "template": _template(backend),
+        "details": _details(backend, facts),
+        "model_info": {
+            "general.architecture": config.family,
+            "general.basename": config.name,
+            "general.parameter_count": facts.num_parameters,
+            **{f"{config.family}.{name}": value for name, value in of_family.items()},
+        },
+        "capabilities": _capabilities(backend),
+        "modified_at": facts.modified_at,
+    }
+
+
+def _named(backend: Backend) -> dict[str, Any]:
+    name = tagged(backend.settings.model_name)
+    return {"name": name, "model": name}
+
+
+def _details(backend: Backend, facts: _Facts) -> dict[str, Any]:
+    config = facts.config
+    return {
+        "parent_model": "",
+        "format": "gguf" if Path(backend.config.model_path).is_file() else "safetensors",
+        "family": config.family,
+        "families": [config.family],
+        "parameter_size": _short(facts.num_parameters),
+        "quantization_level": (backend.config.weight_dtype or facts.format_name).upper(),
+        "context_length": backend.prompts.context_length,
+        "embedding_length": config.hidden_size,
+    }
+
+
+def _capabilities(backend: Backend) -> list[str]:
+    """Tools can be told to every model that has a chat template; grammars hold its calls."""
+    tokenizer = backend.prompts.tokenizer
+    has_template = tokenizer is not None and tokenizer.has_chat_template
+    return ["completion", "tools"] if has_template else ["completion"]
+
+
+def _template(backend: Backend) -> str:
+    """The chat template, in Jinja's language and not in Go's; without one, Ollama's own."""
+    tokenizer = backend.prompts.tokenizer
+    found = None if tokenizer is None else tokenizer.chat_template
+    return found or "{{ .Prompt }}"
+
+
+async def _facts(backend: Backend) -> _Facts:
+    return await asyncio.to_thread(_read_facts, backend.config.model_path)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_facts(model_path: str) -> _Facts:
+    """Read once: a model is not changed while it is served. Errors: ConfigError, CheckpointError"""
+    path = Path(model_path)
+    config, checkpoint = read_model(path), Checkpoint(path)
+    stored = stored_bytes(checkpoint)
+    file = path if path.is_file() else path / "config.json"
+    changed = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    return _Facts(
+        config=config,
+        digest=ModelIdentity.of(path).digest,
+        num_parameters=num_parameters(checkpoint, config),
+        stored_bytes=sum(stored.values()),
+        format_name=next(iter(stored)),
+        modified_at=changed.isoformat().replace("+00:00", "Z"),
+    )
+
+
+def _memory_bytes(system: SystemConfig) -> int:
+    """Weights as they are loaded, and the KV cache."""
+    config = read_model(Path(system.model_path), system.weight_dtype)
+    num_positions = system.kv_positions or system.context_length
+    kv_bytes = kv_cache_bytes(config, num_positions, _KV_BYTES.get(system.kv_dtype, 2))
+    kept = None if system.storage is None else system.storage.kept_bytes(config)
+    return weight_bytes(config, kept) + kv_bytes
+
+
+def _short(count: int) -> str:
+    """A count as Ollama writes it, such as 7.6B or 134.52M."""
+    if count >= 10**9:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.2f}M" if count >= 10**6 else f"{count / 1e3:.2f}K"

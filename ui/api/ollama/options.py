@@ -1,0 +1,77 @@
+"""Ollama's `options`, by the fields of OpenAI's requests."""
+
+import logging
+from typing import Any
+
+from ui.api.errors import ApiError
+
+_LOGGER = logging.getLogger("hotcold.serve")
+_MOST_TOKENS = (1 << 31) - 1
+_WHOLE = ("num_predict", "top_k", "seed")
+_NUMBERS = ("temperature", "top_p", "min_p")
+# What would change tokens and cannot be had here, each with the value that does nothing.
+_UNCHANGING = {
+    "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1, "tfs_z": 1,
+    "mirostat": 0,
+}  # fmt: skip
+# Memory, speed, and what matters only beside the above: the server was started with its own. A
+# prompt is never cut to num_ctx: one that is longer than the context is refused.
+_OWN = frozenset(
+    ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
+     "use_mlock", "low_vram", "f16_kv", "numa", "vocab_only", "logits_all", "embedding_only",
+     "draft_num_predict", "repeat_last_n", "penalize_newline", "mirostat_eta", "mirostat_tau")
+)  # fmt: skip
+
+
+def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of a `SamplingRequest`, and `max_tokens`, that stand for `options`.
+
+    Names that Ollama does not know are ignored as it ignores them: the log tells of them.
+    Errors:  ApiError 400 for a value of a wrong type, and for one that would change tokens in a way
+             that cannot be had here
+    """
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _WHOLE:
+            found[name] = int(_number(name, value))
+        elif name in _NUMBERS:
+            found[name] = float(_number(name, value))
+        elif name == "stop":
+            found[name] = _texts(name, value)
+        elif name in _UNCHANGING:
+            if _number(name, value) != _UNCHANGING[name]:
+                raise _wrong(name, f"is not supported here; leave it out, or {_UNCHANGING[name]}")
+        elif name not in _OWN:
+            _LOGGER.warning("the option %s is unknown, and was ignored", ascii(name[:50]))
+    return _as_fields(found)
+
+
+def _as_fields(found: dict[str, Any]) -> dict[str, Any]:
+    """By OpenAI's names and bounds: no limit, no seed and no top_k are left out there."""
+    num_predict = found.pop("num_predict", 0)
+    if num_predict > 0:
+        found["max_tokens"] = min(num_predict, _MOST_TOKENS)
+    if found.get("seed") == -1:
+        del found["seed"]
+    if "top_k" in found:
+        found["top_k"] = max(found["top_k"], 0)
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(name, "must be a number")
+    if not abs(value) < 1e30:
+        raise _wrong(name, "must be a finite number, and not as large")
+    return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise _wrong(name, "must be a list of texts")
+    return value
+
+
+def _wrong(name: str, text: str) -> ApiError:
+    return ApiError(400, f"option {name} {text}", param=f"options.{name}")

@@ -1,0 +1,133 @@
+"""Ollama's routes: what its clients ask, answered by the models of this server."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+
+from ui.api.backend import Backend
+from ui.api.errors import ApiError
+from ui.api.ollama import models as facts
+from ui.api.ollama.answer import Body, OllamaAnswer, loaded
+from ui.api.ollama.embed import embed, embed_one
+from ui.api.ollama.schemas import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaModel,
+    OllamaShow,
+)
+from ui.api.route import answered
+from ui.api.schemas import parse
+from ui.described import body_of
+from ui.models.served import ServedModels
+
+SCHEMAS: list[type[BaseModel]] = [
+    OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,
+]  # fmt: skip
+_VERSION = "0.32.15"  # of Ollama whose API this is: clients ask before they use a part of it
+_FORBIDDEN = 403
+_ELSEWHERE = {
+    ("POST", "/api/pull"): "models are not fetched here: use `hotcold pull`, then `hotcold serve`",
+    ("POST", "/api/push"): "models are not sent anywhere from here",
+    ("POST", "/api/create"): "models are not made here",
+    ("POST", "/api/copy"): "models are not copied here",
+    ("DELETE", "/api/delete"): "models are not deleted here: use `hotcold rm`",
+    ("POST", "/api/blobs/{digest}"): "files are not kept here",
+}
+
+
+def add_ollama(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes to `app`."""
+    _add_answers(app, models)
+    _add_models(app, models)
+    for (method, path), reason in _ELSEWHERE.items():
+        _add_refusal(app, method, path, reason)
+
+
+def _add_answers(app: FastAPI, models: ServedModels) -> None:
+    async def answer(request: Request, body: Body, is_load: bool) -> Response:
+        backend = _choose(models, request, body)
+        if is_load:
+            return JSONResponse(await answered(request, loaded(backend, body)))
+        found = OllamaAnswer(backend, body)
+        if body.is_streamed:
+            stream: Response = await answered(request, found.stream())
+            return stream
+        return JSONResponse(await answered(request, found.whole()))
+
+    @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate))
+    async def generate(request: Request) -> Response:
+        """Answer a prompt, as Ollama does: a line of JSON a piece, unless `stream` is false."""
+        body = parse(OllamaGenerate, await request.body())
+        return await answer(request, body, not body.prompt)
+
+    @app.post("/api/chat", openapi_extra=body_of(OllamaChat))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, as Ollama does: a line of JSON a piece."""
+        body = parse(OllamaChat, await request.body())
+        return await answer(request, body, not body.messages)
+
+    @app.post("/api/embed", openapi_extra=body_of(OllamaEmbed))
+    async def embed_texts(request: Request) -> Response:
+        """A vector of length 1 for each text."""
+        body = parse(OllamaEmbed, await request.body())
+        backend = _choose(models, request, body)
+        return JSONResponse(await answered(request, embed(backend, body)))
+
+    @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbeddings))
+    async def embed_text(request: Request) -> Response:
+        """The vector of one text, as older clients of Ollama ask for it."""
+        body = parse(OllamaEmbeddings, await request.body())
+        backend = _choose(models, request, body)
+        return JSONResponse(await answered(request, embed_one(backend, body)))
+
+
+def _add_models(app: FastAPI, models: ServedModels) -> None:
+    async def version(request: Request) -> Response:
+        """The version of Ollama whose API this is."""
+        return JSONResponse({"version": _VERSION})
+
+    async def tags(request: Request) -> Response:
+        """The models that are served, loaded or not."""
+        return JSONResponse(await answered(request, facts.listed(models.backends)))
+
+    async def running(request: Request) -> Response:
+        """The models that are loaded."""
+        return JSONResponse(await answered(request, facts.running(models.backends)))
+
+    looks: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "version": version, "tags": tags, "ps": running,
+    }  # fmt: skip
+    for name, look in looks.items():
+        app.add_api_route(f"/api/{name}", look, methods=["GET"])
+        app.add_api_route(f"/api/{name}", look, methods=["HEAD"], include_in_schema=False)
+
+    @app.post("/api/show", openapi_extra=body_of(OllamaShow))
+    async def show(request: Request) -> Response:
+        """What a model is."""
+        backend = _choose(models, request, parse(OllamaShow, await request.body()))
+        return JSONResponse(await answered(request, facts.shown(backend)))
+
+
+def _add_refusal(app: FastAPI, method: str, path: str, reason: str) -> None:
+    async def refuse(request: Request) -> Response:
+        raise ApiError(_FORBIDDEN, reason)
+
+    app.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+
+
+def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:
+    """The model that is asked for; a name may carry the tag that Ollama gives to those without.
+
+    Errors:  ApiError 400 and 404
+    """
+    names, name = {backend.name for backend in models.backends}, body.wanted
+    plain = name if name in names else name.removesuffix(facts.TAG)
+    if plain not in names:
+        raise ApiError(404, f"model {name[:100]!a} not found", code="model_not_found")
+    return models.choose(request, plain)

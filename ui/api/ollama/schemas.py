@@ -1,0 +1,213 @@
+"""What Ollama's requests may hold, by its names, and what each asks of OpenAI's routes."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from model.text.tokenizer import Tokenizer
+from ui.api.errors import ApiError
+from ui.api.ollama.options import sampling_fields
+from ui.strict import StrictModel
+
+_MOST_MESSAGES = 10_000
+_MOST_INPUTS = 2048
+_MOST_TOOLS = 128
+
+
+class OllamaModel(StrictModel):
+    """Which model; `name` is what older clients say."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The model's name. Errors: ApiError 400 without one."""
+        if not (found := self.model or self.name):
+            raise ApiError(400, "model is required", param="model")
+        return found
+
+
+class OllamaShow(OllamaModel):
+    """POST /api/show."""
+
+
+class _Loading(OllamaModel):
+    """What all requests share that need the model: none of it changes an answer."""
+
+    keep_alive: str | float | None = None  # the model stays as long as the server lets it
+    options: dict[str, Any] | None = None
+
+
+class _Answered(_Loading):
+    """What both kinds of answers share."""
+
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Ollama's requests are unless they say otherwise."""
+        return self.stream is not False
+
+    def _fields(self) -> dict[str, Any]:
+        """Those of a `SamplingRequest`. Errors: ApiError 400."""
+        if self.think:
+            raise self._unable("thinking", "think")
+        return {**sampling_fields(self.options), "response_format": self._response_format()}
+
+    @property
+    def _num_top(self) -> int | None:
+        """How many tokens are told beside each; None: no logprobs are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _response_format(self) -> dict[str, Any] | None:
+        if self.format is None or self.format == "":
+            return None
+        if self.format == "json":
+            return {"type": "json_object"}
+        if isinstance(self.format, str):
+            raise ApiError(400, 'format must be "json" or a JSON schema', param="format")
+        return {"type": "json_schema", "json_schema": {"schema": self.format}}
+
+    def _unable(self, what: str, param: str) -> ApiError:
+        return ApiError(400, f'"{self.wanted[:100]}" does not support {what}', param=param)
+
+
+class OllamaGenerate(_Answered):
+    """POST /api/generate. Without a prompt the model is loaded, and nothing more."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+    def asked(self, tokenizer: Tokenizer | None) -> tuple[Literal["chat", "text"], dict[str, Any]]:
+        """Whether it stands for a `ChatRequest` or a `CompletionRequest`, and that one's fields.
+
+        The prompt is what a user says; where the model has no chat template, or the request is
+        `raw`, a text to go on with. Errors: ApiError 400.
+        """
+        for what, param in (("insert", "suffix"), ("images", "images")):
+            if getattr(self, param):
+                raise self._unable(what, param)
+        if self.raw and (self.template or self.system or self.context):
+            text = "raw mode does not support template, system, or context"
+            raise ApiError(400, text, param="raw")
+        if self.template:
+            text = "a template cannot be chosen here: give raw true and the whole prompt"
+            raise ApiError(400, text, param="template")
+        if self.context:
+            text = "no context is kept here: send the conversation to /api/chat"
+            raise ApiError(400, text, param="context")
+        fields = self._fields()
+        has_template = tokenizer is not None and tokenizer.has_chat_template
+        if self.raw or not has_template:
+            if self.system:
+                text = "this model has no chat template, so no place for what system says"
+                raise ApiError(400, text, param="system")
+            return "text", {**fields, "prompt": self.prompt, "logprobs": self._num_top}
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.prompt or ""})
+        scored = {"logprobs": self.logprobs, "top_logprobs": self._num_top}
+        return "chat", {**fields, **scored, "messages": messages}
+
+
+class OllamaCalled(StrictModel):
+    """What was called; the arguments are an object here."""
+
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaCall(StrictModel):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    function: OllamaCalled
+
+
+class OllamaMessage(StrictModel):
+    """One message of a conversation; what the model thought is left out."""
+
+    role: str
+    content: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The same for a `ChatRequest`."""
+        calls = [
+            {
+                "id": call.id or f"call_{number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments or {}),
+                },
+            }
+            for number, call in enumerate(self.tool_calls or ())
+        ]
+        return {
+            "role": self.role.lower(),
+            "content": self.content,
+            "name": self.tool_name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+        }
+
+
+class OllamaChat(_Answered):
+    """POST /api/chat. Without messages the model is loaded, and nothing more."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=_MOST_MESSAGES, fail_fast=True)] = (
+        Field(default_factory=list)
+    )
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MOST_TOOLS)] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _or_none(cls, given: Any) -> Any:
+        return [] if given is None else given
+
+    def asked(self) -> dict[str, Any]:
+        """The fields of a `ChatRequest`. Errors: ApiError 400."""
+        if any(message.images for message in self.messages):
+            raise self._unable("images", "messages.images")
+        return {
+            **self._fields(),
+            "messages": [message.as_message() for message in self.messages],
+            "tools": [{"type": "function", **tool} for tool in self.tools or ()] or None,
+            "logprobs": self.logprobs,
+            "top_logprobs": self._num_top,
+        }
+
+
+class OllamaEmbed(_Loading):
+    """POST /api/embed. Vectors have length 1; what is too long for the context is cut."""
+
+    input: str | Annotated[list[str], Field(max_length=_MOST_INPUTS, fail_fast=True)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+
+    @property
+    def inputs(self) -> list[str]:
+        """Each text."""
+        if isinstance(self.input, list):
+            return self.input
+        return [self.input] if self.input else []
+
+
+class OllamaEmbeddings(_Loading):
+    """POST /api/embeddings: one vector, of whatever length; /api/embed took its place."""
+
+    prompt: str | None = None
