@@ -8,7 +8,7 @@ without its parts, and prints this checkout's seconds over the other's. Run it o
 no kernel has to be compiled, on a machine that does nothing else.
 
 `--kept` asks in turn with a system of the command's own and with one that is kept, and prints the
-seconds to the first text: least, median, most.
+seconds to the first text: least, median, most; then what each end of a kept system leaves.
 """
 
 import datetime
@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+
+from benchmarks.kept_ends import HEAD, what_is_left
 
 HERE = Path(__file__).resolve().parents[1]
 _QUESTION = "What does textwrap.dedent do?"
@@ -151,6 +153,9 @@ def main(runs: int, beside: Path | None, kept: bool, one: bool) -> None:
         for way, seconds in kept_seconds(runs).items():
             median = statistics.median(seconds)
             click.echo(f"{min(seconds):6.2f} {median:6.2f} {max(seconds):6.2f} s {_FIRST}, {way}")
+        click.echo(HEAD)
+        for left in what_is_left():
+            click.echo(left)
         return
     checkouts = [HERE] if beside is None else [HERE, beside.resolve()]
     found: list[list[dict[str, float]]] = [[] for _ in checkouts]
