@@ -15,6 +15,7 @@ from actors.protocol.messages import GenerateRequest, Generation, TokenEvent, To
 from model.errors import ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.locate import DEMO_DIRECTORY
+from tests.unit.test_served_models import House, house
 from tests.unit.test_server_limits import Client, Deliver, make_backend
 from ui.api.backend import Backend
 from ui.api.errors import ApiError
@@ -143,7 +144,7 @@ def test_options_reach_the_system() -> None:
     asked = Recording()
     options = {
         "num_predict": 5, "temperature": 0, "top_k": 3.0, "top_p": 0.5, "min_p": 0.25, "seed": 7,
-        "stop": ["x"], "repeat_penalty": 1.0, "num_ctx": 4096, "nonsense": {},
+        "stop": ["x"], "repeat_penalty": 1.0, "num_ctx": 4096, "numa": None,
     }  # fmt: skip
     post(asked, "/api/chat", messages=HELLO, options=options, stream=False, keep_alive="5m")
     sampling = asked.requests[0].sampling
@@ -179,9 +180,9 @@ def test_options_that_cannot_be_had_are_told(options: dict[str, Any]) -> None:
     assert refusal.value.status == 400
 
 
-def test_an_unknown_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert sampling_fields({"tempreture": 1}) == {}
-    assert "'tempreture' is unknown" in caplog.text
+def test_an_unknown_option_is_told() -> None:
+    with pytest.raises(ApiError, match="option 'tempreture' is not known here"):
+        sampling_fields({"tempreture": 1})
 
 
 @pytest.mark.parametrize(
@@ -420,3 +421,18 @@ def test_ollamas_client_reads_calls_and_vectors() -> None:
         assert len((await client.embeddings("demo", "a")).embedding) == 2
 
     with_ollama(Embedding(), embedded)
+
+
+@house(room=1)
+async def test_of_several_models_the_one_that_is_named_is_loaded(house: House) -> None:
+    async def names(path: str) -> list[str]:
+        return [model["name"] for model in (await house.http.get(path)).json()["models"]]
+
+    assert await names("/api/tags") == ["a:latest", "b:latest", "c:latest"]
+    assert await names("/api/ps") == []
+    told = await house.http.post("/api/generate", json={"model": "b"})
+    assert told.json()["done_reason"] == "load" and house.loaded == "b"
+    asked = {"model": "c:latest", "messages": HELLO, "stream": False}
+    answer = (await house.http.post("/api/chat", json=asked)).json()
+    assert (answer["model"], answer["message"]["content"]) == ("c:latest", "c")
+    assert await names("/api/ps") == ["c:latest"]

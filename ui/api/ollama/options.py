@@ -1,11 +1,9 @@
 """Ollama's `options`, by the fields of OpenAI's requests."""
 
-import logging
 from typing import Any
 
 from ui.api.errors import ApiError
 
-_LOGGER = logging.getLogger("hotcold.serve")
 _MOST_TOKENS = (1 << 31) - 1
 _WHOLE = ("num_predict", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p")
@@ -26,9 +24,9 @@ _OWN = frozenset(
 def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
     """The fields of a `SamplingRequest`, and `max_tokens`, that stand for `options`.
 
-    Names that Ollama does not know are ignored as it ignores them: the log tells of them.
-    Errors:  ApiError 400 for a value of a wrong type, and for one that would change tokens in a way
-             that cannot be had here
+    Ollama ignores names that it does not know, and tells its log; here whoever asks is told.
+    Errors:  ApiError 400 for such a name, for a value of a wrong type, and for one that would
+             change tokens in a way that cannot be had here
     """
     given = {name: value for name, value in (options or {}).items() if value is not None}
     found: dict[str, Any] = {}
@@ -43,7 +41,7 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
             if _number(name, value) != _UNCHANGING[name]:
                 raise _wrong(name, f"is not supported here; leave it out, or {_UNCHANGING[name]}")
         elif name not in _OWN:
-            _LOGGER.warning("the option %s is unknown, and was ignored", ascii(name[:50]))
+            raise _wrong(ascii(name[:50]), "is not known here; leave it out")
     return _as_fields(found)
 
 
