@@ -28,14 +28,15 @@ class Left:
     end: str
     seconds: float  # until no process was left, or until patience was over
     processes: int
-    sockets: int  # and records
+    sockets: int  # and records beside them
     folders: int  # of Ray's sessions
 
     def __str__(self) -> str:
-        return f"{self.processes:9} {self.sockets:8} {self.folders:8} {self.seconds:7.1f} s  {self.end}"
+        counts = f"{self.processes:9} {self.sockets:20} {self.folders:12}"
+        return f"{counts} {self.seconds:7.1f} s  {self.end}"
 
 
-HEAD = "processes  sockets  folders  at rest after"
+HEAD = "processes  records and sockets  Ray folders  rests in  after"
 
 
 class _User:
