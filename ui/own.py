@@ -26,6 +26,7 @@ from ui.api.schemas import parse
 from ui.strict import StrictModel
 
 _PREFIX = "/own/"
+_ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # what their processes are called
 _BEAT_S = 5.0
 _LONGEST_S = 1e9
 
@@ -140,7 +141,7 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
         return await sse.unless_gone(request.receive, _answer(backend, body.request.request()))
 
     async def state(request: Request) -> Response:
-        memory = await asyncio.to_thread(_memory_bytes)
+        memory = await asyncio.to_thread(memory_bytes, backend)
         return _Line(
             {
                 "status": "ready",
@@ -228,15 +229,20 @@ def _has_template(backend: Backend) -> bool:
     return tokenizer is not None and tokenizer.has_chat_template
 
 
-def _memory_bytes() -> int:
-    """What this process and those below it have in memory, shared pages once."""
+def memory_bytes(backend: Backend) -> int:
+    """What this process and those below it have in memory, shared pages once.
+
+    Without the services of other models.
+    """
     import psutil
 
-    own = psutil.Process()
+    services, own = backend.call("processes").values(), psutil.Process()
     total = 0
     for process in (own, *own.children(recursive=True)):
         try:
-            total += process.memory_full_info().pss
+            is_service = "".join(process.cmdline()).startswith(_ACTORS)
+            if process.pid in services or not is_service:
+                total += process.memory_full_info().pss
         except psutil.Error:
             continue
     return total

@@ -18,6 +18,7 @@ from model.files.locate import DEMO_DIRECTORY
 from ui.api.backend import Backend, ServerSettings
 from ui.models.loading import ModelLoader, Need
 from ui.models.served import ServedModels
+from ui.own import memory_bytes
 from ui.server import create_app
 
 WAIT_S = 30.0
@@ -304,3 +305,35 @@ def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
         "server.use", "signals.wait", "starter.leave", "server.refuse_new", "starter.close",
         "server.stop",
     ]  # fmt: skip
+
+
+class Process:
+    """A process of `megabytes`, with those below it."""
+
+    def __init__(self, pid: int, command: str, megabytes: int, *below: Process) -> None:
+        self.pid, self._command, self._below = pid, command, below
+        self.memory_full_info = lambda: SimpleNamespace(pss=megabytes << 20)
+
+    def cmdline(self) -> list[str]:
+        return self._command.split()
+
+    def children(self, recursive: bool) -> tuple[Process, ...]:
+        assert recursive
+        return self._below
+
+
+def test_services_of_other_models_are_no_memory_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = [
+        Process(2, "raylet --node", 20),
+        Process(3, "ray::DriverActor", 100),
+        Process(4, "ray::ServiceActor", 200),
+        Process(5, "ray::DriverActor.submit", 1000),
+        Process(6, "ray::ServiceActor", 2000),
+    ]
+    monkeypatch.setattr("psutil.Process", lambda: Process(1, "hotcold serve a b", 3, *below))
+    of = {name: House(1).of[name] for name in "ab"}
+    for name, pids in {"a": [3, 4], "b": [5, 6]}.items():
+        monkeypatch.setattr(of[name], "call", lambda method, pids=pids: dict(enumerate(pids)))
+    assert [memory_bytes(of[name]) >> 20 for name in "ab"] == [323, 3023]
