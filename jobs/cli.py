@@ -48,6 +48,7 @@ COMMANDS = {
         starts_system=True,
     ),
     "ps": LazyCommand("jobs.kept.commands:ps", "List the systems that are running."),
+    "top": LazyCommand("jobs.top.command:top", "Watch a running system's neurons and services."),
     "stop": LazyCommand("jobs.kept.commands:stop", "End a running system."),
     "pull": LazyCommand("jobs.commands.models:pull", "Fetch a model from Hugging Face."),
     "show": LazyCommand("jobs.commands.models:show", "Say what a model is and takes."),

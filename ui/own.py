@@ -1,6 +1,6 @@
 """What commands of the same user ask at the server's Unix socket; nobody else comes there.
 
-POST /own/generate, GET /own/state, GET /own/attend. Answers are lines of JSON.
+POST /own/generate, GET /own/state, /own/attend and /own/telemetry. Answers are lines of JSON.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from ui.api.backend import Backend
 from ui.api.errors import ApiError, as_api_error, unavailable
 from ui.api.schemas import parse
 from ui.strict import StrictModel
+from ui.telemetry import telemetry_json
 
 _PREFIX = "/own/"
 _ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # what their processes are called
@@ -165,6 +166,13 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
         stay.attend(1)
         return sse.LineStream(beats(), at_end=lambda: stay.attend(-1))
 
+    async def telemetry(request: Request) -> Response:
+        try:
+            found = await asyncio.to_thread(backend.call, "telemetry")
+        except Exception as error:
+            raise as_api_error(error) from error
+        return _Line(telemetry_json(found))
+
     async def told(request: Request, error: Exception) -> Response:
         answer = as_api_error(error)
         return JSONResponse(answer.body, answer.status, answer.headers)
@@ -177,6 +185,7 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
             Route("/own/generate", generate, methods=["POST"]),
             Route("/own/state", state),
             Route("/own/attend", attend),
+            Route("/own/telemetry", telemetry),
         ],
         exception_handlers={sse.ClientGoneError: gone, ApiError: told, Exception: told},
     )

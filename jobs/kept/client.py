@@ -129,6 +129,19 @@ class KeptSystem:
             except (OSError, http.client.HTTPException, StopIteration):
                 raise GoneError(f"the system {self.record.name!r} has ended") from None
 
+    def telemetry(self) -> dict[str, Any]:
+        """What the system does now; see `ui.telemetry`. Services count neurons while it is asked.
+
+        Errors:  GoneError, LoadingError, ServiceError
+        """
+        with closing(_Connection(self._path, _ASK_S)) as connection:
+            try:
+                return next(_lines(connection, "GET", "/own/telemetry"))
+            except TimeoutError:
+                raise ServiceError(f"the system {self.record.name!r} does not answer") from None
+            except (OSError, http.client.HTTPException, StopIteration):
+                raise GoneError(f"the system {self.record.name!r} has ended") from None
+
     @contextmanager
     def attended(self) -> Iterator[None]:
         """Within it the system does not end for want of requests. Errors: GoneError."""

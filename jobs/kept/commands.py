@@ -31,7 +31,7 @@ def ps(as_json: bool) -> None:
     MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is how long nobody has
     asked, UNTIL when a system ends if nobody asks.
     """
-    found = [_state(folder, record) for folder, record in _running()]
+    found = [_state(folder, record) for folder, record in running_systems()]
     if not as_json or found:
         rows = [_HEADS, *(_row(state) for state in found)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
@@ -49,7 +49,7 @@ def stop(name: str | None) -> None:
 
     What is being answered is answered first.
     """
-    running = _running()
+    running = running_systems()
     chosen = [one for one in running if one[1].is_kept if name is None or one[1].name == name]
     if name is not None:
         chosen = [one for one in running if one[1].name == name]
@@ -68,7 +68,7 @@ def stop(name: str | None) -> None:
         click.echo("no system is kept")
 
 
-def _running() -> list[tuple[Path, records.Record]]:
+def running_systems() -> list[tuple[Path, records.Record]]:
     """The systems of this user. Errors: UsageError for a folder that is not this user's alone."""
     if systems_folder().is_symlink() or systems_folder().exists():
         own_folder()

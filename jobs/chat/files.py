@@ -1,0 +1,125 @@
+"""Files of a conversation: texts that are attached to a question, conversations that are saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from jobs.chat.conversation import Message
+from model.errors import UsageError, shown
+
+_MOST_ATTACHED = 1 << 20  # bytes of one file
+_MOST_SAVED = 16 << 20
+_ROLES = ("user", "assistant")
+_KIND = "hotcold conversation"
+_MENTION = re.compile(r'(?:^|(?<=\s))@(?:"([^"]+)"|(\S+))')
+
+
+def read_attachment(path: Path) -> str:
+    """A file of text as it goes with a question: its name, and its content between fences.
+
+    Errors:  UsageError where it is none, or has over 1 MiB
+    """
+    try:
+        text = _read(path, _MOST_ATTACHED).decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8") from None
+    if "\0" in text:
+        raise UsageError(f"{path} is no text: it has a byte of zero")
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
+
+
+def mentioned(question: str) -> list[Path]:
+    """The files that a question names as @path or @"path"; a word that is no file is just one."""
+    found = []
+    for quoted, plain in _MENTION.findall(question):
+        names = [quoted] if quoted else [plain, plain.rstrip(".,;:?!)")]
+        path = next((path for name in names if (path := _path(name)).is_file()), None)
+        if path is not None and path not in found:
+            found.append(path)
+    return found
+
+
+def save_conversation(path: Path, system_prompt: str, messages: list[Message], model: str) -> None:
+    """Write a conversation for this user alone, in OpenAI's form.
+
+    Errors:  UsageError where another kind of file is there, or it cannot be written
+    """
+    if path.exists() or path.is_symlink():
+        try:
+            load_conversation(path)
+        except UsageError:
+            raise UsageError(f"{path} is there and no saved conversation; name another") from None
+    opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    content = {"kind": _KIND, "model": model, "messages": [*opening, *messages]}
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(content, file, ensure_ascii=False, indent=1)
+            file.write("\n")
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_conversation(path: Path) -> tuple[str, list[Message]]:
+    """The system prompt, "" without one, and the messages of a saved conversation.
+
+    Errors:  UsageError
+    """
+    try:
+        content = json.loads(_read(path, _MOST_SAVED))
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is no saved conversation") from None
+    found = content.get("messages") if isinstance(content, dict) else None
+    if not isinstance(found, list) or content.get("kind") != _KIND:
+        raise UsageError(f"{path} is no saved conversation")
+    messages = [_message(path, one) for one in found]
+    opening = ""
+    if messages and messages[0]["role"] == "system":
+        opening = messages.pop(0)["content"]
+    for message, role in zip(messages, _ROLES * len(messages), strict=False):
+        if message["role"] != role:
+            raise UsageError(f"{path}: questions and answers are not in turn")
+    if len(messages) % 2:
+        raise UsageError(f"{path}: the last question has no answer")
+    return opening, messages
+
+
+def _message(path: Path, one: Any) -> Message:
+    if isinstance(one, dict) and set(one) == {"role", "content"}:
+        role, content = one["role"], one["content"]
+        if role in ("system", *_ROLES) and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise UsageError(f"{path}: {shown(one)} is no message")
+
+
+def _read(path: Path, most_bytes: int) -> bytes:
+    """A plain file's content. Errors: UsageError."""
+    try:
+        # A pipe would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError(f"{path} is no file")
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > most_bytes:
+        raise UsageError(f"{path} has over {most_bytes >> 20} MiB")
+    return content
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # of a user that there is not
+        return Path(name)

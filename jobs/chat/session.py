@@ -1,0 +1,95 @@
+"""Reads what is typed, and does it, until the end."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+from jobs.chat.commands import Ask, Commands, Edit, End, Settings, last_answer
+from jobs.chat.conversation import Conversation
+from jobs.chat.files import mentioned, read_attachment
+from jobs.chat.screen import Screen
+from jobs.support.until_stopped import on_interrupt
+from model.errors import PromptError, UsageError
+
+HELP = (
+    "/help lists commands, /clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops "
+    "an answer"
+)
+
+
+class Session:
+    """A conversation on a screen."""
+
+    def __init__(self, conversation: Conversation, screen: Screen, settings: Settings) -> None:
+        """Says nothing yet."""
+        self._conversation = conversation
+        self._screen = screen
+        self._settings = settings
+        self._commands = Commands(conversation, settings)
+        self._beginning: str | None = None  # of a question that takes the last one's place
+
+    def run(self) -> None:
+        """Answer until the input ends. Errors: ServiceError; KeyboardInterrupt in a pipe."""
+        with self._screen.held():
+            self._screen.say(HELP)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while True:
+            try:
+                beginning, self._beginning = self._beginning, None
+                typed = self._screen.read(beginning or "")
+                if not self._act(typed, beginning is not None):
+                    return
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not self._screen.is_terminal:
+                    raise
+                self._screen.say(f"\n{HELP}")
+            except UsageError as error:
+                self._screen.say(str(error))
+
+    def _act(self, typed: str, again: bool) -> bool:
+        """Do what was typed; whether the conversation goes on. Errors: UsageError."""
+        if not typed.startswith("/"):
+            if typed:
+                self._ask(typed, again)
+            return True
+        match self._commands.run(typed):
+            case Ask(question, in_place):
+                self._ask(question, in_place)
+            case Edit(question) if self._screen.can_edit:
+                self._beginning = question
+            case Edit():
+                raise UsageError("write it like /edit TEXT")
+            case End():
+                return False
+            case str(told):
+                if told:
+                    self._screen.say(told)
+        return True
+
+    def _ask(self, question: str, again: bool) -> None:
+        """Answer. Errors: UsageError of a file that a question names."""
+        conversation, named = self._conversation, []
+        if self._settings.can_use_files:
+            for path in mentioned(question):
+                named.append(read_attachment(path))
+                self._screen.say(f"{path} goes with it")
+        request_id = conversation.begin()
+        try:
+            with self._screen.answer() as show, self._stopped_by_interrupt(request_id):
+                conversation.ask(question, show, again, named)
+        except PromptError as error:  # the conversation has outgrown the context
+            self._screen.say(f"{error}{'; /clear starts anew' if conversation.messages else ''}")
+            return
+        if self._settings.verbose and (told := last_answer(conversation)):
+            self._screen.say(told)
+
+    def _stopped_by_interrupt(self, request_id: str) -> AbstractContextManager[None]:
+        """At a terminal Ctrl-C ends the answer; in a pipe it ends the program."""
+        if not self._screen.is_terminal:
+            return contextlib.nullcontext()
+        return on_interrupt(lambda: self._conversation.running.cancel(request_id))

@@ -1,0 +1,163 @@
+"""A terminal with a cursor: lines that can be edited, a status below them, rendered answers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import termios
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.styles import Style
+from rich.console import Console
+
+from actors.protocol.messages import TokenEvent
+from jobs.chat.commands import COMMANDS, PARAMETERS, SHOWN, SWITCHES, Settings
+from jobs.chat.conversation import Conversation
+from jobs.chat.history import history_path, open_history
+from jobs.chat.live_answer import LiveAnswer
+from jobs.chat.markdown import plain
+from jobs.chat.screen import is_open, unquoted
+from model.errors import UsageError
+
+_STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
+_SECONDS = {"/set": (*PARAMETERS, "system", *SWITCHES), "/show": SHOWN}
+_WITH_PATHS = ("/file", "/read", "/save", "/load")
+
+
+class TerminalScreen:
+    """See Screen."""
+
+    is_terminal = can_edit = True
+
+    def __init__(self, conversation: Conversation, settings: Settings) -> None:
+        """Says where what is typed is kept."""
+        self._conversation = conversation
+        self._settings = settings
+        self._console = Console(highlight=False)
+        if settings.history:
+            try:
+                told = str(open_history()).replace(str(Path.home()), "~", 1)
+                self.say(f"what you type is kept in {told} (/set nohistory: not any more)")
+            except UsageError as error:
+                settings.history = False
+                self.say(f"what you type is not kept: {error}")
+        self._prompt: PromptSession[str] = PromptSession(
+            [("class:prompt", "> ")],
+            history=_TypedHistory(settings),
+            completer=_Completer(),
+            complete_while_typing=False,
+            reserve_space_for_menu=4,
+            multiline=True,
+            prompt_continuation="  ",
+            bottom_toolbar=lambda: self._conversation.status,
+            key_bindings=_keys(),
+            enable_open_in_editor=True,
+            enable_suspend=True,
+            style=_STYLE,
+        )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """See Screen; what is typed while nothing is read waits, and is not shown among answers."""
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+        within = [*before]
+        within[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C is still a signal
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, within)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+    def read(self, beginning: str) -> str:
+        """See Screen; Enter ends it, but between three quotation marks."""
+        return unquoted(self._prompt.prompt(default=beginning))
+
+    def say(self, text: str) -> None:
+        """See Screen."""
+        self._console.print(plain(text), markup=False)
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[TokenEvent], None]]:
+        """See Screen."""
+        live = LiveAnswer(self._console, self._settings.markdown, lambda: self._conversation.status)
+        try:
+            yield lambda event: live.add(event.text)
+        finally:
+            live.end()
+            self._console.print()
+
+
+class _TypedHistory(History):
+    """What was typed in this session and, if that is wanted, before."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def load_history_strings(self) -> Iterable[str]:
+        """See prompt_toolkit: the last first."""
+        if self._settings.history:
+            with contextlib.suppress(OSError):
+                yield from FileHistory(history_path()).load_history_strings()
+
+    def store_string(self, string: str) -> None:
+        """See prompt_toolkit; what cannot be kept is not."""
+        if self._settings.history:
+            with contextlib.suppress(OSError, UsageError, UnicodeError):
+                FileHistory(open_history()).store_string(string)
+
+
+class _Completer(Completer):
+    """Commands, what they take, and paths."""
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        """See prompt_toolkit."""
+        text = document.text_before_cursor
+        command, blank, rest = text.partition(" ")
+        if text.startswith("/") and not blank:
+            names = [name for one in COMMANDS for name in one.names]
+            yield from _completions(names, text)
+        elif command in _SECONDS:
+            yield from _completions(_SECONDS[command], rest)
+        else:
+            word = rest if command in _WITH_PATHS else text.split()[-1] if text.strip() else ""
+            if command in _WITH_PATHS or (word.startswith("@") and text.endswith(word)):
+                path = Document(word.removeprefix("@"))
+                yield from PathCompleter(expanduser=True).get_completions(path, event)
+
+
+def _completions(names: Iterable[str], begun: str) -> Iterator[Completion]:
+    return (Completion(name, -len(begun)) for name in names if name.startswith(begun))
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def enter(event: KeyPressEvent) -> None:
+        if is_open(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    @keys.add("<sigint>")
+    def give_up(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys

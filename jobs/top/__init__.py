@@ -1,0 +1,1 @@
+"""`hotcold top`."""

@@ -1,0 +1,158 @@
+"""What a system does, as a terminal shows it: its neurons by layers, its services, its speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_HOT, _COLD = "dark_orange", "dodger_blue1"
+_HOT_MARK = "◆"
+# Of a cell's neurons, those that are computed: above so many its mark is this one.
+_MARKS = ((0.5, "█"), (0.25, "▓"), (0.1, "▒"), (0.02, "░"), (0.0, "·"))
+_LEGEND = "· few  ░ over 2%  ▒ 10%  ▓ 25%  █ 50%"
+_BESIDE_MAP = 36  # columns of numbers
+_STATES = {"alive": "green", "silent": "yellow", "restarting": "yellow", "dead": "red"}
+_PARTS = {  # of a step's time -> where it is spent
+    "attention": "gpu", "head": "gpu", "ffn": "cpu", "predictor": "driver", "python": "driver",
+    "exchange": "",
+}  # fmt: skip
+_FRAME_LINES = 16  # beside the map and the services
+
+
+def picture(name: str, found: dict[str, Any], width: int, height: int = 0) -> RenderableType:
+    """All of it, `found` as `ui.telemetry` gives it.
+
+    `height`: so many lines at most, for which neighbouring layers share one; 0: as many as needed
+    """
+    room = max(1, height - _FRAME_LINES - len(found["actors"])) if height else 0
+    parts: list[RenderableType] = [_head(name, found), Text()]
+    if found["map"]["steps"]:
+        parts += [_neuron_map(found["map"], width, room), Text(_legend(found), style="dim")]
+    else:
+        parts.append(Text("no neuron has been counted yet: nobody asks", style="dim"))
+    parts += [Text(), _step(found), _services(found), Text(_machine(found), style="dim")]
+    return Group(*parts)
+
+
+def drawn(renderable: RenderableType, width: int, is_coloured: bool) -> str:
+    """Its lines, with a terminal's codes for colours or without any."""
+    console = Console(
+        width=width, force_terminal=is_coloured, highlight=False, legacy_windows=False
+    )
+    if not is_coloured:
+        console.no_color = True
+    with console.capture() as captured:
+        console.print(renderable, no_wrap=True, overflow="crop")
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _head(name: str, found: dict[str, Any]) -> Text:
+    speed = f"{found['tokens_per_s']:.1f} tokens/s" if found["tokens_per_s"] else "idle"
+    told = [
+        f"up {_time(found['uptime_s'])}",
+        speed,
+        f"{found['running']} running, {found['waiting']} waiting",
+        f"{found['kv_pages_used']} of {found['kv_pages']} KV pages",
+    ]
+    return Text.assemble((name, "bold"), f"  {found['mode']}  ", "  ".join(told))
+
+
+def _neuron_map(found: dict[str, Any], width: int, most_rows: int) -> Table:
+    """A row for each layer or few of them: what its neurons do, first to last, and shares."""
+    mean = found["mean"]
+    computed, gates = np.array(mean["computed"]), np.array(mean["gates"])
+    neurons = np.broadcast_to(np.array(found["neurons"], float), computed.shape)
+    hot = np.zeros(computed.shape) if found["hot"] is None else np.array(found["hot"], float)
+    num_layers, num_buckets = computed.shape
+    num_cells = next(n for n in (num_buckets, 32, 16, 8) if n <= max(8, width - _BESIDE_MAP))
+    many = -(-num_layers // most_rows) if most_rows else 1
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for head in ("layer", "its neurons, in the checkpoint's order", "hot", "fire", "gates"):
+        table.add_column(head, justify="left" if " " in head else "right", no_wrap=True)
+    for first in range(0, num_layers, many):
+        rows = slice(first, min(first + many, num_layers))
+        cells = [
+            part[rows].sum(0).reshape(num_cells, -1).sum(1)
+            for part in (neurons, hot, computed, gates)
+        ]
+        label = str(first) if rows.stop - first == 1 else f"{first}-{rows.stop - 1}"
+        total = cells[0].sum()
+        shares = [f"{part.sum() / total:.1%}" for part in cells[1:]]
+        table.add_row(label, _cells(*cells[:3]), *shares)
+    return table
+
+
+def _cells(neurons: np.ndarray, hot: np.ndarray, computed: np.ndarray) -> Text:
+    line = Text()
+    for num, num_hot, num_computed in zip(neurons, hot, computed, strict=True):
+        if num_hot * 2 > num:
+            line.append(_HOT_MARK, _HOT)
+            continue
+        share = num_computed / max(num, 1)
+        line.append(next((mark for least, mark in _MARKS if share > least), " "), _COLD)
+    return line
+
+
+def _legend(found: dict[str, Any]) -> str:
+    hot = "" if found["map"]["hot"] is None else f"; {_HOT_MARK} hot, on the GPU"
+    return f"computed of a cell: {_LEGEND}{hot}"
+
+
+def _step(found: dict[str, Any]) -> Text:
+    """Where a step's time goes."""
+    times = found["per_step_ms"]
+    total = times.get("total", 0.0)
+    if not total:
+        return Text("no step was taken in the last seconds", style="dim")
+    num_exchanges = 2 * len(found["map"]["last"]["computed"]) + 1
+    shares = {part: times.get(part, 0.0) / total for part in _PARTS}
+    exchange = shares.pop("exchange")
+    parts = "  ".join(f"{part} {share:.0%}" for part, share in shares.items() if share)
+    each_us = 1e3 * exchange * total / num_exchanges
+    return Text(
+        f"a step takes {total:.2f} ms: {parts}\n"
+        f"exchange {exchange:.0%}: {num_exchanges} a step, {each_us:.0f} µs each beside the "
+        "services' work"
+    )
+
+
+def _services(found: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("service", "state", "device", "memory", "busy", "process"):
+        table.add_column(head, justify="right" if head in ("memory", "busy") else "left")
+    for actor in found["actors"]:
+        is_known = actor["pid"] > 0
+        table.add_row(
+            actor["name"],
+            Text(actor["state"], _STATES.get(actor["state"], "")),
+            actor["device"] or "-",
+            _gib(actor["memory_bytes"]) if is_known else "-",
+            _busy(found["per_step_ms"], actor["name"]) if is_known else "-",
+            str(actor["pid"]) if is_known else "-",
+        )
+    return table
+
+
+def _busy(times: dict[str, float], name: str) -> str:
+    """A service's share of a step's time; of several CPU services that of the slowest."""
+    own = [times.get(part, 0.0) for part, who in _PARTS.items() if who and name.startswith(who)]
+    return f"{sum(own) / times['total']:.0%}" if own and times.get("total") else "-"
+
+
+def _machine(found: dict[str, Any]) -> str:
+    used, whole = found["host_memory_used_bytes"], found["host_memory_bytes"]
+    return f"this machine: {_gib(used)} of {_gib(whole)} in use"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

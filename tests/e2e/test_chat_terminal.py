@@ -1,0 +1,120 @@
+"""A conversation at a terminal, with a system that answers as tests say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.terminal import Terminal, terminal
+
+LINE = [sys.executable, "-m", "tests.stand_in_chat"]
+RENDERED = """A title
+
+Some bold words and a <tag>.
+
+def f(x):
+    return x
+
+ 1 one
+ 2 two
+
+>"""
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def talk(state: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+    with terminal(LINE, {"XDG_STATE_HOME": str(state)}) as found:
+        found[0].wait_for_prompt()
+        yield found
+
+
+def test_a_session(
+    talk: tuple[Terminal, subprocess.Popen[bytes]], state: Path, tmp_path: Path
+) -> None:
+    screen, process = talk
+    screen.wait_for("/help lists commands", "what you type is kept in", "words · exact on cpu")
+    screen.type("markdown\r")
+    screen.wait_for(RENDERED, "30 of 1,000 tokens (3%) · ")  # and the status tells it
+
+    # Several lines: between quotation marks, with Alt-Enter, pasted.
+    for keys in ('"""one\rtwo"""\r', "one\x1b\rtwo\r", "\x1b[200~one\ntwo\x1b[201~\r"):
+        screen.type("/clear\r")
+        screen.wait_for(" 0 of 1,000")
+        screen.type(keys)
+        screen.wait_for("echo of one\ntwo\n", "13 of 1,000")
+
+    # What is typed meanwhile is not shown within an answer, but behind it.
+    screen.type("slowly told\r")
+    screen.wait_for("\necho")
+    screen.type("next")
+    screen.wait_for("> next")
+    assert "echo of slowly told\n\n> next" in screen.shown
+    screen.type("\x03")
+    screen.wait_for_prompt()
+    screen.type("endless\r")
+    screen.wait_for("\nw w", "tokens/s")
+    screen.type("\x03")
+    screen.wait_for_prompt()
+
+    screen.type("/se\t")
+    screen.wait_for("> /set")
+    screen.type(" top_k 7\r")
+    screen.wait_for("top_k is 7")
+    note = tmp_path / "note.txt"
+    note.write_text("from a file")
+    screen.type(f"what is in @{note}\r")
+    screen.wait_for("goes with it", "note.txt:\n\nfrom a file")
+    screen.wait_for_prompt()
+    screen.type("/edit\r")
+    screen.wait_for("/edit\n> what is in")
+    screen.type("?\r")
+    screen.wait_for("echo of what is in", "?\n")
+    screen.wait_for_prompt()
+    screen.type("\x03")  # with nothing typed it helps
+    screen.wait_for(">\n\n/help lists commands")
+    screen.type("\x04")
+    screen.drain()
+    assert process.wait(timeout=30) == 0
+    assert "Traceback" not in screen.all_text
+
+    kept = state / "hotcold" / "chat-history"
+    assert kept.stat().st_mode & 0o777 == 0o600 and kept.parent.stat().st_mode & 0o777 == 0o700
+    with terminal(LINE, {"XDG_STATE_HOME": str(state)}) as (screen, process):
+        screen.wait_for_prompt()
+        screen.type("\x1b[A\x1b[A\x1b[A\x1b[A")
+        screen.wait_for("> /set top_k 7")
+        screen.type("\x03/set nohistory\r")
+        screen.wait_for("nohistory is set")
+        screen.type("secret\r")
+        screen.wait_for("echo of secret")
+        screen.type("/bye\r")
+        screen.drain()
+        assert process.wait(timeout=30) == 0
+    assert "secret" not in kept.read_text() and "/set top_k 7" in kept.read_text()
+
+
+def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
+    changes = {"XDG_STATE_HOME": str(state), "TERM": "dumb"}
+    with terminal([*LINE, "plain"], changes) as (screen, process):
+        screen.wait_for("/help lists commands", "\n>")
+        screen.type("markdown\r")
+        screen.wait_for("Some **bold** words and a <tag>.\n\n```python", "2. two\n\n>")
+        screen.type('"""one\rtwo"""\r')
+        screen.wait_for("... two", "echo of one\ntwo\n>")
+        screen.type("endless\r")
+        screen.wait_for("w w")
+        screen.type("\x03")
+        screen.wait_for_prompt()
+        screen.type("\x04")
+        screen.drain()
+        assert process.wait(timeout=30) == 0
+    assert not state.exists()

@@ -1,0 +1,82 @@
+"""A conversation with a system that answers as a test says; run it to have one at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from jobs.chat.commands import Settings
+from jobs.chat.conversation import Conversation, Facts
+from jobs.chat.screen import PlainScreen, Screen
+from jobs.chat.session import Session
+from model.errors import PromptError
+from model.sampling import SamplingParams
+
+FACTS = Facts("words", "exact", "cpu", 1000)
+ANSWER = """# A title
+
+Some **bold** words and a <tag>.
+
+```python
+def f(x):
+    return x
+```
+
+1. one
+2. two
+"""
+
+
+class StandIn:
+    """Answers with what was asked last, in pieces; some questions are special."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.requests: list[GenerateRequest] = []
+        self._pause_s = pause_s
+        self._cancelled = threading.Event()
+
+    def generate(self, request: GenerateRequest) -> Iterator[TokenEvent]:
+        self.requests.append(request)
+        self._cancelled.clear()
+        question = (request.messages or [])[-1]["content"]
+        if question == "too much":
+            raise PromptError("the prompt has 1001 tokens, the context holds 1000")
+        if question == "endless":
+            while not self._cancelled.wait(0.02):
+                yield TokenEvent("w ", None, 1)
+            return
+        text = ANSWER if question == "markdown" else f"echo of {question}"
+        pieces = [text[at : at + 5] for at in range(0, len(text), 5)]
+        for piece in pieces:
+            time.sleep(self._pause_s * (1 + 20 * question.startswith("slow")))
+            yield TokenEvent(piece, None, 1)
+        ids = list(range(len(pieces)))
+        times = {"attention": 0.5, "ffn": 1.5, "python": 0.0, "total": 2.0}
+        yield TokenEvent("", Generation(text, ids, "stop", 10, 0.1, 0.2, per_token_ms=times), 0)
+
+    def cancel(self, request_id: str) -> None:
+        assert request_id == self.requests[-1].request_id
+        self._cancelled.set()
+
+
+def conversation(running: StandIn | None = None) -> Conversation:
+    return Conversation(running or StandIn(), FACTS, SamplingParams())
+
+
+def main() -> None:
+    talk, settings = conversation(StandIn(0.005)), Settings()
+    screen: Screen
+    if "plain" in sys.argv:
+        screen = PlainScreen()
+    else:
+        from jobs.chat.terminal import TerminalScreen
+
+        screen = TerminalScreen(talk, settings)
+    Session(talk, screen, settings).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""What may be typed in a conversation, what is asked then, and which files it touches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from actors.protocol.messages import TokenEvent
+from jobs.chat import history
+from jobs.chat.commands import COMMANDS, Settings
+from jobs.chat.conversation import Conversation
+from jobs.chat.files import load_conversation, mentioned, read_attachment
+from jobs.chat.screen import is_open, unquoted
+from jobs.chat.session import HELP, Session
+from model.errors import UsageError
+from tests.stand_in_chat import StandIn, conversation
+
+
+class Script:
+    """A screen at which lines are typed that a test has written."""
+
+    is_terminal = can_edit = True
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = iter(lines)
+        self.beginnings: list[str] = []
+        self.told: list[str] = []
+        self.answers: list[str] = []
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def read(self, beginning: str) -> str:
+        self.beginnings.append(beginning)
+        try:
+            return next(self._lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def say(self, text: str) -> None:
+        self.told.append(text)
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[TokenEvent], None]]:
+        events: list[TokenEvent] = []
+        yield events.append
+        self.answers.append("".join(event.text for event in events))
+
+
+def typed(*lines: str, **settings: bool) -> tuple[Script, Conversation, StandIn]:
+    """The lines, and what came of them; the help at the start is left out."""
+    screen, running = Script(*lines), StandIn()
+    talk = conversation(running)
+    Session(talk, screen, Settings(**settings)).run()
+    assert screen.told.pop(0) == HELP
+    return screen, talk, running
+
+
+def asked(running: StandIn) -> list[list[str]]:
+    return [[one["content"] for one in request.messages or []] for request in running.requests]
+
+
+def test_a_conversation_goes_on_until_it_is_cleared() -> None:
+    screen, talk, running = typed("a", "", "b", "/clear", "c", "/bye", "d")
+    assert asked(running) == [["a"], ["a", "echo of a", "b"], ["c"]]
+    assert screen.answers == ["echo of a", "echo of b", "echo of c"]
+    assert screen.told == []
+    assert [one["role"] for one in talk.messages] == ["user", "assistant"]
+
+
+def test_the_last_question_is_asked_again_or_otherwise() -> None:
+    screen, talk, running = typed("a", "b", "/regen", "/edit c", "/edit", "d", "/edit", "/stats")
+    before = ["a", "echo of a"]
+    assert asked(running)[1:] == [[*before, one] for one in "bbcd"]
+    assert screen.beginnings[4:] == ["", "c", "", "d", ""]
+    assert len(talk.messages) == 4  # the last edit was given up
+    screen, _, running = typed("/regen", "/edit x")
+    assert screen.told == ["nothing has been asked yet"] * 2 and running.requests == []
+
+
+def test_what_the_model_is_told_first() -> None:
+    screen, _, running = typed("/system Be brief.", "a", '/set system "Be long."', "b",
+                               '/system ""', "c")  # fmt: skip
+    told = [(request.messages or [{}])[0] for request in running.requests]
+    assert [one["content"] for one in told] == ["Be brief.", "Be long.", "a"]
+    assert screen.told == [
+        "system prompt: Be brief.", "system prompt: Be long.", "there is no system prompt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/set temperature 0.5", "temperature is 0.5"),
+        ("/set parameter top_k 7", "top_k is 7"),
+        ("/set num_predict 9", "max_tokens is 9"),
+        ("/set stop 'a b' c", "stop is 'a b' c"),
+        ("/set stop none", "stop is none"),
+        ("/set seed 3", "seed is 3"),
+        ("/set seed none", "seed is none"),
+        ("/set ignore-eos true", "ignore_eos is true"),
+        ("/set nomarkdown", "nomarkdown is set"),
+        ("/set temperature", "temperature is to be what? Write it like /set temperature 0.8"),
+        ("/set temperature hot", "temperature is a number, not 'hot'"),
+        ("/set top_p 2", "top_p is 2.0; give a number from 0 to 1"),
+        ("/set ignore_eos perhaps", "ignore_eos is 'perhaps'; give true or false"),
+        ("/set stop 'a", '"\'a": a quotation mark is missing'),
+        ("/set nothing", "'nothing' cannot be set; max_tokens, temperature, "),
+        ("/show nothing", "'nothing' cannot be shown; info, parameters, system, messages can"),
+        ("/show info", "model words\nmode exact on cpu\ncontext 1,000 tokens"),
+        ("/show messages", "none yet"),
+        ("/show", "model words\n"),
+        ("/regn", "there is no /regn; did you mean /regen? /help lists what there is"),
+        ("/\x1b[0m", "there is no /\\x1b[0m; "),
+        ("/file", "name a file"),
+        ("/file /nowhere", "/nowhere cannot be read: No such file or directory"),
+        ("/file /", "/ cannot be read: Is a directory"),
+        ("/file ~nobody-of-that-name/x", "there is no '~nobody-of-that-name/x'"),
+        ("/load /dev/null", "/dev/null is no file"),
+        ("too much", "the prompt has 1001 tokens, the context holds 1000"),
+    ],
+)
+def test_what_is_told(line: str, told: str) -> None:
+    screen, talk, _ = typed(line)
+    (found,) = screen.told
+    assert found.startswith(told)
+    assert talk.messages == []
+
+
+def test_parameters_are_those_of_the_next_request() -> None:
+    _, _, running = typed("/set num_predict 9", "/set stop 'a b'", "a", "/set temperature 0", "b")
+    first, second = (request.sampling for request in running.requests)
+    assert (first.max_tokens, first.stop, first.temperature) == (9, ("a b",), 0.8)
+    assert (second.max_tokens, second.stop, second.temperature) == (9, ("a b",), 0.0)
+
+
+def test_what_has_outgrown_the_context_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("text")
+    screen, _, running = typed("a", f"/file {tmp_path / 'x'}", "too much", "b")
+    assert len(asked(running)[1]) == 3 and "x:" in asked(running)[1][2]
+    assert screen.told[1:] == []  # with the file it is another question
+    screen, _, running = typed("a", "too much", "b")
+    assert screen.told[0].endswith("; /clear starts anew")
+    assert asked(running)[2] == ["a", "echo of a", "b"]
+
+
+def test_figures() -> None:
+    screen, talk, _ = typed("abcdefg", "/stats", "/set verbose", "b")
+    assert talk.status == "words · exact on cpu · 12 of 1,000 tokens (1%) · 5.0 tokens/s"
+    status, answers, last, step = screen.told[0].split("\n")
+    assert status.startswith("words · exact on cpu · 13 of 1,000 tokens (1%) · 10.0 tokens/s")
+    assert answers.startswith("1 answer in ") and answers.endswith("10 prompt tokens, 3 new ones")
+    assert last.startswith("[3 tokens, stop; prefill 100.0 tokens/s, decode 10.0 tokens/s, ")
+    assert step == "a step takes 2.00 ms: attention 0.50, ffn 1.50"
+    assert screen.told[-1].startswith("[2 tokens, stop; ")
+
+
+def test_help_names_all_of_them() -> None:
+    screen, _, _ = typed("/help")
+    assert all(name in screen.told[0] for one in COMMANDS for name in one.names)
+    names = [name for one in COMMANDS for name in one.names]
+    assert len(names) == len(set(names))
+    assert max(map(len, screen.told[0].split("\n"))) <= 79
+
+
+def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
+    note, other = tmp_path / "note.txt", tmp_path / "a b.py"
+    note.write_text("of the file\n")
+    other.write_text("```\nfenced\n```\n")
+    question = f'what is @{note}, @"{other}", @dataclass and me@example.org?'
+    assert mentioned(question) == [note, other]
+    screen, talk, running = typed(question, "b", "/edit", "c")
+    assert screen.told == [f"{note} goes with it", f"{other} goes with it"]
+    first = f"{question}\n\nnote.txt:\n```\nof the file\n```"
+    first += "\n\na b.py:\n````\n```\nfenced\n```\n````"
+    assert asked(running)[0] == [first]
+    assert asked(running)[2][2] == "c"
+    _, talk, running = typed(f"@{note}", "/regen", f"/edit b @{note}", "/edit", "c")
+    note_of = "\n\nnote.txt:\n```\nof the file\n```"
+    assert asked(running) == [
+        [f"@{note}{note_of}"], [f"@{note}{note_of}"], [f"b @{note}{note_of}"], ["c"],
+    ]  # fmt: skip
+    _, talk, running = typed(f"/file {note}", "a", "/edit", "c", "/regen", "b")
+    assert asked(running)[0] == ["a\n\nnote.txt:\n```\nof the file\n```"]
+    assert asked(running)[1:3] == [["c\n\nnote.txt:\n```\nof the file\n```"]] * 2
+    assert talk.last_question == "b" and asked(running)[3][2] == "b"
+
+
+def test_a_program_that_types_touches_no_file(tmp_path: Path) -> None:
+    note = tmp_path / "note.txt"
+    note.write_text("secret")
+    lines = (f"a @{note}", f"/file {note}", f"/save {tmp_path / 'x'}", f"/load {note}")
+    screen, _, running = typed(*lines, can_use_files=False)
+    assert asked(running) == [[f"a @{note}"]]
+    assert screen.told == ["files are for conversations at a terminal"] * 3
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content, told in (
+        (b"\xff", "is no text in UTF-8"), (b"a\0", "is no text"),
+        (b"a" * ((1 << 20) + 1), "over 1"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=told):
+            read_attachment(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no file"):
+        read_attachment(tmp_path / "pipe")
+    screen, _, running = typed(f"@{path}")
+    assert "over 1 MiB" in screen.told[0] and running.requests == []
+
+
+def test_a_saved_conversation_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    screen, _, _ = typed("/system S", "a", f"/save {path}", "b", f"/save {path}")
+    assert screen.told[-1] == f"{path} holds 4 messages"
+    assert path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["talk.json"]
+    screen, talk, running = typed("x", f"/load {path}", "/edit", "c")
+    assert screen.told == [f"4 messages of {path}"] and screen.beginnings[3] == "b"
+    assert asked(running)[1] == ["S", "a", "echo of a", "c"]
+    assert talk.system_prompt == "S"
+
+
+def test_saving_replaces_nothing_else(tmp_path: Path) -> None:
+    path, target = tmp_path / "x", tmp_path / "target"
+    path.write_text("precious")
+    target.write_text("precious")
+    (tmp_path / "link").symlink_to(target)
+    for name in ("x", "link"):
+        screen, _, _ = typed("a", f"/save {tmp_path / name}")
+        assert screen.told == [
+            f"{tmp_path / name} is there and no saved conversation; name another"
+        ]
+    assert path.read_text() == target.read_text() == "precious"
+    screen, _, _ = typed(f"/save {tmp_path / 'no' / 'x'}")
+    assert screen.told == [f"{tmp_path / 'no' / 'x'} cannot be written: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "is no saved conversation"),
+        ("[" * 100_000, "is no saved conversation"),
+        ("[]", "is no saved conversation"),
+        ('{"messages": []}', "is no saved conversation"),
+        ([{"role": "user"}], "is no message"),
+        ([{"role": "tool", "content": ""}], "is no message"),
+        ([{"role": "user", "content": 1}], "is no message"),
+        ([{"role": "assistant", "content": ""}], "not in turn"),
+        ([{"role": "user", "content": ""}], "has no answer"),
+    ],
+)
+def test_what_is_no_conversation_is_not_loaded(tmp_path: Path, content: object, told: str) -> None:
+    path = tmp_path / "x"
+    if isinstance(content, list):
+        content = json.dumps({"kind": "hotcold conversation", "messages": content})
+    path.write_text(str(content))
+    with pytest.raises(UsageError, match=told):
+        load_conversation(path)
+
+
+def test_several_lines_between_quotation_marks() -> None:
+    for text in ('"""', '"""a', '"""a\n"b""', ' """ '):
+        assert is_open(text)
+    for text in ('a"""', '"""a"""', '"""a\nb\n"""', '""""""', ""):
+        assert not is_open(text)
+    assert unquoted(' """\n a\nb """') == "a\nb"
+    assert unquoted(" a ") == "a"
+
+
+def test_what_was_typed_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = history.open_history()
+    assert path == tmp_path / "state" / "hotcold" / "chat-history"
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    path.write_text("".join(f"\n# 2026-01-01\n+line {n}\n" for n in range(60_000)))
+    assert history.open_history().stat().st_mode & 0o777 == 0o600
+    kept = path.read_text()
+    assert len(kept) <= 1 << 19 and kept.endswith("+line 59999\n")
+    assert kept.startswith("\n# 2026-01-01\n+line ")
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="cannot be used"):
+        history.open_history()
+    assert not (tmp_path / "elsewhere").exists()
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert history.history_path() == tmp_path / ".local/state/hotcold/chat-history"

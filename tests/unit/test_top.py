@@ -1,0 +1,232 @@
+"""`hotcold top`: what it draws of a system, whom it asks, and its end."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output.vt100 import Vt100_Output
+from starlette.testclient import TestClient
+
+from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
+from jobs.cli import main
+from jobs.kept.client import GoneError, KeptSystem, LoadingError
+from jobs.kept.records import Record
+from jobs.top import command
+from jobs.top.picture import drawn, picture
+from jobs.top.watch import watch
+from model.errors import ServiceError
+from ui.own import create_own_app
+from ui.telemetry import telemetry_json
+
+LAYERS, BUCKETS = 4, 64
+
+
+def telemetry(num_steps: int = 10, num_running: int = 1) -> Telemetry:
+    """Of 4 layers with 640 neurons; layer 0 is hot in its first half, others compute ever more."""
+    each = np.full((LAYERS, BUCKETS), 10)
+    hot, computed = np.zeros_like(each), np.zeros_like(each, dtype=float)
+    hot[0, :32] = 10
+    for layer, share in enumerate((0.1, 0.5, 3.0, 6.0)):
+        computed[layer, 32:] = share
+    gates = computed + 1
+    neurons = NeuronMap(
+        each, hot, computed.astype(int), gates.astype(int), computed, gates, num_steps
+    )
+    times = {"attention": 0.5, "ffn": 1.0, "head": 0.1, "predictor": 0.0, "exchange": 0.18,
+             "python": 0.22, "total": 2.0}  # fmt: skip
+    speed = Speed(123.44, times, 0.1, 0.2) if num_running else Speed(0.0, {}, 0.0, 0.0)
+    actors = (
+        ActorHealth("driver", "alive", 7, 1 << 28, "cpu", 0.0),
+        ActorHealth("gpu", "alive", 8, 1 << 29, "cpu", 0.0),
+        ActorHealth("cpu0", "silent", 9, 1 << 30, "cpu", 4.0),
+        ActorHealth("cpu1", "restarting", 0, 0, "", 4.0),
+    )
+    return Telemetry(
+        "exact", 3725.0, num_running, 2, 5, 8, speed, neurons, actors, 4 << 30, 3 << 30
+    )
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(telemetry_json(telemetry(**changes)), allow_nan=False))
+
+
+PICTURE = """\
+words  exact  up 1:02:05  123.4 tokens/s  1 running, 2 waiting  5 of 8 KV pages
+
+layer  its neurons, in the checkpoint's order    hot   fire  gates
+    0  ◆◆◆◆◆◆◆◆◆◆◆◆◆◆◆◆················        50.0%   0.5%  10.5%
+    1                  ░░░░░░░░░░░░░░░░         0.0%   2.5%  12.5%
+    2                  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓         0.0%  15.0%  25.0%
+    3                  ████████████████         0.0%  30.0%  40.0%
+computed of a cell: · few  ░ over 2%  ▒ 10%  ▓ 25%  █ 50%; ◆ hot, on the GPU
+
+a step takes 2.00 ms: attention 25%  head 5%  ffn 50%  python 11%
+exchange 9%: 9 a step, 20 µs each beside the services' work
+service  state       device    memory  busy  process
+driver   alive       cpu     0.25 GiB   11%  7
+gpu      alive       cpu     0.50 GiB   30%  8
+cpu0     silent      cpu     1.00 GiB   50%  9
+cpu1     restarting  -              -     -  -
+this machine: 3.00 GiB of 4.00 GiB in use"""
+
+
+def test_the_picture() -> None:
+    assert drawn(picture("words", told(), 80), 100, False) == PICTURE
+    coloured = drawn(picture("words", told(), 80), 100, True)
+    assert "\x1b[" in coloured
+
+
+def test_it_fits_the_screen() -> None:
+    for width, cells in ((200, 64), (80, 32), (60, 16)):
+        lines = drawn(picture("words", told(), width), width, False).split("\n")
+        assert max(map(len, lines)) <= width
+        assert sum(line.count("◆") for line in lines[3:7]) == cells // 2
+    lines = drawn(picture("words", told(), 80, 22), 80, False).split("\n")
+    assert len(lines) <= 20
+    assert [line.split()[0] for line in lines[3:5]] == ["0-1", "2-3"]
+    assert lines[3].split()[-3:] == ["25.0%", "1.5%", "11.5%"]
+
+
+def test_a_system_that_does_nothing() -> None:
+    text = drawn(picture("words", told(num_steps=0, num_running=0), 80), 80, False)
+    assert "idle" in text and "no neuron has been counted yet" in text and "no step" in text
+    assert "driver   alive" in text and "%" not in text
+
+
+class StandIn(KeptSystem):
+    """Says what a test gives, one after the other; raises what is an error."""
+
+    def __init__(self, *found: dict[str, Any] | Exception) -> None:
+        super().__init__(Path(), Record("words", 1, True, "words", "", {}))
+        self._found = [copy.deepcopy(one) for one in found]
+        self.num_asked = 0
+
+    def telemetry(self) -> dict[str, Any]:
+        self.num_asked += 1
+        found = self._found.pop(0) if len(self._found) > 1 else self._found[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+Run = Any
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command over such a system; its status and output."""
+
+    def of(system: StandIn, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(command, "_chosen", lambda name: system)
+        monkeypatch.setattr(command, "_COUNT_S", 0.0)
+        status = main(["top", *arguments])
+        return status, *capsys.readouterr()
+
+    return of
+
+
+def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for arguments in ((), ("--once",)):
+        assert run(StandIn(told()), *arguments) == (0, drawn(picture("words", told(), 100), 100,
+                                                             False) + "\n", "")  # fmt: skip
+    system = StandIn(told(num_steps=0), told())  # services count once somebody looks
+    assert run(system, "--once")[1].count("◆") > 1 and system.num_asked == 2
+    unknown = told(num_steps=0, num_running=0)
+    unknown["actors"][1]["pid"] = 0
+    system = StandIn(unknown, told(num_steps=0, num_running=0))
+    assert "gpu      alive       cpu" in run(system, "--once")[1] and system.num_asked == 2
+    status, out, _ = run(StandIn(told()), "--json")
+    assert (status, json.loads(out)) == (0, told())
+    failed = run(StandIn(ServiceError("the system 'words' does not answer")))
+    assert failed == (1, "", "hotcold: error: the system 'words' does not answer\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "error"),
+    [
+        ([], [], "no system is running; `hotcold serve` or --keep starts one"),
+        ([], ["a"], "no system named 'a' is running; none does"),
+        (["a", "b"], [], "several systems run: a, b; say which"),
+        (["a", "b"], ["c"], "no system named 'c' is running; these do: a, b"),
+        (["a", "b"], ["b"], "the system has ended"),  # nobody answers there
+        (["a"], [], "the system has ended"),
+    ],
+)
+def test_whom_it_asks(
+    names: list[str], asked: list[str], error: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found = [(tmp_path, Record(name, 1, True, name, "", {})) for name in names]
+    monkeypatch.setattr(command, "running_systems", lambda: found)
+    monkeypatch.chdir(tmp_path)
+    assert main(["top", *asked]) == 1
+    assert error in capsys.readouterr().err
+
+
+@contextmanager
+def keys(text: str) -> Iterator[tuple[Any, Vt100_Output, io.StringIO]]:
+    """A terminal at which these are pressed."""
+    shown = io.StringIO()
+    output = Vt100_Output(shown, lambda: _Size(), term="xterm")  # type: ignore[arg-type,return-value]
+    with create_pipe_input() as pressed:
+        pressed.send_text(text)
+        yield pressed, output, shown
+
+
+class _Size:
+    rows, columns = 30, 100
+
+
+def test_on_the_whole_screen_until_q() -> None:
+    class Pressing(StandIn):
+        def telemetry(self) -> dict[str, Any]:
+            found = super().telemetry()
+            if self.num_asked == 3:
+                pressed.send_text("q")
+            return found
+
+    gone = told(num_steps=0, num_running=0)
+    system = Pressing(LoadingError("the model is loading"), told(), gone)
+    with keys("") as (pressed, output, shown):
+        watch(system, pressed, output, each_s=0.1)
+        text = shown.getvalue()
+    assert "\x1b[?1049h" in text and "\x1b[?1049l" in text.rpartition("\x1b[?25h")[2]  # put back
+    assert "loading" in text and "tokens/s" in text and "q ends" in text and "idle" in text
+    assert "no neuron" not in text  # the last figures stay
+
+
+def test_it_ends_with_the_system_and_with_ctrl_c() -> None:
+    with keys("") as (pressed, output, _), pytest.raises(GoneError):
+        watch(StandIn(told(), GoneError("the system 'words' has ended")), pressed, output, 0.01)
+    with keys("\x03") as (pressed, output, _), pytest.raises(KeyboardInterrupt):
+        watch(StandIn(told()), pressed, output, 0.01)
+
+
+def test_a_system_tells_its_own_user() -> None:
+    class Backend:
+        num_active, num_attending = 0, 0
+        failure: Exception | None = None
+
+        def call(self, method: str) -> Telemetry:
+            assert method == "telemetry"
+            if self.failure:
+                raise self.failure
+            return telemetry()
+
+    backend: Any = Backend()
+    app = create_own_app(backend, None, {})  # type: ignore[arg-type]
+    client = TestClient(app)
+    assert client.get("/own/telemetry").json() == told()
+    backend.failure = ServiceError("the driver is gone")
+    answer = client.get("/own/telemetry")
+    assert answer.status_code == 503 and "the driver is gone" in answer.text

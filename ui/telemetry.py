@@ -1,0 +1,54 @@
+"""What a running system shows of itself, as JSON."""
+
+from typing import Any
+
+import numpy as np
+
+from actors.telemetry.snapshot import NeuronMap, Telemetry
+
+
+def map_json(neurons: NeuronMap) -> dict[str, Any]:
+    """Counts by layer and bucket, as lists of numbers."""
+    return {
+        "steps": neurons.num_steps,
+        "neurons": neurons.num_neurons[0].tolist(),
+        "hot": neurons.num_hot.tolist() if neurons.num_hot.any() else None,
+        "last": {
+            "computed": neurons.last_computed.tolist(),
+            "gates": neurons.last_gates.tolist(),
+        },
+        "mean": {
+            "computed": np.round(neurons.mean_computed, 2).tolist(),
+            "gates": np.round(neurons.mean_gates, 2).tolist(),
+        },
+    }
+
+
+def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
+    """What the page's panel and `hotcold top` show."""
+    speed = telemetry.speed
+    return {
+        "mode": telemetry.mode,
+        "uptime_s": telemetry.uptime_s,
+        "running": telemetry.num_running,
+        "waiting": telemetry.num_waiting,
+        "kv_pages_used": telemetry.kv_pages_used,
+        "kv_pages": telemetry.kv_pages,
+        "tokens_per_s": speed.tokens_per_s,
+        "neurons_computed": speed.neurons_computed,
+        "gates_computed": speed.gates_computed,
+        "per_step_ms": speed.per_step_ms,
+        "map": map_json(telemetry.neurons),
+        "host_memory_bytes": telemetry.host_memory_bytes,
+        "host_memory_used_bytes": telemetry.host_memory_used_bytes,
+        "actors": [
+            {
+                "name": actor.name,
+                "state": actor.state,
+                "pid": actor.pid,
+                "memory_bytes": actor.memory_bytes,
+                "device": actor.device,
+            }
+            for actor in telemetry.actors
+        ],
+    }
