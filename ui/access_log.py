@@ -1,6 +1,7 @@
 """A line for each answer: who asked for what, how it ended, how long it took."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ _QUIET = (
     "/config",
     "/theme.css",
 )
+_PAGE_OF_ONE = re.compile(r"^/model/[^/]+")  # one of several pages
 _CUT_OFF = 499  # the client was gone before there was an answer
 
 
@@ -47,7 +49,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, counted)
         finally:
-            if status >= 400 or not scope["path"].startswith(_QUIET):
+            asked = _PAGE_OF_ONE.sub("", scope["path"])
+            if status >= 400 or not asked.startswith(_QUIET):
                 seconds = time.perf_counter() - started
                 self._tell(self._line(scope, status, num_bytes, seconds))
 

@@ -1,6 +1,6 @@
 """The HTTP server's application: OpenAI's and Ollama's routes, health, metrics, and the page."""
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,8 +28,13 @@ _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had
 _CLIENT_GONE = 499  # nobody reads it
 
 
-def create_app(models: ServedModels, page: Any = None) -> FastAPI:
-    """The application for what is served; `page` is a gradio.Blocks, shown at "/"."""
+def create_app(
+    models: ServedModels, page: Any = None, more_pages: Mapping[str, Any] | None = None
+) -> FastAPI:
+    """The application for what is served; `page` is a gradio.Blocks, shown at "/".
+
+    `more_pages` are shown at the paths that they are given for.
+    """
     # Its own pages about the routes fetch scripts from elsewhere: `add_description` has others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, models)
@@ -55,6 +60,8 @@ def create_app(models: ServedModels, page: Any = None) -> FastAPI:
     else:
         from ui.page.page import mount_page  # Gradio takes seconds to import
 
+        for path, another in (more_pages or {}).items():
+            app = mount_page(app, another, path.rstrip("/"))
         app = mount_page(app, page)
     return app
 

@@ -167,8 +167,8 @@ def _serve(
     """
     from ui.server import create_app
 
-    page = None if no_page else _page(models.first)
-    server.use(create_app(models, page))
+    pages = {} if no_page else _pages(models)
+    server.use(create_app(models, pages.pop("/", None), pages))
     names = ", ".join(backend.name for backend in models.backends)
     click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
     sys.stdout.flush()
@@ -222,12 +222,13 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
         raise UsageError("an API key must be printable ASCII without blanks")
 
 
-def _page(backend: Backend) -> Any:
-    """The chat page, or None where what it needs is not installed."""
+def _pages(models: ServedModels) -> dict[str, Any]:
+    """The chat pages by their paths, or none where what they need is not installed."""
     if (
         importlib.util.find_spec("ui.page.page") is None
         or importlib.util.find_spec("gradio") is None
     ):
-        return None
+        return {}
     build_page = importlib.import_module("ui.page.page").build_page
-    return build_page(backend)
+    paths = models.page_paths
+    return {paths[backend.name]: build_page(backend) for backend in models.backends}

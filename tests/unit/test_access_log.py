@@ -46,7 +46,10 @@ def test_a_stream_is_told_when_it_has_ended() -> None:
     assert " 200 6 bytes " in line
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/gradio_api/queue/data", "/assets/a.js"])
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/metrics", "/gradio_api/queue/data", "/assets/a.js", "/model/2-b/assets/a.js"],
+)
 def test_what_is_asked_again_and_again_is_told_only_where_refused(path: str) -> None:
     assert lines_of("text", path) == []
     assert " 403 " in lines_of("text", f"{path}/refused")[0]

@@ -9,11 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from actors.protocol.messages import SystemConfig
 from model.files.locate import DEMO_DIRECTORY
 from ui.api.backend import Backend, ServerSettings
+from ui.api.errors import ApiError
 from ui.gate import Gate
 from ui.models.served import ServedModels
 from ui.page.routes import PageRoutes, is_allowed
@@ -98,6 +102,20 @@ def test_what_leads_out_or_is_kept_is_refused(path: str) -> None:
         assert get(page_in_front_of(gradio), path, method).status_code in (404, 405)
     assert asked == []
     assert get(page_in_front_of(gradio), "/config").status_code == 200 and asked == ["/config"]
+
+
+@pytest.mark.parametrize("place", ["", "/model/2-b"])
+def test_pages_of_several_models_are_as_closed(place: str) -> None:
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("page")(scope, receive, send)
+
+    page = PageRoutes(gradio)
+    app = Starlette(routes=[Mount("/model/2-b", app=page), Mount("", app=page)])
+    client = TestClient(app)
+    assert client.get(f"{place}/config").text == client.get(f"{place}/").text == "page"
+    for path in ("/gradio_api/file=/etc/passwd", "/model/2-b/model/2-b/config", "/model/3-c/"):
+        with pytest.raises(ApiError):
+            client.get(f"{place}{path}")
 
 
 def page_in_front_of(gradio: Any) -> Any:

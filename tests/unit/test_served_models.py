@@ -253,6 +253,7 @@ async def test_all_are_listed_and_counted(house: House) -> None:
     listed = (await house.http.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["a", "b", "c"]
     assert (await house.http.get("/v1/models/c")).json()["max_model_len"] == 128
+    assert house.models.page_paths == {"a": "/", "b": "/model/2-b/", "c": "/model/3-c/"}
     assert (await house.ask("d"))[::2] == (
         404, "the model 'd' is not served; these are: 'a', 'b', 'c'",
     )  # fmt: skip

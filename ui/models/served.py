@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,15 @@ class ServedModels:
     def of(self, request: Request) -> Backend:
         """The model that a request has chosen; the first where it has not come so far."""
         return self._backends[getattr(request.state, "model", self.first.name)]
+
+    @property
+    def page_paths(self) -> dict[str, str]:
+        """Where the page of each model is, by its name."""
+        paths = {self.first.name: "/"}
+        for number, backend in enumerate(self.backends[1:], 2):
+            plain = re.sub(r"[^\w.-]+", "-", backend.name, flags=re.ASCII)
+            paths[backend.name] = f"/model/{number}-{plain}/"
+        return paths
 
     def listed(self, backend: Backend) -> dict[str, Any]:
         """A model as OpenAI's API lists it."""

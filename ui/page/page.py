@@ -54,7 +54,7 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         path,
         theme=gr.themes.Default(primary_hue="blue", **fonts),
         css=(_FOLDER / "page.css").read_text(),
-        favicon_path=str(_FOLDER / "favicon.svg"),
+        favicon_path=str(_FOLDER / "favicon.svg") if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
         pwa=False,
@@ -62,6 +62,6 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
-    mounted = next(route for route in app.routes if isinstance(route, Mount))
+    mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app

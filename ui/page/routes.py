@@ -36,6 +36,7 @@ class PageRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Errors: ApiError 404."""
-        if scope["type"] != "http" or not is_allowed(scope["method"], scope["path"]):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as from where it is mounted
+        if scope["type"] != "http" or not is_allowed(scope["method"], path):
             raise ApiError(404, "the page has nothing here", code="route_refused")
         await self._app(scope, receive, send)
