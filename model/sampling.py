@@ -22,7 +22,9 @@ class SamplingParams:
 
     Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
     `top_k` 0 keeps all. Generation ends after `max_tokens`, at a `stop` text, or at an end token
-    unless `ignore_eos`.
+    unless `ignore_eos`. Before all that the last `repeat_last_n` tokens, -1 for all, of prompt and
+    answer become less likely by the three penalties; `repeat_penalty` 1 and the others' 0 leave
+    them as they are.
     Errors:  UsageError naming the value that is out of range
     """
 
@@ -34,6 +36,10 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -48,6 +54,10 @@ class SamplingParams:
             raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}; give true or false")
+        _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:

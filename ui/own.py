@@ -43,6 +43,10 @@ class OwnSampling(StrictModel):
     seed: int | None
     stop: list[str]
     ignore_eos: bool
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
 
 
 class OwnPrompt(StrictModel):

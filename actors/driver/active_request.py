@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.driver.engine import Engine
 from actors.driver.text.grammar import Constraint, Grammars
+from actors.driver.text.penalties import Penalties
 from actors.driver.text.pooling import StateMean
 from actors.driver.text.prompts import Prompts
 from actors.driver.text.stop_strings import StopStrings
@@ -87,6 +88,7 @@ class ActiveRequest:
         if request.wants_embedding:
             self._mean = StateMean(generator.config, generator.engine.embedding)
         self.chunk_sizes = self._cuts()
+        self._penalties = Penalties(request.sampling)
         self._random = np.random.default_rng(request.sampling.seed)
         self._stop = StopStrings(request.sampling.stop)
         tokenizer = generator.prompts.tokenizer
@@ -157,8 +159,9 @@ class ActiveRequest:
             return self.end("stop")
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
+        weighed = self._penalties.applied(logits, self.tokens)
         token_id = sample(
-            logits if constraint is None else constraint.masked(logits),
+            weighed if constraint is None else constraint.masked(weighed),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from model.files.locate import DEMO_DIRECTORY
 from model.text.tokenizer import Tokenizer
 from tests.unit.test_server_limits import Client, Deliver, ask
+from ui.api.metrics import metrics_text
 
 DEMO_SIZE = 384
 
@@ -60,6 +62,10 @@ def test_inputs_of_every_form(given: Any, prompts: list[list[int]]) -> None:
     answer, backend = ask(Vectors(), "/v1/embeddings", input=given, model="demo", user="me")
     expected = [[len(ids), float(np.float32(ids[0] / 7))] for ids in prompts]
     assert vectors_of(answer) == expected
+    told = metrics_text([backend.metrics]).decode()
+    counts = dict(re.findall(r"^vllm:(\w+_count)\{.*\} (\S+)$", told, re.M))
+    assert float(counts["e2e_request_latency_seconds_count"]) == len(prompts)
+    assert float(counts["time_to_first_token_seconds_count"]) == 0
     num_tokens = sum(map(len, prompts))
     assert answer.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert backend.num_active == 0

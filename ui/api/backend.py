@@ -286,7 +286,9 @@ class Answers:
 
     def _count(self, index: int, event: TokenEvent) -> None:
         metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]
-        if last == self._started:
+        if event.result is not None and event.result.embedding is not None:
+            pass  # it has no tokens, so no first one
+        elif last == self._started:
             metrics.add_first(now - last, event.num_tokens)
         else:
             metrics.add_tokens(now - last, event.num_tokens)

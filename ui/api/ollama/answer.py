@@ -7,16 +7,18 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from actors.protocol.messages import Generation, TokenEvent
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from ui.api import sse
 from ui.api.answer import first_then_rest
 from ui.api.backend import Answers, Backend
 from ui.api.errors import as_api_error, timed_out
+from ui.api.ollama.options import penalty_fields
 from ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from ui.api.refusals import refusal
 from ui.api.requests import chat_requests, completion_requests
@@ -38,6 +40,7 @@ class OllamaAnswer:
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
         self._request = _request(backend, body)
+        self._penalties = penalty_fields(body.options)
         self._calls: _WholeCalls | None = None
         if isinstance(self._request, ChatRequest) and self._request.callable is not None:
             self._calls = _WholeCalls(CallReader(backend.call_syntax))
@@ -82,10 +85,13 @@ class OllamaAnswer:
     async def _start(self) -> Answers:
         backend, request = self._backend, self._request
 
-        async def make() -> Any:
+        async def make() -> list[GenerateRequest]:
             if isinstance(request, ChatRequest):
-                return await chat_requests(backend, request)
-            return await completion_requests(backend, request)
+                made = await chat_requests(backend, request)
+            else:
+                made = await completion_requests(backend, request)
+            penalties = self._penalties
+            return [replace(one, sampling=replace(one.sampling, **penalties)) for one in made]
 
         answers = await backend.start(1, make)
         self._load_ns = time.monotonic_ns() - self._started_ns

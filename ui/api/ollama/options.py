@@ -8,16 +8,16 @@ _MOST_TOKENS = (1 << 31) - 1
 _WHOLE = ("num_predict", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p")
 # What would change tokens and cannot be had here, each with the value that does nothing.
-_UNCHANGING = {
-    "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "typical_p": 1, "tfs_z": 1,
-    "mirostat": 0,
-}  # fmt: skip
-# Memory, speed, and what matters only beside the above: the server was started with its own. A
-# prompt is never cut to num_ctx: one that is longer than the context is refused.
+_UNCHANGING = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
+# Of tokens that came before: OpenAI's routes have none like these.
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+_WINDOW = "repeat_last_n"
+# Memory and speed: the server was started with its own. A prompt is never cut to num_ctx: one that
+# is longer than the context is refused. Beside them is what matters only beside the above.
 _OWN = frozenset(
     ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
      "use_mlock", "low_vram", "f16_kv", "numa", "vocab_only", "logits_all", "embedding_only",
-     "draft_num_predict", "repeat_last_n", "penalize_newline", "mirostat_eta", "mirostat_tau")
+     "draft_num_predict", "mirostat_eta", "mirostat_tau", "penalize_newline")
 )  # fmt: skip
 
 
@@ -28,9 +28,8 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
     Errors:  ApiError 400 for such a name, for a value of a wrong type, and for one that would
              change tokens in a way that cannot be had here
     """
-    given = {name: value for name, value in (options or {}).items() if value is not None}
     found: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in _given(options):
         if name in _WHOLE:
             found[name] = int(_number(name, value))
         elif name in _NUMBERS:
@@ -40,9 +39,22 @@ def sampling_fields(options: dict[str, Any] | None) -> dict[str, Any]:
         elif name in _UNCHANGING:
             if _number(name, value) != _UNCHANGING[name]:
                 raise _wrong(name, f"is not supported here; leave it out, or {_UNCHANGING[name]}")
-        elif name not in _OWN:
+        elif name not in _OWN and name not in (*_PENALTIES, _WINDOW):
             raise _wrong(ascii(name[:50]), "is not known here; leave it out")
     return _as_fields(found)
+
+
+def penalty_fields(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of `SamplingParams` besides. Errors: ApiError 400 for a value of a wrong type."""
+    return {
+        name: int(_number(name, value)) if name == _WINDOW else float(_number(name, value))
+        for name, value in _given(options)
+        if name in (*_PENALTIES, _WINDOW)
+    }
+
+
+def _given(options: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in (options or {}).items() if value is not None]
 
 
 def _as_fields(found: dict[str, Any]) -> dict[str, Any]:

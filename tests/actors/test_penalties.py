@@ -1,0 +1,79 @@
+"""Tokens that came before become less likely: by the formula, and in whole answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.driver.text.penalties import Penalties
+from actors.protocol.messages import GenerateRequest
+from model.reference import reference_logits
+from model.sampling import SamplingParams
+from tests.actors.batching import ask, batching, complete, random_request
+from tests.conftest import TinyCheckpoint
+
+Tiny = Callable[..., TinyCheckpoint]
+PENALTIES: list[dict[str, Any]] = [
+    {"repeat_penalty": 1.7},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.75, "repeat_last_n": -1},
+    {"repeat_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 0.3, "repeat_last_n": 4},
+]
+
+
+def expected(logits: np.ndarray, tokens: Sequence[int], params: SamplingParams) -> np.ndarray:
+    """As llama.cpp has it: each token that stands among the last ones, by how often."""
+    last = params.repeat_last_n
+    found = logits.astype(np.float64)
+    for token, count in Counter(tokens if last < 0 else tokens[-last:]).items():
+        if found[token] > 0:
+            found[token] /= params.repeat_penalty
+        else:
+            found[token] *= params.repeat_penalty
+        found[token] -= count * params.frequency_penalty + params.presence_penalty
+    return found
+
+
+@pytest.mark.parametrize("penalties", PENALTIES)
+def test_the_formula(penalties: dict[str, Any]) -> None:
+    random, params = np.random.default_rng(1), SamplingParams(**penalties)
+    logits = random.standard_normal(20).astype(np.float32)
+    before, tokens = logits.copy(), random.integers(0, 12, 100).tolist()
+    found = Penalties(params).applied(logits, tokens)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected(logits, tokens, params), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(logits, before)  # others may still read them
+
+
+@pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 2.0, "repeat_last_n": 0}])
+def test_without_penalties_nothing_is_done(penalties: dict[str, Any]) -> None:
+    logits = np.ones(5, np.float32)
+    assert Penalties(SamplingParams(**penalties)).applied(logits, [1, 1]) is logits
+
+
+@pytest.mark.parametrize("penalties", PENALTIES)
+def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
+    """Greedy, so that each token follows from those before it; the same beside other requests."""
+    checkpoint, prompt = tiny("llama-relu"), [5, 9, 5, 5, 17, 9, 40, 3]
+    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, **penalties)
+    request = GenerateRequest(sampling, prompt_ids=prompt, request_id="penalized")
+    with batching(checkpoint, "dense") as (_, driver):
+        found = complete(driver, request).ids
+        plain = complete(driver, replace(request, sampling=replace(
+            sampling, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        ))).ids  # fmt: skip
+        others = [ask(driver, random_request(seed)) for seed in range(4)]
+        again = ask(driver, replace(request, request_id="in company")).end()
+        assert again.ids == found
+        assert not any(isinstance(other.end(), Exception) for other in others)
+    ids = list(prompt)
+    for token in found:
+        weighed = expected(reference_logits(checkpoint.path, ids)[-1], ids, sampling)
+        assert weighed[token] >= weighed.max() - 1e-3
+        ids.append(token)
+    assert found != plain
