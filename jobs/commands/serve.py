@@ -174,9 +174,11 @@ def _serve(
     sys.stdout.flush()
 
     def look() -> None:
-        for backend, problem in starter.lost():
-            if len(models.backends) == 1 or not starter.has_ray:
-                raise problem
+        lost = starter.lost()
+        if lost and len(models.backends) == 1:
+            raise lost[0][1]
+        starter.require_ray()
+        for backend, problem in lost:
             server.begin(loader.drop(backend, str(problem)))
 
     signals.wait(look)

@@ -114,10 +114,11 @@ class SystemStarter:
                     self._pulses.pop(backend, None)
         return found
 
-    @property
-    def has_ray(self) -> bool:
-        """Whether systems can still be started."""
-        return all(process.is_running() for process in self._ray)
+    def require_ray(self) -> None:
+        """Raise ServiceError where no system can run or be started any more."""
+        for process in self._ray:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise ServiceError("Ray has ended, so no model can run; start again")
 
     def leave(self) -> None:
         """Have no command find a system here any more; may be repeated."""

@@ -284,28 +284,58 @@ def test_a_bad_prompt_loads_nothing(stream: bool) -> None:
     asyncio.run(run())
 
 
+class Told:
+    """Notes what it is asked to do."""
+
+    count = 1
+
+    def __init__(self, name: str, told: list[str], **does: Callable[..., Any]) -> None:
+        self.name, self.told, self.does = name, told, does
+
+    def __getattr__(self, method: str) -> Any:
+        def do(*given: Any) -> Any:
+            self.told.append(f"{self.name}.{method}")
+            return self.does[method](*given) if method in self.does else None
+
+        return do
+
+
+def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[str]:
+    """What `_serve` has done to its end: a signal, after one look. Errors: those of the look."""
+    told: list[str] = []
+    backends: Any = [SimpleNamespace(name=f"model {i}", num_active=0, is_loaded=False)
+                     for i in range(num_models)]  # fmt: skip
+    models: Any = SimpleNamespace(backends=backends, first=backends[0])
+    given: Any = (
+        Told("server", told), Told("starter", told, **starter), Told("loader", told), models,
+        "http://here", True, Told("signals", told, wait=lambda look: look()),
+    )  # fmt: skip
+    _serve(*given)
+    return told
+
+
 def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
     """Else a command could find it, and then not come in."""
-    told: list[str] = []
-
-    class Told:
-        count = 1
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getattr__(self, method: str) -> Any:
-            return lambda *_: told.append(f"{self.name}.{method}")
-
-    backend: Any = SimpleNamespace(name="demo", num_active=0, is_loaded=False)
-    models: Any = SimpleNamespace(backends=[backend], first=backend)
-    server, starter, loader, signals = map(Told, ("server", "starter", "loader", "signals"))
-    given: Any = (server, starter, loader, models, "http://here", True, signals)
-    _serve(*given)
-    assert told == [
-        "server.use", "signals.wait", "starter.leave", "server.refuse_new", "starter.close",
-        "server.stop",
+    assert served_by_stand_ins(1, lost=list) == [
+        "server.use", "signals.wait", "starter.lost", "starter.require_ray", "starter.leave",
+        "server.refuse_new", "starter.close", "server.stop",
     ]  # fmt: skip
+
+
+def test_the_only_model_takes_the_server_with_it() -> None:
+    problem = ServiceError("the driver died")
+
+    def dead() -> None:
+        raise ServiceError("Ray has ended")
+
+    def lost() -> list[Any]:
+        return [(None, problem)]
+
+    assert served_by_stand_ins(2, lost=lost)[4:6] == ["loader.drop", "server.begin"]
+    with pytest.raises(ServiceError, match="the driver died"):
+        served_by_stand_ins(1, lost=lost)
+    with pytest.raises(ServiceError, match="Ray has ended"):
+        served_by_stand_ins(2, lost=lost, require_ray=dead)
 
 
 class Process:
