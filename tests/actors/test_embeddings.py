@@ -64,11 +64,12 @@ def test_an_embedding_is_the_mean_of_transformers_states(tiny: Tiny, variant: st
     assert relative_difference(found, expected_mean(checkpoint)) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["exact", "sign"])
-def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "copying"), [("exact", False), ("sign", False), ("exact", True)])
+def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, copying: bool) -> None:
     """Alone, beside other prompts and answers, and with a KV cache that was lost on the way."""
     prompts = [prompt_of(length) for length in (1, 2, 31, 33, 70, 200)]
-    with batching(tiny("llama-relu"), mode, kv_positions=4 * CONTEXT) as (_, driver):
+    options = {"kv_positions": 4 * CONTEXT, "copying": copying}
+    with batching(tiny("llama-relu"), mode, **options) as (_, driver):
         alone = [complete(driver, embedding_of(ids)).embedding for ids in prompts]
         assert len({tuple(found or ()) for found in alone}) == len(prompts)
         for turn in range(2):
