@@ -37,7 +37,7 @@ _PROFILED = "Return the text with all whitespace removed from its ends.\n" * 200
 PHASES = ("before Ray", "before output", "in the output", "after it")
 COMMANDS = {
     "generate": Command(("generate", "--prompt", "Return the", *_GREEDY)),
-    "chat": Command(("chat", *_GREEDY), question=_QUESTION),
+    "chat": Command(("chat", "--plain", *_GREEDY), question=_QUESTION),
     "serve": Command(("serve", "--port", "0", "--no-page"), ends_by_itself=False),
     "profile": Command(
         ("profile", "--text", "text.txt", "--out", "profile.hot", "--inputs", "0"),

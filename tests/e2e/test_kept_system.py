@@ -122,6 +122,8 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     assert (found["name"], found["mode"], found["status"]) == ("words", "exact", "ready")
     assert found["memory_bytes"] > 50 << 20 and found["tokens_per_s"] > 0
     assert 500 < found["left_s"] <= 600 and found["idle_s"] < 100
+    top, _ = machine.run("top")
+    assert top.startswith("words  exact  up ") and re.search(r"^cpu0 +alive +cpu ", top, re.M)
 
     # What is asked for by its default's value is the same system; the answer is the same tokens.
     result, err = machine.ask("--parallel", "8", "--kv-tokens", "50100")

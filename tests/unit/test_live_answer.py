@@ -18,6 +18,11 @@ A paragraph with **bold**, `code`, a <unk> tag, ![pic](http://x.y/z.png) and [li
 A second line of it that is long enough to be wrapped in a terminal of sixty columns.
 A third.
 
+**All of this is bold, as only its end says:
+second,
+third,
+fourth line**
+
 1. one
 2. two
    - nested *em*
@@ -51,6 +56,11 @@ A paragraph with bold, code, a <unk> tag, !pic
 A second line of it that is long enough to be wrapped in a
 terminal of sixty columns.
 A third.
+
+All of this is bold, as only its end says:
+second,
+third,
+fourth line
 
  1 one
  2 two
@@ -122,13 +132,13 @@ def feed(live: LiveAnswer, text: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("lines", [5, 24, 100])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_text_is_whole_however_it_came(lines: int, seed: int) -> None:
+@pytest.mark.parametrize("status", ["status", ""])
+def test_the_text_is_whole_however_it_came(lines: int, status: str) -> None:
     """Also on a screen that has no room for one of its blocks."""
     output = Output(60, lines)
-    live = answer(output)
-    feed(live, TEXT, seed)
-    assert "status" in output.text
+    live = answer(output, status=status)
+    feed(live, TEXT, lines)
+    assert output.text.endswith(status)
     live.end()
     assert output.text == EXPECTED
     assert output.screen.cursor.x == 0
@@ -149,10 +159,15 @@ def test_nothing_that_is_shown_vanishes_while_more_comes() -> None:
     live.add("First.\n\nSecond, which is **whole**.\n\n- one\n")
     live._next_at = 0.0
     output.watched = ["First.", "Second, which is whole.", " • one"]
-    feed(live, "- two\n- three\n\n\nAnd then\n\nmore.", 0)
+    feed(live, "- two\n- three\n\n\nAnd then", 0)
+    live._next_at = 0.0
+    live.add(" ")
+    output.watched.append("And then")
+    feed(live, "one line that grows.\n\nmore.", 0)
     live.end()
     assert output.vanished == []
-    assert output.text.endswith(" • one\n • two\n • three\n\nAnd then\n\nmore.")
+    end = "\n\nAnd then one line that grows.\n\nmore."
+    assert output.text.endswith(f" • one\n • two\n • three{end}")
 
 
 def test_a_terminal_that_gets_narrower_loses_nothing() -> None:
@@ -160,6 +175,7 @@ def test_a_terminal_that_gets_narrower_loses_nothing() -> None:
     live = answer(output)
     live.add("Some words. " * 8)
     live._console.width = 40
+    assert live._up(["x" * 60, "\x1b[1mbold\x1b[0m", ""]) == "\x1b[3A\r"  # the first takes two rows
     output.screen.resize(30, 40)
     live._next_at = 0.0
     live.add("The end.")
