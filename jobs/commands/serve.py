@@ -233,4 +233,4 @@ def _pages(models: ServedModels) -> dict[str, Any]:
         return {}
     build_page = importlib.import_module("ui.page.page").build_page
     paths = models.page_paths
-    return {paths[backend.name]: build_page(backend) for backend in models.backends}
+    return {paths[backend.name]: build_page(backend, paths) for backend in models.backends}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.e2e.browser import chromium, find_chromium
+from tests.e2e.page_visit import PATIENCE_MS
+from tests.e2e.stand_in import StandIn
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,57 @@ def browser() -> Iterator[Any]:
         pytest.skip(str(error))
     with chromium() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture(scope="module")
+def address(stand_in: StandIn) -> Iterator[str]:
+    """Of a page over a stand-in; tests over a real system have another."""
+    from tests.e2e.page_server import served_page
+
+    with served_page(stand_in, "demo", client=stand_in) as found:
+        yield found
+
+
+@pytest.fixture
+def book(stand_in: StandIn) -> Iterator[StandIn]:
+    """The stand-in, with its short answer of before whatever a test makes of it."""
+    stand_in.reset()
+    yield stand_in
+    stand_in.reset()
+
+
+@pytest.fixture
+def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """open_page(width): a page of a new visitor at `address`. No request may leave 127.0.0.1."""
+    foreign: list[str] = []
+    errors: list[str] = []
+    contexts: list[Any] = []
+
+    def only_here(route: Any) -> None:
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            foreign.append(route.request.url)
+            route.abort()
+
+    def make(width: int = 1280, height: int = 900, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context.route("**/*", only_here)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert not foreign
+    assert not errors

@@ -68,7 +68,7 @@ def opened_page(model: Path, width: int, height: int) -> Iterator[Any]:
     ):
         page = browser.new_page(viewport={"width": width, "height": height})
         page.goto(address)
-        page.wait_for_selector("#conversations input:checked")
+        page.wait_for_selector("body[data-chat=ready] #question textarea")
         yield page
 
 
@@ -77,7 +77,7 @@ def take_pictures(folder: Path) -> None:
     with planned_demo() as model, opened_page(model, 1280, 800) as page:
         for number, question in enumerate(_QUESTIONS):
             if number:
-                page.click("button#new")
+                page.click("#new")
             page.fill("#question textarea", question)
             page.press("#question textarea", "Enter")
             page.wait_for_function(

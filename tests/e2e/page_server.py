@@ -35,8 +35,10 @@ class LongWinded:
 
 
 @contextmanager
-def served_page(system: Any, model_name: str, keys: Sequence[str] = ()) -> Iterator[str]:
-    """The page's address, until the end."""
+def served_page(
+    system: Any, model_name: str, keys: Sequence[str] = (), *, client: Any = None, port: int = 0
+) -> Iterator[str]:
+    """The page's address, until the end. `client` asks in place of the server's own."""
     from ui.api.backend import Backend, ServerSettings
     from ui.gate import Gate
     from ui.models.served import ServedModels
@@ -44,18 +46,19 @@ def served_page(system: Any, model_name: str, keys: Sequence[str] = ()) -> Itera
     from ui.server import create_app
 
     backend = Backend(system, system.call("describe"), ServerSettings(model_name))
+    backend.client = client or backend.client
     app = create_app(ServedModels([backend]), build_page(backend))
     gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
-    with served(gate) as port:
-        yield f"http://127.0.0.1:{port}/"
+    with served(gate, port=port) as found:
+        yield f"http://127.0.0.1:{found}/"
 
 
 @contextmanager
-def served(app: Any, **options: Any) -> Iterator[int]:
+def served(app: Any, port: int = 0, **options: Any) -> Iterator[int]:
     """The port at which uvicorn serves an ASGI app in a thread, until the end."""
     import uvicorn
 
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", **options)
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -62,7 +62,10 @@ def address(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     made = trustme.CA().issue_cert("localhost")
     made.private_key_pem.write_to_path(folder / "key.pem")
     made.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
-    files = {"ssl_keyfile": folder / "key.pem", "ssl_certfile": folder / "certificate.pem"}
+    files: dict[str, Any] = {
+        "ssl_keyfile": folder / "key.pem",
+        "ssl_certfile": folder / "certificate.pem",
+    }
     config = SystemConfig(str(DEMO), num_cpu_actors=1, num_threads=1, context_length=1024)
     with (
         System.start(config) as system,
@@ -82,7 +85,7 @@ def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
     page.on("request", lambda request: told.append(request.url))
     page.on("pageerror", lambda error: told.append(f"error: {error}"))
     page.goto(address)
-    page.wait_for_selector("#conversations input:checked")
+    page.wait_for_selector("body[data-chat=ready] #question textarea")
     page.fill("#question textarea", "What does os.path.join do?")
     page.press("#question textarea", "Enter")
     page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")

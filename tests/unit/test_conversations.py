@@ -127,7 +127,7 @@ async def test_two_answers_grow_at_once() -> None:
     visit.ask(second, "a longer question " * 3)
     assert first.is_answering and second.is_answering
     history.start_new()
-    history.remove_open()
+    history.remove(history.open_id)
     for talk in (first, second):
         await until_said(talk)
     assert not visit.book.ended

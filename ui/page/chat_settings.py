@@ -9,6 +9,10 @@ import gradio as gr
 from model.sampling import SamplingParams
 
 _MOST_NEW_TOKENS = 512  # unless the context is smaller
+_HEADING = (
+    "<h2>Settings</h2>"
+    '<button type="button" class="close" aria-label="Close the settings" title="Close"></button>'
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
     """Settings at what the model's own files recommend; answers have at most `longest` tokens."""
     defaults = SamplingParams.defaults(path)
     longest = max(1, longest)
-    with gr.Accordion("Settings", open=False):
+    with gr.Column(elem_id="settings"):
+        gr.HTML(_HEADING, elem_id="settings-heading", apply_default_css=False)
         system_prompt = gr.Textbox(
             label="System prompt",
             placeholder="What the model is told before the conversation",

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 from actors.protocol.messages import GenerateRequest, Generation
-from model.errors import UsageError
+from model.errors import HotcoldError, UsageError
 from model.sampling import SamplingParams
 from ui.api.backend import Answers, Backend
-from ui.api.errors import as_api_error
+from ui.api.errors import ApiError, as_api_error
 
 Message = dict[str, str]
 _TITLE_LENGTH = 40
+_LONGEST_NAME = 80
 _MOST_KEPT = 50  # conversations; the oldest are forgotten
 _MOST_CHARS = 1 << 20  # of all conversations of a visitor
 NO_TITLE = "New conversation"
@@ -25,22 +26,35 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    name: str = ""  # given by the visitor, else the first question stands for it
     result: Generation | None = None
-    error: str = ""
+    problem: ApiError | None = None  # why the last question has no answer, or no whole one
+    is_refused: bool = False  # the problem is of a question that was not taken
     _reading: asyncio.Task[None] | None = None  # while the last answer grows
     _answers: Answers | None = None
     _is_stopped: bool = False
 
     @property
     def title(self) -> str:
-        """The first question, on one line."""
-        text = " ".join(self.messages[0]["content"].split()) if self.messages else NO_TITLE
+        """Its name, else the first question, on one line."""
+        question = self.messages[0]["content"] if self.messages else ""
+        text = " ".join((self.name or question).split()) or NO_TITLE
         return text if len(text) <= _TITLE_LENGTH else text[: _TITLE_LENGTH - 1] + "…"
 
     @property
     def is_answering(self) -> bool:
         """Whether an answer is under way."""
         return self._reading is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer is under way of which nothing has come yet."""
+        return self.is_answering and not self.messages[-1]["content"]
+
+    @property
+    def error(self) -> str:
+        """The line that says what went wrong, or nothing."""
+        return "" if self.problem is None else self.problem.message
 
     @property
     def num_chars(self) -> int:
@@ -68,7 +82,8 @@ class Conversation:
         )
         answer = {"role": "assistant", "content": ""}
         self.messages.append(answer)
-        self.result, self.error, self._is_stopped = None, "", False
+        self.result = self.problem = None
+        self.is_refused = self._is_stopped = False
         self._reading = asyncio.create_task(self._read(backend, request, answer))
 
     async def _read(self, backend: Backend, request: GenerateRequest, answer: Message) -> None:
@@ -80,9 +95,9 @@ class Conversation:
                 answer["content"] += event.text
                 self.result = event.result
         except Exception as error:
-            self.error = as_api_error(error).message
+            self.problem = as_api_error(error)
         finally:
-            if self.error and not answer["content"]:
+            if self.problem and not answer["content"]:
                 self.messages.remove(answer)
             self._answers = self._reading = None
 
@@ -98,8 +113,23 @@ class Conversation:
             index -= 1
         question = self.messages[index]["content"]
         del self.messages[index:]
-        self.error = ""
+        self.result = self.problem = None
+        self.is_refused = False
         return question
+
+    def refuse(self, error: HotcoldError) -> None:
+        """Say why a question was not taken."""
+        self.problem, self.is_refused = as_api_error(error), True
+
+    def has(self, words: list[str]) -> bool:
+        """Whether its title and messages have all these words, in small letters."""
+        text = "\n".join([self.title, *(message["content"] for message in self.messages)]).lower()
+        return all(word in text for word in words)
+
+    def as_json(self) -> dict[str, Any]:
+        """What a browser or a file keeps of it."""
+        name = {"name": self.name} if self.name else {}
+        return {"id": self.id, **name, "messages": [dict(m) for m in self.messages]}
 
 
 class ChatHistory:
@@ -109,6 +139,8 @@ class ChatHistory:
         """One empty conversation."""
         self.conversations = [Conversation()]
         self.open_id = self.conversations[0].id
+        self.query = ""  # the words that listed conversations have
+        self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
 
     @property
     def open(self) -> Conversation:
@@ -119,6 +151,11 @@ class ChatHistory:
         """The conversation of that id, or None."""
         found = (item for item in self.conversations if item.id == conversation_id)
         return next(found, None)
+
+    def show(self, conversation_id: str) -> None:
+        """Open a conversation."""
+        if self.find(conversation_id) is not None:
+            self.open_id = conversation_id
 
     def start_new(self) -> None:
         """Open an empty conversation; one is enough."""
@@ -136,21 +173,39 @@ class ChatHistory:
         if sum(item.num_chars for item in self.conversations) + len(question) > _MOST_CHARS:
             raise UsageError("the conversations are too long to keep; delete one")
 
-    def remove_open(self) -> None:
-        """Forget the conversation that is open, and open another."""
-        gone = self.open
+    def remove(self, conversation_id: str) -> None:
+        """Forget a conversation, until another is removed `undo_remove` brings it back."""
+        gone = self.find(conversation_id)
+        if gone is None:
+            return
         gone.stop()
+        place = self.conversations.index(gone)
+        self.removed = (place, gone) if gone.messages else None
         self.conversations.remove(gone)
         if not self.conversations:
             self.conversations = [Conversation()]
-        self.open_id = self.conversations[0].id
+        if gone.id == self.open_id:
+            self.open_id = self.conversations[min(place, len(self.conversations) - 1)].id
 
-    def clear_open(self) -> None:
-        """Take back all that was said in the conversation that is open."""
-        self.open.stop()
-        fresh = Conversation()
-        self.conversations[self.conversations.index(self.open)] = fresh
-        self.open_id = fresh.id
+    def undo_remove(self) -> None:
+        """Bring back what was removed last, and open it."""
+        if self.removed is None:
+            return
+        place, gone = self.removed
+        self.removed = None
+        self.conversations.insert(place, gone)
+        self.open_id = gone.id
+
+    def rename(self, conversation_id: str, name: str) -> None:
+        """Give a conversation a name; an empty one: its first question again."""
+        found = self.find(conversation_id)
+        if found is not None:
+            found.name = " ".join(name.split())[:_LONGEST_NAME]
+
+    def matching(self) -> list[Conversation]:
+        """Those that have all words of `query`."""
+        words = self.query.lower().split()
+        return [item for item in self.conversations if item.has(words)]
 
     def stop_all(self) -> None:
         """End all answers: the visitor has left."""
@@ -160,10 +215,14 @@ class ChatHistory:
     def saved(self) -> list[dict[str, Any]]:
         """What a browser keeps: conversations that hold something, without what is under way."""
         kept = [item for item in self.conversations if item.messages][:_MOST_KEPT]
-        return [{"id": item.id, "messages": [dict(m) for m in item.messages]} for item in kept]
+        return [item.as_json() for item in kept]
 
-    def restore(self, saved: Any) -> None:
-        """Take over what a browser kept; whatever is malformed is left out."""
+    def restore(self, saved: Any) -> int:
+        """Take over what a browser or a file kept; how many conversations that were.
+
+        What is malformed, is known already or has no room is left out.
+        """
+        before = len(self.conversations)
         items = saved if isinstance(saved, list) else []
         found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
@@ -172,6 +231,7 @@ class ChatHistory:
             if len(self.conversations) < _MOST_KEPT and item.num_chars <= room:
                 self.conversations += [item] if item.id not in known else []
                 known.add(item.id)
+        return len(self.conversations) - before
 
 
 def _restored(item: Any) -> Conversation | None:
@@ -184,6 +244,7 @@ def _restored(item: Any) -> Conversation | None:
             role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)
         ):
             return None
-        return Conversation(messages, str(item["id"]))
-    except (KeyError, TypeError):
+        name = str(item.get("name", ""))[:_LONGEST_NAME]
+        return Conversation(messages, str(item["id"]), name)
+    except (AttributeError, KeyError, TypeError):
         return None

@@ -1,15 +1,13 @@
 """The panel beside the chat: the script that asks for telemetry and draws it."""
 
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from model.errors import HotcoldError
 from ui.api.backend import Backend
+from ui.page.files import asset
 from ui.telemetry import telemetry_json
-
-_FOLDER = Path(__file__).parent
 
 
 def live_panel(backend: Backend) -> gr.HTML:
@@ -23,9 +21,9 @@ def live_panel(backend: Backend) -> gr.HTML:
 
     return gr.HTML(
         "",
-        html_template=(_FOLDER / "live.html").read_text(),
-        css_template=(_FOLDER / "live.css").read_text(),
-        js_on_load=(_FOLDER / "live.js").read_text(),
+        html_template=asset("live.html"),
+        js_on_load=asset("live.js"),
         server_functions=[telemetry],
         elem_id="live",
+        apply_default_css=False,
     )

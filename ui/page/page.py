@@ -1,25 +1,27 @@
 """The chat page: a Gradio app over a running system, which needs nothing from other hosts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from starlette.routing import Mount
 
+from actors.protocol.messages import SystemConfig
 from model.config.build import read_config
 from ui.api.backend import Backend
+from ui.page.chat import MOST_VISITORS, Chat
 from ui.page.chat_settings import settings_form
-from ui.page.chat_tab import MOST_VISITORS, ChatTab
+from ui.page.files import asset, favicon, head
 from ui.page.live import live_panel
 from ui.page.placement_tab import placement_tab
 from ui.page.routes import PageRoutes
 
-_FOLDER = Path(__file__).parent
 
-
-def build_page(backend: Backend) -> gr.Blocks:
+def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
     """The page for what `backend` asks; `mount_page` puts it into a server.
 
+    `paths` are those of the pages of all models that the server has, by their names.
     Errors:  ServiceError where the system has ended
     """
     settings, described = backend.settings, backend.described
@@ -27,34 +29,50 @@ def build_page(backend: Backend) -> gr.Blocks:
     config = read_config(path)
     tokenizer = backend.prompts.tokenizer
     is_chat = tokenizer is not None and tokenizer.has_chat_template
-    chat = ChatTab(backend, is_chat)
+    chat = Chat(backend, described.model_path, is_chat)
     longest = min(described.context_length - 1, settings.max_tokens)
     with gr.Blocks(title=f"{settings.model_name} – hotcold", analytics_enabled=False) as page:
-        gr.Markdown(f"# {settings.model_name}\nmode {described.mode}", elem_id="title")
-        with gr.Tab("Chat"), gr.Row():
-            with gr.Column(scale=2, min_width=190, elem_id="list-column"):
+        _bar(settings.model_name, described, paths or {})
+        with gr.Row(elem_id="frame"):
+            with gr.Column(elem_id="side"):
                 chat.list_column()
-            with gr.Column(scale=5, min_width=320):
-                chat.chat_column(lambda: settings_form(path, longest, is_chat))
-            with gr.Column(scale=4, min_width=320):
-                live_panel(backend)
-        with gr.Tab("Placement") as tab:
-            placement_tab(backend, described.model_path, config, tab)
-        chat.connect(page)
+            with gr.Column(elem_id="main"):
+                chat.chat_column()
+            with gr.Column(elem_id="panel"):
+                with gr.Tab("Live"):
+                    live_panel(backend)
+                with gr.Tab("Placement") as tab:
+                    placement_tab(backend, described.model_path, config, tab)
+            form = settings_form(path, longest, is_chat)
+        chat.connect(page, form)
     page.state_session_capacity = MOST_VISITORS
     return page
 
 
+def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> gr.HTML:
+    """What runs, how it is, and what opens the rest; of several models, their pages to go to."""
+    cores = described.num_threads
+    device = f"CPU, {cores} thread{'s' if cores > 1 else ''}"
+    if described.device != "cpu":
+        device = f"GPU and {device}"
+    shown = {"model": model_name, "paths": dict(paths), "facts": [described.mode, device]}
+    return gr.HTML(
+        shown, html_template=asset("bar.html"), js_on_load=asset("bar.js"), elem_id="bar",
+        apply_default_css=False,
+    )  # fmt: skip
+
+
 def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
     """Add the page to a FastAPI app, with its look, and with those of its routes that it needs."""
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    mono = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": mono}
     app = gr.mount_gradio_app(
         app,
         page,
         path,
-        theme=gr.themes.Default(primary_hue="blue", **fonts),
-        css=(_FOLDER / "page.css").read_text(),
-        favicon_path=str(_FOLDER / "favicon.svg") if path == "/" else None,
+        theme=gr.themes.Base(primary_hue="orange", neutral_hue="gray", **fonts),
+        head=head(),
+        favicon_path=str(favicon()) if path == "/" else None,
         footer_links=[],
         ssr_mode=False,
         pwa=False,

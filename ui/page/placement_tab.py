@@ -29,7 +29,7 @@ def placement_tab(backend: Backend, model_path: str, config: ModelConfig, tab: g
     chosen = gr.Dropdown(
         choices, value="", label="Placement", visible=len(choices) > 1, elem_id="plan"
     )
-    picture = gr.HTML(elem_id="placement")
+    picture = gr.HTML(elem_id="placement", apply_default_css=False)
 
     def draw(file: str) -> str:
         try:

@@ -10,6 +10,8 @@ const KINDS = [
   ["gate", "cold, only its gate"],
   ["skipped", "cold, skipped"],
 ];
+// Without a GPU there is no hot neuron, so none has to be called cold.
+const WITHOUT_GPU = { computed: "computed", gate: "only its gate", skipped: "skipped" };
 const PARTS = ["attention", "ffn", "head", "predictor", "exchange", "python"];
 const find = (name) => element.querySelector(`[data-show="${name}"]`);
 const canvas = () => element.querySelector("canvas");
@@ -24,6 +26,12 @@ function make(tag, text, className) {
   made.textContent = text;
   if (className) made.className = className;
   return made;
+}
+
+function kindsOf(map) {
+  const named = KINDS.map(([kind, words], index) => ({ kind, words, index }));
+  if (map.hot) return named;
+  return named.slice(1).map((each) => ({ ...each, words: WITHOUT_GPU[each.kind] }));
 }
 
 function view() {
@@ -77,7 +85,7 @@ function showLegend(totals) {
   const legend = find("legend");
   const round = view() === "last" ? 0 : 1;
   legend.replaceChildren(
-    ...KINDS.map(([kind, words], index) => {
+    ...kindsOf(latest.map).map(({ kind, words, index }) => {
       const item = make("li", "");
       const mark = make("i", "");
       mark.style.background = `var(--${kind})`;
@@ -92,12 +100,13 @@ function showLegend(totals) {
 }
 
 function showMap() {
-  if (!latest) return;
+  if (!latest || !isShown()) return;
   const map = latest.map;
   const totals = drawMap(map);
   showLegend(totals);
   const all = totals.reduce((sum, count) => sum + count, 0) || 1;
-  const words = KINDS.map(([, name], i) => `${name} ${((100 * totals[i]) / all).toFixed(1)}%`);
+  const share = (index) => `${((100 * totals[index]) / all).toFixed(1)}%`;
+  const words = kindsOf(map).map(({ words: name, index }) => `${name} ${share(index)}`);
   canvas().setAttribute("aria-label", `Neuron map, ${view()} token: ${words.join(", ")}`);
   if (cell.chosen) showCell();
 }
@@ -107,7 +116,7 @@ function showCell() {
   const { map } = latest;
   const size = (end) => map.neurons.slice(0, end).reduce((sum, count) => sum + count, 0);
   const counts = countsOf(map, cell.layer, cell.bucket);
-  const parts = KINDS.map(([, words], i) => `${words} ${+counts[i].toFixed(1)}`);
+  const parts = kindsOf(map).map(({ words, index }) => `${words} ${+counts[index].toFixed(1)}`);
   const last = size(cell.bucket + 1) - 1;
   const place = `layer ${cell.layer}, neurons ${size(cell.bucket)}–${last}`;
   find("where").textContent = `${place}: ${parts.join(", ")}`;
@@ -155,8 +164,9 @@ function showActors({ actors, host_memory_bytes, host_memory_used_bytes }) {
       const row = make("tr", "");
       row.dataset.actor = actor.name;
       const known = actor.pid > 0;
+      const isOnCpu = actor.name === "gpu" && actor.device === "cpu";
       row.append(
-        make("td", actor.name),
+        make("td", isOnCpu ? "attention" : actor.name),
         make("td", `${marks[actor.state]} ${actor.state}`),
         make("td", known ? actor.pid : "–"),
         make("td", actor.device || "–"),
@@ -170,6 +180,7 @@ function showActors({ actors, host_memory_bytes, host_memory_used_bytes }) {
 }
 
 function show(found) {
+  window.dispatchEvent(new Event(found.isLost ? "hotcold-lost" : "hotcold-found"));
   if (found.error) {
     find("requests").textContent = found.error;
     return;
@@ -186,14 +197,17 @@ function show(found) {
   find("speed").textContent = found.tokens_per_s ? Math.round(found.tokens_per_s) : "–";
   const share = (100 * found.neurons_computed).toFixed(1);
   find("share").textContent = found.tokens_per_s ? `${share}%` : "–";
-  find("mode").textContent = found.mode;
   const waiting = found.waiting ? `, ${found.waiting} waiting` : "";
   const pages = `${found.kv_pages_used} of ${found.kv_pages} KV pages`;
-  find("requests").textContent = isRunning ? `${found.running} running${waiting}, ${pages}` : "idle";
+  find("requests").textContent = isRunning ? `${found.running} running${waiting}, ${pages}` : "";
   showMap();
   showTimes(found.per_step_ms);
   showActors(found);
   element.dataset.steps = found.map.steps;
+}
+
+function isShown() {
+  return element.checkVisibility();
 }
 
 async function poll() {
@@ -203,19 +217,19 @@ async function poll() {
   try {
     found = await server.telemetry();
   } catch {
-    found = { error: "the server does not answer" };
+    found = { error: "The server does not answer.", isLost: true };
   }
   if (!element.isConnected) return;
   show(found);
   const isRunning = !found.error && found.running + found.waiting > 0;
   quiet = isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && !document.hidden && timer === 0) timer = setTimeout(poll, POLL_MS);
+  if (quiet < QUIET_POLLS && !document.hidden && isShown() && timer === 0) timer = setTimeout(poll, POLL_MS);
   element.dataset.polling = timer === 0 ? "no" : "yes";
 }
 
 function watch() {
   quiet = 0;
-  if (timer === 0 && !document.hidden) timer = setTimeout(poll, 0);
+  if (timer === 0 && !document.hidden && isShown()) timer = setTimeout(poll, 0);
 }
 
 function glance() {
@@ -238,7 +252,11 @@ canvas().addEventListener("keydown", (event) => {
   event.preventDefault();
   chooseCell(cell.layer + move[0], cell.bucket + move[1]);
 });
-window.addEventListener("resize", showMap);
+for (const name of ["resize", "hotcold-theme"]) window.addEventListener(name, showMap);
+window.addEventListener("hotcold-panel", () => {
+  showMap();
+  watch();
+});
 window.addEventListener("hotcold-run", watch);
 document.addEventListener("visibilitychange", watch);
 document.addEventListener("pointermove", glance, { passive: true });

@@ -1,0 +1,83 @@
+"""What a visitor does with the chat page, for tests in a browser."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+QUESTION = "What does textwrap.dedent do?"
+OTHER = "What does os.path.join do?"
+PATIENCE_MS = 120_000
+
+
+def ask(page: Any, question: str) -> None:
+    """Ask, again where the page has just been painted and lost what was in its field."""
+    from playwright.sync_api import TimeoutError as NotShown
+
+    count = page.locator("#chat .message-row").count()
+    for patience_ms in (30_000, 30_000, 60_000):
+        page.fill("#question textarea", question)
+        page.press("#question textarea", "Enter")
+        try:
+            page.wait_for_function(
+                "n => document.querySelectorAll('#chat .message-row').length > n",
+                arg=count,
+                timeout=patience_ms,
+            )
+            return
+        except NotShown:
+            continue
+    raise AssertionError(f"the page does not show the question {question!r}")
+
+
+def set_numbers(page: Any, values: dict[str, str]) -> None:
+    """Fill fields of the settings, again where the page has just been made and overwrites one."""
+
+    def are_set() -> bool:
+        wrong = [name for name in values if page.input_value(f"#{name} input") != values[name]]
+        for name in wrong:
+            page.fill(f"#{name} input", values[name])
+        return not wrong
+
+    page.get_by_role("button", name="Settings", exact=True).click()
+    until(are_set)
+
+
+def wait_for_answer(page: Any) -> str:
+    """The last answer, once its figures stand below it."""
+    page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
+    return str(page.locator("#chat .message.bot").last.inner_text())
+
+
+def wait_until_kept(page: Any) -> None:
+    """Until the browser has kept the same for a second: what is asked is kept bit by bit."""
+    before, num_equal = None, 0
+    for _ in range(100):
+        kept = page.evaluate("localStorage.getItem('hotcold-conversations')")
+        num_equal = num_equal + 1 if kept == before else 0
+        if num_equal == 4:
+            return
+        before = kept
+        page.wait_for_timeout(250)
+    raise AssertionError("the browser keeps something else all the time")
+
+
+def click_in_row(page: Any, title: str, what: str) -> None:
+    """Rename or delete a conversation; the buttons show when one points at its row."""
+    page.locator("#conversations li").filter(has_text=title).hover()
+    page.get_by_role("button", name=f"{what} {title}").click()
+
+
+def plain(text: str) -> str:
+    """Letters and digits: what Markdown leaves of a text."""
+    return re.sub(r"[\W_]+", "", text)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something outside the browser."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

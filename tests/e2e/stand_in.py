@@ -1,0 +1,155 @@
+"""A system without processes that answers by the book, for tests of the page and of its speed.
+
+python -m tests.e2e.stand_in --port 8123     # the page over it, to look at by hand
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from actors.setup.partition import neuron_owners
+from actors.setup.shards import service_specs
+from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
+from model.config.build import read_config
+from model.files.locate import DEMO_DIRECTORY
+
+Deliver = Callable[[TokenEvent | BaseException], None]
+TEXT = """`textwrap.dedent` removes the whitespace that **all** lines have in common:
+
+```python
+import textwrap
+
+print(textwrap.dedent(text))
+```
+
+1. Blank lines are normalized to a newline.
+2. Tabs and blanks are both whitespace, but they are not equal.
+
+It is often used with triple-quoted strings, so that they line up with the code around them.
+
+"""
+
+
+@dataclass
+class StandIn:
+    """In place of `System` and of the client that asks it. Answers repeat words of `text`."""
+
+    text: str = TEXT
+    tokens_per_s: float = 100.0
+    first_s: float = 0.05  # before an answer's first token
+    num_tokens: int = 60  # of an answer
+    error: Exception | None = None  # in place of an answer, or with `num_tokens` in its midst
+    device: str = "cpu"
+    requests: list[GenerateRequest] = field(default_factory=list)
+    _stopped: set[str] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _num_running: int = 0
+
+    def reset(self) -> None:
+        """As it was made, but for the requests that it has seen."""
+        for name, value in vars(StandIn()).items():
+            if not name.startswith("_") and name != "requests":
+                setattr(self, name, value)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """As `System.call`."""
+        return getattr(self, method)(*args)
+
+    def describe(self) -> SystemConfig:
+        """A system of two CPU services."""
+        return SystemConfig(
+            str(DEMO_DIRECTORY), num_cpu_actors=2, num_threads=2, context_length=1024,
+            device=self.device,
+        )  # fmt: skip
+
+    def neuron_owners(self) -> Any:
+        """See `actors.setup.partition`."""
+        config = read_config(DEMO_DIRECTORY)
+        return neuron_owners(config, service_specs(self.describe(), config))
+
+    def telemetry(self, *_: Any) -> Telemetry:
+        """The demo model's shape; the same neurons at every token."""
+        config = read_config(DEMO_DIRECTORY)
+        num = np.full((config.num_layers, 64), config.ffn_size // 64)
+        share = np.random.default_rng(1).beta(0.5, 2, num.shape)
+        computed, gates = (num * share).astype(np.int64), num.copy()
+        hot = np.zeros_like(num)
+        neurons = NeuronMap(num, hot, computed, gates, computed * 1.0, gates * 1.0, 1)
+        times = {"attention": 0.6, "ffn": 1.1, "head": 0.4, "exchange": 0.2, "python": 0.1}
+        speed = Speed(self.tokens_per_s, {**times, "total": 2.4}, 0.21, 1.0)
+        actors = tuple(
+            ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu", 0.1)
+            for i, name in enumerate(("driver", "gpu", "cpu0", "cpu1"))
+        )
+        running = self._num_running
+        return Telemetry(
+            "exact", 60.0, running, 0, running, 16, speed, neurons, actors, 24 << 30, 9 << 30
+        )
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        """As `AsyncClient.submit`."""
+        self.requests.append(request)
+        name = str(len(self.requests))
+        task = asyncio.create_task(self._answer(name, request, deliver))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return name
+
+    def stop(self, name: str) -> None:
+        """As `AsyncClient.stop`."""
+        self._stopped.add(name)
+
+    cancel = stop
+
+    async def _answer(self, name: str, request: GenerateRequest, deliver: Deliver) -> None:
+        self._num_running += 1
+        try:
+            await asyncio.sleep(self.first_s)
+            loop = asyncio.get_running_loop()
+            began, said = loop.time(), 0
+            words = self.text.split(" ")
+            wanted = min(self.num_tokens, request.sampling.max_tokens)
+            while said < wanted and name not in self._stopped:
+                due = min(wanted, 1 + int((loop.time() - began) * self.tokens_per_s))
+                if due > said:
+                    text = " ".join(words[i % len(words)] for i in range(said, due))
+                    deliver(TokenEvent(f"{text} ", num_tokens=due - said))
+                    said = due
+                await asyncio.sleep(0.5 / self.tokens_per_s)
+            if self.error is not None:
+                deliver(self.error)
+                return
+            reason = "cancelled" if name in self._stopped else "length"
+            seconds = loop.time() - began
+            result = Generation(
+                "", [1] * said, reason, 8, self.first_s, seconds, neurons_computed=0.21
+            )
+            deliver(TokenEvent("", result))
+        finally:
+            self._num_running -= 1
+
+
+def main() -> None:
+    from tests.e2e.page_server import served_page
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--rate", type=float, default=100.0)
+    arguments = parser.parse_args()
+    system = StandIn(tokens_per_s=arguments.rate, num_tokens=arguments.tokens)
+    with served_page(system, "demo", port=arguments.port, client=system) as address:
+        print(address, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

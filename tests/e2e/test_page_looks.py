@@ -1,0 +1,199 @@
+"""How the chat page looks and is operated: widths, themes, keyboard, screen readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import ServiceError
+from tests.e2e.page_visit import QUESTION, ask, click_in_row, set_numbers, until, wait_for_answer
+
+pytestmark = pytest.mark.timeout(300)
+ASSETS = Path(__file__).resolve().parents[2] / "ui" / "page" / "assets"
+PHONE = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
+
+
+def violations(page: Any) -> list[str]:
+    """What axe finds wrong, by rule and place."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {node['html'][:200]}" for rule in found for node in rule["nodes"]]
+
+
+def settled(page: Any) -> None:
+    """Until nothing fades in or out, whose colours axe would take for the last ones."""
+    page.wait_for_function(
+        "document.getAnimations().every(each => each.playState == 'finished'"
+        " || each.effect.getTiming().iterations > 1)"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation(open_page, book, scheme) -> None:
+    page = open_page(color_scheme=scheme)
+    assert violations(page) == []
+    book.num_tokens = 10_000
+    ask(page, QUESTION)
+    page.wait_for_selector("#chat pre")
+    assert violations(page) == []
+    page.click("#stop")
+    wait_for_answer(page)
+    page.locator("#chat .message.bot").hover()
+    settled(page)
+    assert violations(page) == []
+    set_numbers(page, {"max-tokens": "3"})
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    book.num_tokens, book.error = 0, ServiceError("the cpu0 service died")
+    ask(page, QUESTION)
+    page.wait_for_selector("#chat .problem")
+    click_in_row(page, QUESTION, "Delete")
+    page.wait_for_selector("#conversations .note:has-text('Deleted')")
+    page.get_by_role("tab", name="Placement").click()
+    page.wait_for_selector("#placement svg")
+    settled(page)
+    assert violations(page) == []
+
+
+def test_axe_finds_no_violation_on_a_phone(open_page, book) -> None:
+    page = open_page(**PHONE)
+    assert violations(page) == []
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.get_by_role("button", name="Conversations").click()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="Neurons").click()
+    assert violations(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(open_page, book, scheme) -> None:
+    page = open_page(390, 844, color_scheme=scheme)
+
+    def width(name: str) -> int:
+        shown = page.locator(name)
+        assert shown.is_visible()
+        return shown.evaluate("shown => Math.max(shown.scrollWidth, shown.offsetWidth)")
+
+    ask(page, "What is a_very_long_name_" + "x" * 200 + "?")
+    wait_for_answer(page)
+    assert width("#chat .bubble-wrap") <= 390
+    page.get_by_role("button", name="Settings", exact=True).click()
+    assert width("#settings") <= 390
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="Neurons").click()
+    page.wait_for_selector("#live [data-actor=driver]")
+    assert width("#panel") <= 390
+    page.get_by_role("tab", name="Placement").click()
+    page.wait_for_selector("#placement svg")
+    assert width("#panel") <= 390
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_on_a_phone_the_list_is_a_drawer_and_the_panel_a_view(open_page, book) -> None:
+    page = open_page(**PHONE)
+    assert not page.is_visible("#side") and not page.is_visible("#panel")
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    field = page.locator("#ask").bounding_box()
+    assert 844 - 80 < field["y"] + field["height"] < 844  # at the foot, whatever is said above
+    page.get_by_role("button", name="Conversations").click()
+    assert page.is_visible("#side")
+    assert page.evaluate("document.activeElement.closest('#side') != null")
+    page.locator("#conversations .open").click()
+    page.wait_for_selector("#side", state="hidden")
+    page.get_by_role("button", name="Conversations").click()
+    page.mouse.click(380, 500)  # on what lies behind it
+    page.wait_for_selector("#side", state="hidden")
+    page.get_by_role("tab", name="Neurons").click()
+    assert page.is_visible("#live") and not page.is_visible("#question")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#question")
+    assert not page.is_visible("#live")
+
+
+def test_the_chosen_theme_stays(open_page) -> None:
+    page = open_page(color_scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Light or dark").click()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    page.wait_for_selector("#question textarea")
+    page.wait_for_function(f"{ground} == '{dark}'")
+    page.emulate_media(color_scheme="dark")
+    page.emulate_media(color_scheme="light")
+    until(lambda: page.evaluate(ground) == dark)
+
+
+def test_a_machine_without_a_gpu_is_told_of_none(open_page, book) -> None:
+    page = open_page()
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.wait_for_selector("#live [data-actor=gpu]")
+    text = page.evaluate("document.body.innerText + document.querySelector('canvas').ariaLabel")
+    assert "attention" in text and "computed" in text
+    assert "gpu" not in text.lower()
+    assert "hot," not in text and "cold," not in text
+
+
+def test_the_panel_and_its_parts_fold(open_page) -> None:
+    page = open_page()
+    page.wait_for_selector("#live [data-actor=driver]")
+    assert "Each row is a layer" in page.inner_text("#live")
+    page.locator("#live summary").first.click()
+    assert not page.is_visible("#live canvas")
+    page.get_by_role("button", name="Neurons", exact=True).click()
+    assert not page.is_visible("#panel")
+    page.reload()
+    page.wait_for_selector("#question textarea")
+    page.wait_for_selector("body[data-panel=closed]")
+    page.get_by_role("button", name="Neurons", exact=True).click()
+    page.wait_for_selector("#live [data-actor=driver]")
+
+
+def test_the_tab_shows_hotcolds_own_sign(open_page, address) -> None:
+    found = open_page().request.get(f"{address}favicon.ico")  # browsers ask for it unasked
+    assert found.body() == (ASSETS / "favicon.svg").read_bytes()
+    assert found.headers["content-type"].startswith("image/svg")
+
+
+def test_a_picture_in_a_text_is_not_fetched(open_page, book) -> None:
+    page = open_page()
+    blocked: list[str] = []
+    page.on("console", lambda message: blocked.append(message.text))
+    ask(page, "![a](http://example.com/a.png)")
+    wait_for_answer(page)
+    until(lambda: page.title() != "" and any("example.com/a.png" in text for text in blocked))
+
+
+def test_all_controls_are_reached_by_tab(open_page, book) -> None:
+    page = open_page()
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.wait_for_selector("#min-p input")
+    page.evaluate("document.activeElement.blur()")
+    describe = """() => {
+        const found = document.activeElement;
+        const named = found.closest('#new, #conversations, #chat, #question, #send, #live,' +
+            ' #system-prompt, #temperature, #top-k, #top-p, #min-p, #seed, #max-tokens');
+        return [named?.id || '', found.tagName, found.getAttribute('aria-label') || '',
+                found.innerText?.trim() || ''];
+    }"""
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        name, tag, label, text = page.evaluate(describe)
+        reached |= {name, f"{name} {tag}", label, text}
+    wanted = "new conversations question send temperature top-k top-p min-p seed max-tokens"
+    missing = {*wanted.split(), "system-prompt", "live CANVAS", "live INPUT", "Retry", "Undo"}
+    missing |= {f"Rename {QUESTION}", f"Delete {QUESTION}", "Search conversations", "Export"}
+    missing |= {"Import", "Conversations", "Light or dark", "Neurons", "Settings"}
+    assert not missing - reached
+    assert "Live" in reached  # the tabs; arrow keys go on to the next

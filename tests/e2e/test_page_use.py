@@ -1,0 +1,210 @@
+"""What a visitor does with the chat page, over a system that answers by the book."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from actors.driver.text.prompts import Prompts
+from actors.protocol.messages import GenerateRequest
+from model.config.build import read_config
+from model.errors import ServiceError
+from model.files.locate import DEMO_DIRECTORY
+from model.sampling import SamplingParams
+from tests.e2e.page_visit import (
+    OTHER,
+    QUESTION,
+    ask,
+    click_in_row,
+    set_numbers,
+    until,
+    wait_for_answer,
+    wait_until_kept,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def ids_of(*messages: dict[str, str]) -> list[int]:
+    """The prompt of a conversation."""
+    prompts = Prompts(DEMO_DIRECTORY, read_config(DEMO_DIRECTORY), 1024)
+    return prompts.ids(GenerateRequest(SamplingParams(), messages=list(messages)))
+
+
+def rows(page) -> list[str]:
+    """The titles in the list of conversations."""
+    return page.locator("#conversations .open").all_inner_texts()
+
+
+def wait_for_rows(page, *titles: str) -> None:
+    page.wait_for_function(
+        "titles => JSON.stringify([...document.querySelectorAll('#conversations .open')]"
+        ".map(row => row.innerText.trim())) == JSON.stringify(titles)",
+        arg=list(titles),
+    )
+
+
+def test_retry_repeats_and_undo_takes_back(open_page, book) -> None:
+    page = open_page()
+    ask(page, QUESTION)
+    first, asked = wait_for_answer(page), len(book.requests)
+    wait_until_kept(page)  # the event has ended: no button is put in another's place any more
+    page.locator("#chat .message.bot").last.hover()
+    page.get_by_role("button", name="Retry").click()
+    until(lambda: len(book.requests) == asked + 1)
+    page.wait_for_function(
+        "text => [...document.querySelectorAll('#chat .message.bot')].at(-1)?.innerText == text"
+        " && document.querySelector('#status').innerText.includes('tokens at')",
+        arg=first,
+    )
+    assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
+    assert page.locator("#chat .message.user").count() == 1
+    wait_until_kept(page)
+    page.get_by_role("button", name="Undo").click()
+    page.wait_for_function("document.querySelectorAll('#chat .message.user').length == 0")
+    assert page.input_value("#question textarea") == QUESTION
+
+
+def test_settings_reach_the_request(open_page, book) -> None:
+    page = open_page()
+    settings = {"temperature": "0.7", "top-k": "5", "top-p": "0.5", "min-p": "0.1"}
+    set_numbers(page, {**settings, "max-tokens": "3"})
+    page.fill("#system-prompt textarea", "Be brief.")
+    page.fill("#seed textarea, #seed input", "42")
+    ask(page, QUESTION)
+    wait_for_answer(page)
+    request = book.requests[-1]
+    assert request.sampling == SamplingParams(3, 0.7, 5, 0.5, 0.1, seed=42)
+    told = {"role": "system", "content": "Be brief."}
+    assert request.prompt_ids == ids_of(told, {"role": "user", "content": QUESTION})
+    asked = len(book.requests)
+    page.fill("#seed textarea, #seed input", "no number")
+    page.fill("#question textarea", OTHER)
+    page.press("#question textarea", "Enter")
+    problem = page.locator("#chat .problem")
+    problem.wait_for()
+    assert "Not sent: seed is 'no number'" in problem.inner_text()
+    assert page.input_value("#question textarea") == OTHER
+    assert page.locator("#bar .state").inner_text() == "Error"
+    assert not page.get_by_role("button", name="Retry").is_visible()  # there is nothing to repeat
+    page.fill("#seed textarea, #seed input", "7")
+    ask(page, OTHER)
+    wait_for_answer(page)
+    assert problem.count() == 0 and len(book.requests) == asked + 1
+
+
+def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> None:
+    page = open_page()
+    book.num_tokens, book.error = 0, ServiceError("the cpu0 service died <b>twice</b>")
+    ask(page, QUESTION)
+    problem = page.locator("#chat .problem")
+    problem.wait_for()
+    assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
+    assert "press Retry" in problem.inner_text()
+    assert page.locator("#bar .state").inner_text() == "Error"
+    book.num_tokens = 5
+    wait_until_kept(page)
+    page.get_by_role("button", name="Retry").click()
+    page.wait_for_function(
+        "document.querySelector('#chat .problem')?.innerText.includes('broke off')"
+    )
+    assert "textwrap.dedent removes" in page.locator("#chat .message.bot").last.inner_text()
+    book.error = None
+    wait_until_kept(page)
+    page.get_by_role("button", name="Retry").click()
+    wait_for_answer(page)
+    assert problem.count() == 0
+    assert page.locator("#bar .state").inner_text() == "Ready"
+
+
+def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> None:
+    page = open_page()
+    book.first_s, book.num_tokens = 2.0, 10_000
+    cursors = """[...document.querySelectorAll('#chat .md, #chat .md *')].filter(
+        each => getComputedStyle(each, '::after').animationName == 'pulse').length"""
+    ask(page, QUESTION)
+    page.wait_for_selector("#bar .state:has-text('Reading the question')")
+    assert page.is_visible("#stop") and not page.is_visible("#send")
+    page.wait_for_function(f"{cursors} == 1")
+    page.wait_for_selector("#bar .state:has-text('Answering')")
+    page.wait_for_function(f"{cursors} == 1")
+    assert page.locator("#conversations li.busy").count() == 1
+    page.click("#stop")
+    wait_for_answer(page)
+    assert "stopped" in page.inner_text("#status")
+    assert page.locator("#bar .state").inner_text() == "Ready"
+    assert page.is_visible("#send") and not page.is_visible("#stop")
+    assert page.evaluate(cursors) == 0
+    assert page.locator("#conversations li.busy").count() == 0
+
+
+def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> None:
+    page = open_page()
+    questions = page.locator("#welcome button").all_inner_texts()
+    assert len(questions) == 3 and QUESTION in questions  # of the demo, which knows Python
+    page.locator("#welcome button").nth(1).click()
+    wait_for_answer(page)
+    assert page.locator("#chat .message.user").inner_text().strip() == questions[1]
+    asked = ids_of({"role": "user", "content": questions[1]})
+    assert book.requests[-1].prompt_ids == asked
+    assert not page.is_visible("#welcome")
+
+
+def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
+    page = open_page()
+    for question in (QUESTION, OTHER):
+        page.click("#new")
+        page.wait_for_selector("#welcome h2")
+        ask(page, question)
+        wait_for_answer(page)
+    wait_for_rows(page, OTHER, QUESTION)
+    click_in_row(page, QUESTION, "Rename")
+    page.keyboard.type("Margins")
+    page.keyboard.press("Enter")
+    wait_for_rows(page, OTHER, "Margins")
+    click_in_row(page, "Margins", "Rename")
+    page.keyboard.type("Nothing")
+    page.keyboard.press("Escape")
+    search = page.get_by_label("Search conversations")
+    search.fill("MARGINS whitespace")  # a word of its name, and one of the answer
+    wait_for_rows(page, "Margins")
+    search.fill("no such words")
+    wait_for_rows(page)
+    assert "No conversation has these words." in page.inner_text("#conversations")
+    search.fill("")
+    wait_for_rows(page, OTHER, "Margins")
+    click_in_row(page, "Margins", "Delete")
+    wait_for_rows(page, OTHER)
+    assert "Deleted “Margins”" in page.inner_text("#conversations")
+    page.locator("#conversations").get_by_role("button", name="Undo").click()
+    wait_for_rows(page, OTHER, "Margins")
+    assert page.locator("#conversations [aria-current]").inner_text() == "Margins"
+    wait_until_kept(page)
+    page.reload()
+    wait_for_rows(page, OTHER, "Margins")
+
+
+def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> None:
+    page = open_page()
+    ask(page, QUESTION)
+    answer = wait_for_answer(page)
+    with page.expect_download() as downloaded:
+        page.get_by_role("button", name="Export").click()
+    file = tmp_path / "conversations.json"
+    downloaded.value.save_as(file)
+    (kept,) = json.loads(file.read_text())
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
+    other = open_page()
+    other.set_input_files("#conversations input[type=file]", file)
+    wait_for_rows(other, QUESTION)
+    assert "1 conversation imported." in other.inner_text("#conversations")
+    other.click("#conversations .open")
+    other.wait_for_selector("#chat .message.bot")
+    assert other.locator("#chat .message.bot").inner_text() == answer
+    file.write_text("no JSON")
+    other.set_input_files("#conversations input[type=file]", file)
+    other.wait_for_function(
+        "document.querySelector('#conversations').innerText.includes('it is not JSON')"
+    )
+    assert rows(other) == [QUESTION]

@@ -1,0 +1,110 @@
+"""What is done in the list of conversations, and what a thread shows when something went wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from model.errors import UsageError
+from ui.api.errors import ApiError, timed_out, unavailable
+from ui.page.conversation_list import act, listed
+from ui.page.conversations import ChatHistory, Conversation
+from ui.page.thread import remedy, shown_messages, suggestions, thread_state
+
+
+def talk(*texts: str) -> Conversation:
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return Conversation(messages)
+
+
+@pytest.fixture
+def history() -> ChatHistory:
+    found = ChatHistory()
+    found.conversations = [talk("one?", "The first."), talk("two?", "The second.")]
+    found.open_id = found.conversations[0].id
+    return found
+
+
+def titles(history: ChatHistory) -> list[str]:
+    return [row["title"] for row in listed(history)["rows"]]
+
+
+def test_a_conversation_gets_a_name_and_is_found_by_it(history: ChatHistory) -> None:
+    first, second = (item.id for item in history.conversations)
+    act(history, {"do": "rename", "id": second, "text": "  Half\n a dozen "})
+    assert titles(history) == ["one?", "Half a dozen"]
+    for query, expected in (("DOZEN second", [second]), ("the", [first, second]), ("third", [])):
+        act(history, {"do": "search", "text": query})
+        assert [row["id"] for row in listed(history)["rows"]] == expected
+    act(history, {"do": "search", "text": ""})
+    other = ChatHistory()
+    other.restore(json.loads(json.dumps(history.saved())))
+    assert titles(other) == ["one?", "Half a dozen"]
+    act(history, {"do": "rename", "id": second, "text": " "})
+    assert titles(history) == ["one?", "two?"]
+
+
+def test_what_was_deleted_comes_back_to_its_place(history: ChatHistory) -> None:
+    first, second = (item.id for item in history.conversations)
+    act(history, {"do": "remove", "id": second})
+    assert (titles(history), listed(history)["removed"], history.open_id) == (
+        ["one?"], "two?", first,
+    )  # fmt: skip
+    act(history, {"do": "undo"})
+    assert (titles(history), history.open_id) == (["one?", "two?"], second)
+    act(history, {"do": "undo"})
+    assert titles(history) == ["one?", "two?"]
+    for name in (second, first):
+        act(history, {"do": "remove", "id": name})
+    assert titles(history) == [] and history.open.messages == []
+
+
+def test_a_file_is_given_and_taken_over(history: ChatHistory) -> None:
+    kept = act(history, {"do": "export"})["file"]
+    other = ChatHistory()
+    for expected in ("2 conversations imported.", "Nothing imported"):
+        assert expected in act(other, {"do": "import", "text": json.dumps(kept)})["note"]
+    assert titles(other) == ["one?", "two?"]
+    for text in ("{", "[" * 100_000):
+        assert "not JSON" in act(other, {"do": "import", "text": text})["note"]
+
+
+@pytest.mark.parametrize(
+    "done", [{}, {"do": "no such"}, {"do": "open", "id": "x"}, {"do": ["new"]}]
+)
+def test_what_is_unknown_changes_nothing(history: ChatHistory, done: dict[str, Any]) -> None:
+    before = listed(history)
+    act(history, done)
+    assert listed(history) == before
+
+
+def test_the_state_is_that_of_the_open_conversation() -> None:
+    conversation = Conversation()
+    assert (thread_state(conversation)["state"], thread_state(conversation)["empty"]) == (
+        "ready", True,
+    )  # fmt: skip
+    conversation.refuse(UsageError("seed is 'x'"))
+    state = thread_state(conversation)
+    assert (state["state"], state["refused"], state["empty"]) == ("error", True, False)
+    (problem,) = shown_messages(conversation)
+    assert "Not sent: seed is &#x27;x&#x27;." in problem["content"]
+    assert conversation.messages == []
+
+
+def test_each_error_says_what_to_do() -> None:
+    long = ApiError(400, "too long", code="context_length_exceeded")
+    problems = [long, timed_out(1.0), unavailable("queue"), ApiError(400, "a"), ApiError(500, "b")]
+    found = [remedy(problem) for problem in problems]
+    assert len(set(found)) == len(found)
+    assert "new conversation" in found[0] and all("Retry" in text for text in found[1:])
+
+
+def test_questions_fit_the_model() -> None:
+    shown = [suggestions(True, True), suggestions(False, True), suggestions(False, False)]
+    assert all(len(each["questions"]) == 3 for each in shown)
+    assert "Python" in shown[0]["heading"]
+    assert not any(question.endswith("?") for question in shown[2]["questions"])
+    assert len({each["heading"] for each in shown}) == 3

@@ -1,0 +1,56 @@
+"""The list of a visitor's conversations: what it shows, and what is done in it."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ui.page.conversations import ChatHistory
+
+_LONGEST_QUERY = 200
+
+
+def listed(history: ChatHistory) -> dict[str, Any]:
+    """What `list.js` shows: the conversations that hold something, and have the words searched."""
+    items = [item for item in history.matching() if item.messages]
+    return {
+        "open": history.open_id,
+        "query": history.query,
+        "any": any(item.messages for item in history.conversations),
+        "rows": [{"id": item.id, "title": item.title, "busy": item.is_answering} for item in items],
+        "removed": "" if history.removed is None else history.removed[1].title,
+    }
+
+
+def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
+    """Do what a visitor did in the list; what `list.js` is told beside `listed`.
+
+    done: "do" is one of the names below, "id" a conversation's, "text" what was written or read
+    """
+    kind, name, text = (str(done.get(key, "")) for key in ("do", "id", "text"))
+    told: dict[str, Any] = {"number": time.monotonic_ns()}  # the same may be told twice
+    actions: dict[str, Callable[[], Any]] = {
+        "new": history.start_new,
+        "open": lambda: history.show(name),
+        "rename": lambda: history.rename(name, text),
+        "remove": lambda: history.remove(name),
+        "undo": history.undo_remove,
+        "search": lambda: setattr(history, "query", text[:_LONGEST_QUERY]),
+        "export": lambda: told.update(file=history.saved()),
+        "import": lambda: told.update(note=_import(history, text)),
+    }
+    if kind not in actions:
+        return {}
+    actions[kind]()
+    return told
+
+
+def _import(history: ChatHistory, text: str) -> str:
+    """Take over the conversations of a file; what came of it."""
+    try:
+        count = history.restore(json.loads(text))
+    except (ValueError, RecursionError):
+        return "This is no file of conversations: it is not JSON."
+    if count == 0:
+        return "Nothing imported: no conversation in this file is new, or there is no room."
+    return f"{count} conversation{'s' if count > 1 else ''} imported."

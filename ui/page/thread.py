@@ -1,0 +1,108 @@
+"""What a visitor is shown of a conversation: its messages, its state, what to do after an error."""
+
+from html import escape
+from typing import Any
+
+from actors.protocol.messages import Generation
+from ui.api.errors import ApiError
+from ui.page.conversations import Conversation
+
+# Questions for an empty thread. The embedded demo model knows Python's documentation, and little
+# else; a model without a chat template goes on with a text.
+_OF_DEMO = (
+    "What does textwrap.dedent do?",
+    "What does os.path.join do?",
+    "What does itertools.chain do?",
+)
+_OF_CHATS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a short poem about the first snow.",
+    "What are good questions to ask before buying a used bicycle?",
+)
+_OF_TEXTS = ("Once upon a time", "The three most important inventions are", "def fibonacci(n):")
+_DEMO_HEADING = "Ask about Python's standard library"
+_CHAT_HEADING = "What do you want to know?"
+_TEXT_HEADING = "Begin a text, and the model goes on"
+
+
+def suggestions(is_demo: bool, is_chat: bool) -> dict[str, Any]:
+    """A heading and three questions for an empty thread."""
+    if not is_chat:
+        return {"heading": _TEXT_HEADING, "questions": list(_OF_TEXTS)}
+    if is_demo:
+        return {"heading": _DEMO_HEADING, "questions": list(_OF_DEMO)}
+    return {"heading": _CHAT_HEADING, "questions": list(_OF_CHATS)}
+
+
+def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
+    """Its messages, and below them what went wrong, as HTML."""
+    messages = [dict(message) for message in conversation.messages]
+    if conversation.problem is not None:
+        messages.append({"role": "assistant", "content": problem_html(conversation)})
+    return messages
+
+
+def problem_html(conversation: Conversation) -> str:
+    """What went wrong, and what to do about it."""
+    problem = conversation.problem
+    if problem is None:
+        return ""
+    what = "No answer"
+    if conversation.is_refused:
+        what = "Not sent"
+    elif conversation.messages and conversation.messages[-1]["role"] == "assistant":
+        what = "The answer broke off"
+    text = escape(" ".join(problem.message.split()).rstrip("."))
+    return (
+        f'<div class="problem"><strong>{what}: {text}.</strong> '
+        f"<span>{escape(remedy(problem, conversation.is_refused))}</span></div>"
+    )
+
+
+def remedy(problem: ApiError, is_refused: bool = False) -> str:
+    """What a visitor can do about an error; `is_refused`: the question is in its field still."""
+    if is_refused:
+        return "Change that, then send the question again: it is still below."
+    if problem.code == "context_length_exceeded":
+        return "Start a new conversation, or ask for a shorter answer: Settings, Max tokens."
+    if problem.status == 504:
+        return "Ask for a shorter answer (Settings, Max tokens), then press Retry."
+    if problem.status == 503:
+        return "The question is kept. Wait a moment, then press Retry."
+    if problem.status < 500:
+        return "Change that under Settings, then press Retry."
+    return "Press Retry. If it happens again, whoever runs this server finds the cause in its log."
+
+
+def thread_state(conversation: Conversation) -> dict[str, Any]:
+    """What the bar, the composer and the thread go by.
+
+    state: "ready", "waiting" for an answer's first word, "answering" or "error"
+    """
+    state, text = "ready", ""
+    if conversation.is_answering:
+        state = "waiting" if conversation.is_waiting else "answering"
+    elif conversation.problem is not None:
+        state = "error"
+    elif conversation.result is not None:
+        text = _figures(conversation.result)
+    return {
+        "state": state,
+        "id": conversation.id,
+        "text": text,
+        "empty": not conversation.messages and conversation.problem is None,
+        "refused": conversation.is_refused,
+    }
+
+
+def _figures(result: Generation) -> str:
+    ends = {"stop": "", "length": ", cut at its length", "cancelled": ", stopped"}
+    read, reads = "", result.reads
+    if reads:
+        read = f", {reads['bytes_read'] / 1e6:.1f} MB a token read"
+        read += f", {reads['hit_rate']:.1%} found in memory"
+    return (
+        f"{len(result.ids)} tokens at {result.decode_tokens_per_s:.0f} tokens/s, "
+        f"{result.neurons_computed:.1%} of neurons computed{read}"
+        f"{ends.get(result.finish_reason, '')}."
+    )
