@@ -10,7 +10,7 @@ from actors.protocol.messages import SystemConfig
 from actors.protocol.options import SystemOptions
 from actors.setup.preflight import prepare_system, system_need
 from jobs.kept.identity import model_text
-from model.errors import UsageError
+from model.errors import HotcoldError, UsageError, shown
 from model.files.locate import locate_model
 
 _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
@@ -36,7 +36,14 @@ def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan
         raise UsageError(
             f"{given[0]} is of one model, and these are {len(models)}; leave it out, or serve one"
         )
-    plans = [_plan(model, options) for model in models] or [_plan(None, options)]
+    if len(models) < 2:
+        return [_plan(models[0] if models else None, options)]
+    plans = []
+    for model in models:
+        try:
+            plans.append(_plan(model, options))
+        except HotcoldError as problem:
+            raise UsageError(f"{shown(model)}: {problem}") from problem
     by_name = {plan.name: plan for plan in plans}
     for plan in plans:
         if by_name[plan.name] is not plan:
