@@ -80,13 +80,20 @@ def by_neuron(gates, num_tokens):
 
 @njit(nogil=True, cache=True)
 def _scale_one(up, bias, fired_ids, num_fired, x, function, h):
-    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of it."""
+    """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of it.
+
+    Rows without a gap between them are one stream: see `dot_row`.
+    """
     distance = rows_ahead(up)
+    has_gaps = num_fired > 0 and fired_ids[num_fired - 1] - fired_ids[0] != num_fired - 1
     for i in range(num_fired):
-        if i + distance + 2 < num_fired:
-            prefetch_row(up, fired_ids[i + distance + 2])
-        n, following = fired_ids[i], fired_ids[min(i + distance, num_fired - 1)]
-        factor = dot_ahead(up, n, following, x, 0)
+        n = fired_ids[i]
+        if has_gaps:
+            if i + distance + 2 < num_fired:
+                prefetch_row(up, fired_ids[i + distance + 2])
+            factor = dot_ahead(up, n, fired_ids[min(i + distance, num_fired - 1)], x, 0)
+        else:
+            factor = dot_row(up, n, x, 0)
         if bias.shape[0]:
             factor += bias[n]
         h[i] *= activate_up(function, factor)
