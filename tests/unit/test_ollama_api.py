@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import ollama
 import pytest
+from fastapi import FastAPI
 
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
 from model.errors import ServiceError
@@ -63,20 +65,30 @@ class Embedding(Recording):
         return str(len(self.requests))
 
 
-def backend_of(client: Client, **options: Any) -> Backend:
-    backend = make_backend(client, **options)
+@functools.cache
+def server() -> tuple[Backend, FastAPI]:
+    """One for all tests: it takes long to make."""
+    backend = make_backend(Client())
     backend.prompts.context_length = CONTEXT
+    return backend, create_app(ServedModels([backend]))
+
+
+def backend_of(client: Client, num_active: int = 0) -> Backend:
+    """The server's, asking this client."""
+    backend, _ = server()
+    backend.client = client  # type: ignore[assignment]
+    backend.num_active = num_active
     return backend
 
 
 def send(
-    client: Client, method: str, path: str, body: Any = None, **options: Any
+    client: Client, method: str, path: str, body: Any = None, num_active: int = 0
 ) -> tuple[httpx.Response, Backend]:
-    backend = backend_of(client, **options)
+    """What a request is answered; what is taken for a defect is raised."""
+    backend = backend_of(client, num_active)
 
     async def ask() -> httpx.Response:
-        app = create_app(ServedModels([backend]))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(server()[1])
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await http.request(method, path, json=body)
 
@@ -97,8 +109,8 @@ def with_ollama(
     client: Client, work: Callable[[ollama.AsyncClient], Coroutine[Any, Any, Any]]
 ) -> Any:
     """What Ollama's client makes of the routes."""
-    app = create_app(ServedModels([backend_of(client)]))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    backend_of(client)
+    transport = httpx.ASGITransport(server()[1])
     return asyncio.run(work(ollama.AsyncClient("http://localhost", transport=transport)))
 
 
@@ -138,6 +150,24 @@ def test_generate_asks_what_a_chat_asks_and_raw_does_not() -> None:
     backend = backend_of(asked)
     plain = backend.prompts.ids(GenerateRequest(backend.defaults, prompt="Hello"))
     assert raw == plain != third
+
+
+def test_without_a_chat_template_a_prompt_is_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Recording()
+    backend = backend_of(asked)
+    monkeypatch.setattr(backend.prompts.tokenizer, "_template", None)
+    body: dict[str, Any] = {"model": "demo", "prompt": "Hello", "stream": False}
+    assert send(asked, "POST", "/api/generate", body)[0].status_code == 200
+    plain = backend.prompts.ids(GenerateRequest(backend.defaults, prompt="Hello"))
+    assert asked.requests[0].prompt_ids == plain
+    refused = send(asked, "POST", "/api/generate", {**body, "system": "Be brief."})[0]
+    assert refused.status_code == 400 and "no chat template" in refused.json()["error"]
+    for tools in ([], [TOOL]):
+        asked_chat = {"model": "demo", "messages": HELLO, "tools": tools}
+        refused = send(asked, "POST", "/api/chat", asked_chat)[0]
+        assert refused.status_code == 400 and "no chat template" in refused.json()["error"]
+    shown = send(asked, "POST", "/api/show", {"model": "demo"})[0].json()
+    assert (shown["capabilities"], shown["template"]) == (["completion"], "{{ .Prompt }}")
 
 
 def test_options_reach_the_system() -> None:

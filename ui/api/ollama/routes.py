@@ -52,13 +52,15 @@ def add_ollama(app: FastAPI, models: ServedModels) -> None:
 def _add_answers(app: FastAPI, models: ServedModels) -> None:
     async def answer(request: Request, body: Body, is_load: bool) -> Response:
         backend = _choose(models, request, body)
-        if is_load:
-            return JSONResponse(await answered(request, loaded(backend, body)))
-        found = OllamaAnswer(backend, body)
-        if body.is_streamed:
-            stream: Response = await answered(request, found.stream())
-            return stream
-        return JSONResponse(await answered(request, found.whole()))
+
+        async def told() -> Response:
+            if is_load:
+                return JSONResponse(await loaded(backend, body))
+            found = OllamaAnswer(backend, body)
+            return await found.stream() if body.is_streamed else JSONResponse(await found.whole())
+
+        made: Response = await answered(request, told())
+        return made
 
     @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate))
     async def generate(request: Request) -> Response:
