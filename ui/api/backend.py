@@ -88,14 +88,14 @@ class Backend:
     def system(self) -> System:
         """What holds the model. Errors: ServiceError where it is not loaded."""
         if self._system is None:
-            raise ServiceError(f"the model {self.name!r} is not loaded now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now")
         return self._system
 
     @property
     def client(self) -> AsyncClient:
         """What asks the system. Errors: as those of `system`."""
         if self._client is None:
-            raise ServiceError(f"the model {self.name!r} is not loaded now")
+            raise ServiceError(f"the model {self.name!r} is {self.state} now")
         return self._client
 
     @client.setter

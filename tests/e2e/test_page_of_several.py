@@ -1,0 +1,58 @@
+"""The pages of a server of several models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.page_server import served
+from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
+from tests.e2e.stand_in import StandIn
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def books() -> dict[str, StandIn]:
+    return {name: StandIn(text=f"{name} says:", num_tokens=2) for name in ("one", "org/two")}
+
+
+@pytest.fixture(scope="module")
+def address(books: dict[str, StandIn]) -> Iterator[str]:
+    from ui.api.backend import Backend, ServerSettings
+    from ui.gate import Gate
+    from ui.models.served import ServedModels
+    from ui.page.page import build_page
+    from ui.server import create_app
+
+    backends = []
+    for name, book in books.items():
+        system: Any = book
+        backends.append(Backend(system, book.describe(), ServerSettings(name)))
+        backends[-1].client = system
+    models = ServedModels(backends)
+    paths = models.page_paths
+    first, second = (build_page(backend, paths) for backend in backends)
+    app = create_app(models, first, {paths["org/two"]: second})
+    with served(Gate(app, keys=(), local=True, max_body_bytes=1 << 20)) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+def test_a_model_is_chosen_in_the_bar(
+    open_page: Any, address: str, books: dict[str, StandIn]
+) -> None:
+    page = open_page()
+    choice = page.get_by_label("Model", exact=True)
+    assert choice.locator("option").all_inner_texts() == ["one", "org/two"]
+    for name, place in (("org/two", "model/2-org-two/"), ("one", "")):
+        choice.select_option(label=name)
+        page.wait_for_url(f"{address}{place}")
+        page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+        assert choice.locator("option:checked").inner_text() == name
+        assert page.title() == f"{name} – hotcold"
+        page.get_by_role("button", name="New conversation").click()
+        ask(page, QUESTION)
+        assert wait_for_answer(page).startswith(f"{name} says:")
+        assert len(books[name].requests) == 1
