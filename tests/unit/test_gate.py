@@ -51,6 +51,19 @@ def test_other_names_are_not(host: str) -> None:
     assert ask(gate(["k"], local=False), headers={"Host": host}).status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions"])
+def test_refusals_have_the_form_of_the_api_that_is_asked(path: str) -> None:
+    for answer in (
+        ask(gate(["k"], local=False), "POST", path, json={}),
+        ask(gate(), "POST", path, content=b"a" * 101),
+        ask(gate(), "POST", path, headers={"Host": "evil.example"}),
+    ):
+        assert answer.status_code in (401, 403, 413)
+        told = answer.json()["error"]
+        assert isinstance(told, str) == path.startswith("/api/")
+        assert told if isinstance(told, str) else told["message"]
+
+
 @pytest.mark.parametrize(
     ("origin", "status"),
     [

@@ -30,6 +30,12 @@ def test_a_program_gets_an_error_to_come_back_for(client: TestClient, path: str)
     assert "loading weights & more" in answer.json()["error"]["message"]
 
 
+def test_a_client_of_ollama_gets_its_own_kind_of_error(client: TestClient) -> None:
+    answer = client.post("/api/chat", json={"model": "demo"})
+    assert answer.status_code == 503
+    assert "loading weights & more" in answer.json()["error"]
+
+
 def test_health_says_how_far_it_is(client: TestClient) -> None:
     found = client.get("/health").json()
     assert found == {
