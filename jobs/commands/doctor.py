@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.settings.shared_option import GroupedCommand, shared_option
-from jobs.support.console import json_option, print_json, stderr_console
+from jobs.support.console import json_option, print_json, stderr_console, transient_progress
 from jobs.support.options import dtype_option
 from model.errors import CheckpointError, UsageError
 
@@ -105,17 +105,25 @@ def _disk(path: Path) -> dict[str, list[float]]:
 
     Of each of `_READ_SIZES`.
     """
+    from rich.markup import escape
+    from rich.progress import BarColumn, TextColumn
+
     from placement.machine.measure_disk import DEPTH, measure_disk
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
     if largest.stat().st_size < _LEAST_FILE_BYTES:
         return {}
+    rates: dict[str, list[float]] = {"1": [], str(DEPTH): []}
+    steps = [(depth, size) for depth in rates for size in _READ_SIZES]
     try:
-        rates = {depth: measure_disk(largest, _READ_SIZES, depth) for depth in (1, DEPTH)}
+        with transient_progress(TextColumn("{task.description}"), BarColumn()) as bar:
+            for depth, size in bar.track(steps, description=f"reading {escape(largest.name)}"):
+                (rate,) = measure_disk(largest, (size,), int(depth))
+                rates[depth].append(rate / 1e9)
     except OSError as problem:
         raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None
-    return {str(depth): [rate / 1e9 for rate in found] for depth, found in rates.items()}
+    return rates
 
 
 def _write(path: Path, measured: Machine | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from jobs.chat.files import load_conversation, mentioned, read_attachment
 from jobs.chat.screen import is_open, unquoted
 from jobs.chat.session import HELP, Session
 from model.errors import UsageError
+from tests.documents import ROOT
 from tests.stand_in_chat import StandIn, conversation
 
 
@@ -294,3 +297,12 @@ def test_what_was_typed_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert history.history_path() == tmp_path / ".local/state/hotcold/chat-history"
+
+
+def test_what_a_prompt_needs_is_imported_while_the_system_starts() -> None:
+    program = "import sys, jobs.commands.chat, jobs.commands.generate\n"
+    program += "print(sorted({'prompt_toolkit', 'markdown_it', 'pygments'} & sys.modules.keys()))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[]\n"

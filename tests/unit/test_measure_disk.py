@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jobs.support import console as console_of_commands
 from model.bundles.direct import open_direct
 from numba_kernels.storage.direct_file import SHORT
 from numba_kernels.storage.disk_reads import read_places
@@ -49,7 +50,11 @@ def test_doctor_says_how_fast_a_models_file_is_read(
     (tmp_path / "weights").write_bytes(bytes(1 << 16))
     assert doctor._disk(tmp_path) == {}  # too small to say anything
     monkeypatch.setattr(doctor, "_LEAST_FILE_BYTES", 1 << 16)
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=80)
+    monkeypatch.setattr(console_of_commands, "stderr_console", lambda: terminal)
     found = doctor._disk(tmp_path)
+    assert "reading weights" in shown.getvalue() and "━" in shown.getvalue()
     assert list(found) == ["1", "16"] and all(
         rate > 0 for rates in found.values() for rate in rates
     )
