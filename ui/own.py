@@ -142,6 +142,7 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
 
     async def generate(request: Request) -> Response:
         body = parse(OwnRequest, await request.body())
+        request.state.model = backend.name  # for the access log
         stay.ask(body.keep_s)
         return await sse.unless_gone(request.receive, _answer(backend, body.request.request()))
 
