@@ -17,7 +17,7 @@ from jobs.settings.shared_option import GroupedCommand, ModelsArgument
 from jobs.support.listening import listen, require_server_packages, url_of
 from jobs.support.options import split_system_options, system_options
 from jobs.support.until_stopped import Signals
-from model.errors import UsageError
+from model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
     from jobs.serve.starter import SystemStarter
@@ -201,9 +201,12 @@ def _serve(
 
 def _num_at(backend: Backend) -> int:
     """Requests that the driver has. Errors: ServiceError."""
-    if not backend.is_loaded:
+    try:
+        load = backend.call("driver_load")
+    except ServiceError:
+        if backend.is_loaded:
+            raise
         return 0
-    load = backend.call("driver_load")
     return int(load.num_running + load.num_waiting)
 
 

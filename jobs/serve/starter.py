@@ -24,6 +24,7 @@ from ui.serving import OwnServer, ServerThread
 
 _PATIENCE_LOOKS = 60  # seconds in which a driver says nothing: requests give up earlier
 _ENDED_S = 10.0
+_CLOSED_S = 20.0
 _RAY = ("raylet", "gcs_server")
 
 
@@ -44,7 +45,7 @@ class SystemStarter:
         self._doors: dict[str, tuple[Holder, OwnServer]] = {}  # by name, of what is found
         self._pulses: dict[Backend, Pulse] = {}
         self._is_closed = False
-        self._starting = threading.Lock()
+        self._working = threading.Lock()  # one starts or ends at a time
         self._ray: list[psutil.Process] = []
 
     def start_first(
@@ -73,34 +74,34 @@ class SystemStarter:
     def start(self, backend: Backend) -> System:
         """See `Starter`."""
         plan = self._plans[backend.name]
-        with self._starting:
+        with self._working, ExitStack() as undo:
             found = self._register(plan)
+            undo.callback(self._unregister, plan.name)
 
             def tell(progress: LoadProgress) -> None:
                 self._require_open()
                 found(progress)
 
-            try:
-                self._require_open()
-                require_bundles(plan.system)
-                system = System.start(plan.system, on_progress=tell)
-                self._answer(backend, system)
-            except BaseException:
-                self._unregister(plan.name)
-                raise
+            self._require_open()
+            require_bundles(plan.system)
+            system = System.start(plan.system, on_progress=tell)
+            undo.callback(system.end)
+            self._answer(backend, system)
+            undo.pop_all()
             return system
 
     def end(self, backend: Backend, system: System) -> None:
         """See `Starter`."""
-        self._pulses.pop(backend, None)
-        self._unregister(backend.name)
-        processes = []
-        with suppress(HotcoldError):
-            for pid in system.call("processes").values():
-                with suppress(psutil.NoSuchProcess):
-                    processes.append(psutil.Process(pid))
-        system.end()
-        psutil.wait_procs(processes, timeout=_ENDED_S)  # their memory is free then
+        with self._working:
+            self._pulses.pop(backend, None)
+            self._unregister(backend.name)
+            processes = []
+            with suppress(HotcoldError):
+                for pid in system.call("processes").values():
+                    with suppress(psutil.NoSuchProcess):
+                        processes.append(psutil.Process(pid))
+            system.end()
+            psutil.wait_procs(processes, timeout=_ENDED_S)  # their memory is free then
 
     def lost(self) -> list[tuple[Backend, ServiceError]]:
         """The loaded models whose systems have failed since the last look, and how."""
@@ -126,10 +127,10 @@ class SystemStarter:
             holder.leave()
 
     def close(self) -> None:
-        """Start nothing more; returns once what is starting has ended. May be repeated."""
+        """Start nothing more; returns once what starts or ends has ended. May be repeated."""
         self._is_closed = True
-        if self._starting.acquire(timeout=_ENDED_S):
-            self._starting.release()
+        if self._working.acquire(timeout=_CLOSED_S):
+            self._working.release()
 
     def _require_open(self) -> None:
         if self._is_closed:

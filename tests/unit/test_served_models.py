@@ -303,8 +303,7 @@ class Told:
 def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[str]:
     """What `_serve` has done to its end: a signal, after one look. Errors: those of the look."""
     told: list[str] = []
-    backends: Any = [SimpleNamespace(name=f"model {i}", num_active=0, is_loaded=False)
-                     for i in range(num_models)]  # fmt: skip
+    backends = list(House(1).of.values())[:num_models]
     models: Any = SimpleNamespace(backends=backends, first=backends[0])
     given: Any = (
         Told("server", told), Told("starter", told, **starter), Told("loader", told), models,

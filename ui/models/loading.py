@@ -77,8 +77,12 @@ class ModelLoader:
 
     async def drop(self, backend: Backend, reason: str) -> None:
         """Give up a model whose system has failed; the next request for it has it loaded anew."""
-        self._tell(f"lost ({reason})", backend.name)
-        await self._end(backend)
+        if backend.is_loaded:
+            self._tell(f"lost ({reason})", backend.name)
+            system = backend.system
+            backend.detach()
+            async with self._one_at_a_time:
+                await asyncio.to_thread(self._starter.end, backend, system)
 
     def _forget(self, backend: Backend, done: asyncio.Task[None]) -> None:
         del self._bringing[backend]
@@ -113,7 +117,9 @@ class ModelLoader:
                 raise _no_room(backend, need, busy)
             oldest = min(idle, key=lambda one: one.used_at)
             self._tell("given up", oldest.name)
-            await self._end(oldest)
+            system = oldest.system
+            oldest.detach()  # from now on requests wait until it is loaded again
+            await asyncio.to_thread(self._starter.end, oldest, system)
 
     def _fits(self, need: Need, others: Iterable[Backend]) -> bool:
         beside = [self._needs[other] for other in others]
@@ -121,12 +127,6 @@ class ModelLoader:
             return False
         taken = sum(other.memory_bytes for other in beside)
         return taken + need.memory_bytes <= self._memory_bytes
-
-    async def _end(self, backend: Backend) -> None:
-        """From now on requests wait until the model is loaded again."""
-        system = backend.system
-        backend.detach()
-        await asyncio.to_thread(self._starter.end, backend, system)
 
 
 def _no_room(backend: Backend, need: Need, busy: Iterable[Backend]) -> ApiError:
