@@ -96,7 +96,7 @@ class Conversation:
     def clear(self) -> None:
         """Forget what was said."""
         self.messages, self.attached = [], []
-        self.num_context_tokens, self.result = 0, None
+        self.num_context_tokens, self.tokens_per_s, self.result = 0, 0.0, None
 
     def begin(self) -> str:
         """Say who is to be cancelled, before an answer is read; returns the request's id."""

@@ -13,7 +13,9 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 from rich.console import Console
 
@@ -78,7 +80,12 @@ class TerminalScreen:
 
     def read(self, beginning: str) -> str:
         """See Screen; Enter ends it, but between three quotation marks."""
-        return unquoted(self._prompt.prompt(default=beginning))
+        typed = self._prompt.prompt(default=beginning)
+        ahead = get_typeahead(self._prompt.input)
+        if any(pressed.key == Keys.ControlC for pressed in ahead):  # it came with Enter
+            raise KeyboardInterrupt
+        store_typeahead(self._prompt.input, ahead)
+        return unquoted(typed)
 
     def say(self, text: str) -> None:
         """See Screen."""

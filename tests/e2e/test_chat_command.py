@@ -52,18 +52,15 @@ def test_keys_at_a_terminal(words: Path, tmp_path: Path) -> None:
             screen.wait_for("Ctrl-D ends it", "0 of 50,100 tokens")
             for keys in ("\x03", "\x03\x03", "\x03"):
                 screen.type("w5\r")
-                screen.wait_for(" w", "tokens/s", "\n\n")  # the status of what is being answered
+                screen.wait_for(" w", "tokens/s")  # the status of what is being answered
                 screen.type(keys)
+                screen.wait_for_prompt()
+                screen.type("/clear\r")
+                screen.wait_for(" 0 of 50,100 tokens (0%)")
                 screen.wait_for_prompt()
             screen.type("w3")
             screen.wait_for("> w3")
             screen.type("\x03")  # at the prompt it only gives up the line
-            screen.wait_for_prompt()
-            screen.type("/clear\r")
-            screen.wait_for("0 of 50,100 tokens")
-            screen.type("w5\r")
-            screen.wait_for(" w", "tokens/s")
-            screen.type("\x03")
             screen.wait_for_prompt()
             screen.type("\x04")
             screen.drain()

@@ -57,6 +57,9 @@ def test_a_session(
     screen.wait_for("> slowly told\necho")
     screen.type("later\r")
     screen.wait_for("> slowly told\necho of slowly told\n\n> later\necho of later\n\n>")
+    screen.type("endless\r\x03")  # at once: it is not asked
+    screen.wait_for("> endless\n\n/help lists commands")
+    screen.wait_for_prompt()
     screen.type("endless\r")
     screen.wait_for("\nw w", "tokens/s")
     screen.type("\x03")
