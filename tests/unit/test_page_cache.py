@@ -93,7 +93,8 @@ def test_token_rows_that_were_looked_up(tmp_path: Path, keeps: bool) -> None:
     config = replace(config, vocab_size=8192, hidden_size=512, embed_size=512)
     values = torch.arange(8192 * 512, dtype=torch.float32).reshape(8192, 512)
     file = tmp_path / "model.safetensors"
-    save_file({f"{tensor_names(config).tokens}.weight": values}, file)
+    names, norm = tensor_names(config), torch.ones(512)
+    save_file({f"{names.tokens}.weight": values, f"{names.final_norm}.weight": norm}, file)
     embedding = load_embedding(Checkpoint(emptied(file).parent, keeps), config)
     assert (cached_bytes(file) > 15 << 20) == keeps
     ids = np.arange(0, 8000, 1000)
