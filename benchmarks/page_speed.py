@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument("--address", help="of a page that is served already")
     parser.add_argument("--usable", default=_USABLE, help="what can be seen when it can be used")
     parser.add_argument("--rate", type=float, default=100.0)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="of frames; an answer ends at 512 tokens"
+    )
     parser.add_argument("--runs", type=int, default=3)
     print(json.dumps(measure(parser.parse_args())))
 

@@ -1,6 +1,7 @@
-"""Pictures of the page for README, and what an idle page costs, with the demo model.
+"""Pictures of the page for README and docs, and what an idle page costs, with the demo model.
 
     python -m tests.e2e.page_pictures docs
+    python -m tests.e2e.page_pictures docs --states
     python -m tests.e2e.page_pictures --idle-s 60
 
 The placement is planned for a made-up machine with a GPU that has room for a part of the model.
@@ -9,6 +10,7 @@ The placement is planned for a made-up machine with a GPU that has room for a pa
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -23,15 +25,27 @@ import psutil
 
 from actors.protocol.messages import SystemConfig
 from actors.system import System
+from model.errors import ServiceError
 from placement.machine.description import write_machine
 from placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
 from tests.e2e.page_server import served_page
+from tests.e2e.stand_in import StandIn
 from tests.placement_cases import make_machine
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 _QUESTIONS = ("What does textwrap.dedent do?", "What does os.path.join do?")
+_LOOKS: dict[str, dict[str, Any]] = {
+    "light": {"viewport": {"width": 1280, "height": 760}},
+    "dark": {"viewport": {"width": 1280, "height": 760}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 760}, "has_touch": True, "is_mobile": True},
+}
+_SETTLE_MS = 700
+_GAP = 8  # pixels between pictures in one file
+_QUALITY = 55
+_WIDEST = 1680
+_COLOURS = 256
 _GPU_BYTES = GPU_RESERVE_BYTES + (10 << 20)
 
 
@@ -88,14 +102,88 @@ def take_pictures(folder: Path) -> None:
         page.wait_for_function(
             "document.querySelector('#live [data-polling]')?.dataset.polling == 'no'"
         )
-        page.screenshot(path=folder / "chat.png")
+        write_png(page, folder / "chat.png")
         page.get_by_role("tab", name="Placement").click()
         page.wait_for_selector("#placement svg")
         page.locator("#plan input").click()
         page.get_by_role("option", name="plan-with-a-gpu").click()
         page.wait_for_function("document.querySelector('#placement').innerText.includes('A plan')")
         page.wait_for_function("!document.querySelector('[role=listbox], [role=option]')")
-        page.screenshot(path=folder / "placement.png")
+        write_png(page, folder / "placement.png")
+
+
+def write_png(page: Any, file: Path) -> None:
+    """A picture of the page in as many colours as it needs."""
+    from PIL import Image
+
+    shown = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    shown.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
+
+
+def take_states(folder: Path) -> None:
+    """Write page-light.webp, page-dark.webp and page-phone.webp: four states in each."""
+    stand_in = StandIn()
+    with (
+        served_page(stand_in, "demo", client=stand_in) as address,
+        chromium() as browser,
+    ):
+        for name, options in _LOOKS.items():
+            stand_in.reset()
+            stand_in.tokens_per_s = 30.0
+            page = browser.new_context(**options).new_page()
+            page.goto(address)
+            page.wait_for_selector("body[data-chat=ready] #question textarea")
+            shown = list(_states(page, stand_in, name == "phone"))
+            columns = 4 if name == "phone" else 2
+            write_together(shown, columns, folder / f"page-{name}.webp")
+            page.context.close()
+
+
+def _states(page: Any, stand_in: StandIn, is_phone: bool) -> Iterator[bytes]:
+    """Pictures of a page: empty, answering, an error; the settings, or what a phone hides."""
+    page.wait_for_timeout(_SETTLE_MS)
+    yield page.screenshot()
+    _ask(page, _QUESTIONS[0])
+    page.wait_for_selector("#chat .message.bot ol")
+    yield page.screenshot()
+    page.wait_for_selector("body[data-chat=ready]")
+    if is_phone:
+        page.get_by_role("tab", name="Neurons").click()
+        page.wait_for_timeout(_SETTLE_MS)
+        yield page.screenshot()
+        page.get_by_role("tab", name="Chat").click()
+        page.get_by_role("button", name="Conversations").click()
+    else:
+        page.click("#new")
+        stand_in.num_tokens, stand_in.error = 0, ServiceError("the cpu0 service died")
+        _ask(page, _QUESTIONS[1])
+        page.wait_for_selector("#chat .problem")
+        page.wait_for_timeout(_SETTLE_MS)
+        yield page.screenshot()
+        page.get_by_role("button", name="Settings").click()
+    page.wait_for_timeout(_SETTLE_MS)
+    yield page.screenshot()
+
+
+def _ask(page: Any, question: str) -> None:
+    page.fill("#question textarea", question)
+    page.press("#question textarea", "Enter")
+
+
+def write_together(pictures: list[bytes], columns: int, file: Path) -> None:
+    """Pictures of one size beside and below one another, as WebP of at most `_WIDEST` pixels."""
+    from PIL import Image
+
+    taken = [Image.open(io.BytesIO(picture)) for picture in pictures]
+    scale = min(1.0, _WIDEST / columns / taken[0].width)
+    size = [round(scale * each) for each in taken[0].size]
+    width, height = (each + _GAP for each in size)
+    rows = -(-len(taken) // columns)
+    whole = Image.new("RGB", (width * columns - _GAP, height * rows - _GAP), "#8d9097")
+    for number, picture in enumerate(taken):
+        shown = picture.resize((size[0], size[1]))
+        whole.paste(shown, (number % columns * width, number // columns * height))
+    whole.save(file, quality=_QUALITY, method=6)
 
 
 def idle_cost(seconds: float) -> dict[str, float]:
@@ -138,9 +226,12 @@ def _cpu_s(pids: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--states", action="store_true", help="only its states, over a stand-in")
     parser.add_argument("--idle-s", type=float, default=0.0)
     arguments = parser.parse_args()
-    if arguments.folder is not None:
+    if arguments.folder is not None and arguments.states:
+        take_states(arguments.folder)
+    elif arguments.folder is not None:
         take_pictures(arguments.folder)
     if arguments.idle_s:
         print(json.dumps(idle_cost(arguments.idle_s)))

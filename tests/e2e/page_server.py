@@ -36,7 +36,12 @@ class LongWinded:
 
 @contextmanager
 def served_page(
-    system: Any, model_name: str, keys: Sequence[str] = (), *, client: Any = None, port: int = 0
+    system: Any,
+    model_name: str,
+    keys: Sequence[str] = (),
+    *,
+    client: Any = None,
+    port: int = 0,
 ) -> Iterator[str]:
     """The page's address, until the end. `client` asks in place of the server's own."""
     from ui.api.backend import Backend, ServerSettings

@@ -103,6 +103,9 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
     assert "No answer: the cpu0 service died <b>twice</b>." in problem.inner_text()
     assert "press Retry" in problem.inner_text()
     assert page.locator("#bar .state").inner_text() == "Error"
+    shown = "getComputedStyle(document.querySelector('#chat .message-buttons-left')).opacity"
+    page.mouse.move(5, 5)
+    page.wait_for_function(f"{shown} == 1")  # though nobody points at it
     book.num_tokens = 5
     wait_until_kept(page)
     page.get_by_role("button", name="Retry").click()
@@ -120,15 +123,15 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
 
 def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> None:
     page = open_page()
-    book.first_s, book.num_tokens = 2.0, 10_000
+    book.first_s, book.tokens_per_s, book.num_tokens = 2.0, 20.0, 10_000
     cursors = """[...document.querySelectorAll('#chat .md, #chat .md *')].filter(
         each => getComputedStyle(each, '::after').animationName == 'pulse').length"""
     ask(page, QUESTION)
-    page.wait_for_selector("#bar .state:has-text('Reading the question')")
+    page.wait_for_function(f"document.body.dataset.chat == 'waiting' && {cursors} == 1")
+    assert page.locator("#bar .state").inner_text() == "Reading the question"
     assert page.is_visible("#stop") and not page.is_visible("#send")
-    page.wait_for_function(f"{cursors} == 1")
-    page.wait_for_selector("#bar .state:has-text('Answering')")
-    page.wait_for_function(f"{cursors} == 1")
+    page.wait_for_function(f"document.body.dataset.chat == 'answering' && {cursors} == 1")
+    assert page.locator("#bar .state").inner_text() == "Answering"
     assert page.locator("#conversations li.busy").count() == 1
     page.click("#stop")
     wait_for_answer(page)

@@ -118,6 +118,18 @@ def test_pages_of_several_models_are_as_closed(place: str) -> None:
             client.get(f"{place}{path}")
 
 
+def test_the_page_itself_is_sent_compressed() -> None:
+    text = "page " * 1000
+
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(text)(scope, receive, send)
+
+    client = TestClient(Starlette(routes=[Mount("", app=PageRoutes(gradio))]))
+    found = client.get("/")
+    assert found.text == text and int(found.headers["content-length"]) < len(text) / 10
+    assert client.get("/", headers={"accept-encoding": "identity"}).text == text
+
+
 def page_in_front_of(gradio: Any) -> Any:
     """The server's whole application, with something else in Gradio's place."""
     system: Any = object()  # nobody asks it

@@ -1,7 +1,7 @@
 """The chat: conversations on one side, the open one in the middle with the field to ask in.
 
 A task reads each answer (`ui.page.conversations`); what a visitor sees is painted from the open
-conversation many times a second, whichever answers are under way.
+conversation several times a second, whichever answers are under way.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ui.page.conversations import ChatHistory, Conversation
 from ui.page.files import asset
 from ui.page.thread import shown_messages, suggestions, thread_state
 
-_PAINT_S = 0.05
+_PAINT_S = 0.1
 MOST_VISITORS = 200  # whose conversations the server holds; browsers keep them too
 _SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
 _TELL_PANEL = "() => { window.dispatchEvent(new Event('hotcold-run')) }"

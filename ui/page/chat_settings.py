@@ -45,10 +45,6 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
                 minimum=1, maximum=longest, step=1, precision=0, min_width=130,
                 elem_id="max-tokens",
             )  # fmt: skip
-            seed = gr.Textbox(
-                label="Seed", info="the same, the same text", placeholder="random",
-                min_width=130, elem_id="seed",
-            )  # fmt: skip
         with gr.Row():
             top_k = gr.Number(
                 defaults.top_k, label="Top-k", info="0: all", minimum=0, step=1, precision=0,
@@ -58,9 +54,14 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
                 defaults.top_p, label="Top-p", info="of the probability", minimum=0, maximum=1,
                 step=0.01, min_width=130, elem_id="top-p",
             )  # fmt: skip
+        with gr.Row():
             min_p = gr.Number(
                 defaults.min_p, label="Min-p", info="of the likeliest", minimum=0, maximum=1,
                 step=0.01, min_width=130, elem_id="min-p",
+            )  # fmt: skip
+            seed = gr.Textbox(
+                label="Seed", info="the same, the same text", placeholder="random",
+                min_width=130, elem_id="seed",
             )  # fmt: skip
     return ChatSettings([system_prompt, temperature, top_k, top_p, min_p, seed, max_tokens])
 

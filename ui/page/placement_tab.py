@@ -12,7 +12,7 @@ from model.errors import HotcoldError
 from ui.api.backend import Backend
 from ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 360, 52, 22, 42, 12
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 420, 92, 30, 66, 14
 # Distinct to the colour-blind, on white and on black: GPUs are warm, CPUs cool.
 _GPU_COLOURS = ("#d55e00", "#e69f00", "#cc79a7")
 _CPU_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#7f7fd5")
@@ -86,8 +86,8 @@ def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
         (x0, y), (x, y0) = across.split(","), up.split(",")
         parts.append(
             f'<line x1="{x0}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" class="grid"/>'
-            f'<text x="{float(x0) - 6}" y="{float(y) + 4}" text-anchor="end">{share:.0%}</text>'
-            f'<text x="{x}" y="{float(y0) + 16}" text-anchor="middle">{share:.0%}</text>'
+            f'<text x="{float(x0) - 8}" y="{float(y) + 7}" text-anchor="end">{share:.0%}</text>'
+            f'<text x="{x}" y="{float(y0) + 26}" text-anchor="middle">{share:.0%}</text>'
         )
     for device, colour in zip(devices, colours, strict=True):
         if device.num_neurons == 0:
@@ -105,7 +105,7 @@ def _svg(devices: list[DeviceShare], colours: list[str]) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}'
         f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">share of neurons, each '
         "device's most frequent first</text>"
-        f'<text transform="translate(12 {_HEIGHT / 2 - 15}) rotate(-90)" text-anchor="middle">'
+        f'<text transform="translate(20 {_HEIGHT / 2 - 26}) rotate(-90)" text-anchor="middle">'
         "share of activations</text></svg>"
     )
 

@@ -6,6 +6,7 @@ Some of them would be ways out of this host or into it: `file=https://…` fetch
 
 import re
 
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ui.api.errors import ApiError
@@ -33,10 +34,13 @@ class PageRoutes:
     def __init__(self, app: ASGIApp) -> None:
         """`app` is Gradio's."""
         self._app = app
+        # Gradio compresses scripts and styles, and not the page, which holds all that is in it.
+        self._compressed = GZipMiddleware(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Errors: ApiError 404."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as from where it is mounted
         if scope["type"] != "http" or not is_allowed(scope["method"], path):
             raise ApiError(404, "the page has nothing here", code="route_refused")
-        await self._app(scope, receive, send)
+        app = self._compressed if path == "/" else self._app
+        await app(scope, receive, send)

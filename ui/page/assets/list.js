@@ -27,9 +27,10 @@ function button(className, text, label, action) {
 }
 
 function row({ id, title, busy }) {
-  const item = make("li", busy ? "busy" : "");
+  const isCurrent = id === props.value.open;
+  const item = make("li", `${busy ? "busy" : ""} ${isCurrent ? "current" : ""}`);
   const open = button("open", title, "", () => act("open", { id }));
-  if (id === props.value.open) open.setAttribute("aria-current", "true");
+  if (isCurrent) open.setAttribute("aria-current", "true");
   if (busy) open.append(make("span", "sr", " (is being answered)"));
   const remove = button("remove", "", `Delete ${title}`, () => {
     hasRemoved = true;
@@ -67,6 +68,7 @@ function rename(item, id, title) {
 
 function showNote(text, canUndo) {
   part("note").textContent = text;
+  element.querySelector(".note").classList.toggle("empty", !text);
   part("undo").hidden = !canUndo;
   clearTimeout(noting);
   if (text) noting = setTimeout(() => showNote("", false), NOTE_MS);
