@@ -1,6 +1,6 @@
 """The process that holds a system which stays: started by a command, and out of its terminal.
 
-It answers at a Unix socket (`ui/api/own.py`) and ends when nobody has asked for as long as was
+It answers at a Unix socket (`ui/own.py`) and ends when nobody has asked for as long as was
 wanted, or by `hotcold stop`. What it was started with comes as JSON on standard input; until it is
 ready, its standard error is read by the command that has started it.
 """

@@ -29,7 +29,7 @@ from jobs.support.options import (
     system_options,
 )
 from model.errors import PromptError
-from model.files.locate import locate_model
+from model.files.locate import locate_model, model_name
 
 if TYPE_CHECKING:
     from actors.system import System
@@ -62,8 +62,7 @@ def chat(
     kept = find_system(model, options, keep_s, is_own)
     path = locate_model(model) if kept is None else kept.model_path
     sampling = split_sampling(path, values)
-    is_path = model is None or Path(model).expanduser().exists()
-    name = (path.stem if path.is_file() else path.resolve().name) if is_path else str(model)
+    name = model_name(model, path)
     chosen = _started(path, options, name) if kept is None else _attended(path, kept, name)
     with chosen as (running, facts):
         conversation = Conversation(running, facts, sampling, system_prompt or "")

@@ -121,24 +121,28 @@ class KeptSystem:
         Its `status` is "ready", "loading", or "silent" where it says nothing for ten seconds.
         Errors:  GoneError
         """
-        with closing(_Connection(self._path, _ASK_S)) as connection:
-            try:
-                return next(_lines(connection, "GET", "/own/state"))
-            except TimeoutError:
-                return {"status": "silent"}
-            except (OSError, http.client.HTTPException, StopIteration):
-                raise GoneError(f"the system {self.record.name!r} has ended") from None
+        try:
+            return self._told("/own/state")
+        except TimeoutError:
+            return {"status": "silent"}
 
     def telemetry(self) -> dict[str, Any]:
         """What the system does now; see `ui.telemetry`. Services count neurons while it is asked.
 
         Errors:  GoneError, LoadingError, ServiceError
         """
+        try:
+            return self._told("/own/telemetry")
+        except TimeoutError:
+            raise ServiceError(f"the system {self.record.name!r} does not answer") from None
+
+    def _told(self, path: str) -> dict[str, Any]:
+        """The one object of a route. Errors: GoneError, TimeoutError; those of `_lines`."""
         with closing(_Connection(self._path, _ASK_S)) as connection:
             try:
-                return next(_lines(connection, "GET", "/own/telemetry"))
+                return next(_lines(connection, "GET", path))
             except TimeoutError:
-                raise ServiceError(f"the system {self.record.name!r} does not answer") from None
+                raise
             except (OSError, http.client.HTTPException, StopIteration):
                 raise GoneError(f"the system {self.record.name!r} has ended") from None
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from actors.protocol.messages import SystemConfig
 from actors.protocol.options import SystemOptions
 from actors.setup.preflight import prepare_system, system_need
 from jobs.kept.identity import model_text
 from model.errors import HotcoldError, UsageError, shown
-from model.files.locate import locate_model
+from model.files.locate import locate_model, model_name
 
 _OF_ONE_MODEL = {"predictors": "--predictors", "thresholds": "--thresholds", "plan": "--plan"}
 
@@ -58,11 +57,4 @@ def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     path = locate_model(model)
     system, config = prepare_system(path, options)
     need = system_need(system, config).total_bytes
-    return ModelPlan(_name(model, path), model_text(model), system, need)
-
-
-def _name(model: str | None, path: Path) -> str:
-    """The name that clients give: an org/repo id as it is, else the folder's or the file's name."""
-    if model and not Path(model).expanduser().exists():
-        return model
-    return path.stem if path.is_file() else path.resolve().name
+    return ModelPlan(model_name(model, path), model_text(model), system, need)

@@ -38,6 +38,16 @@ def locate_model(text: str | None) -> Path:
     )
 
 
+def model_name(text: str | None, path: Path) -> str:
+    """Return what a model is called that `locate_model` found: its id, or its folder's or file's.
+
+    An `org/repo` id stays as it was given.
+    """
+    if text and not Path(text).expanduser().exists():
+        return text
+    return path.stem if path.is_file() else path.resolve().name
+
+
 def resolved_model(path: str | Path) -> Path:
     """Return the model's absolute path: a file keeps its name, which says what parts it has."""
     path = Path(path)
