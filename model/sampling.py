@@ -23,8 +23,8 @@ class SamplingParams:
     Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
     `top_k` 0 keeps all. Generation ends after `max_tokens`, at a `stop` text, or at an end token
     unless `ignore_eos`. Before all that the last `repeat_last_n` tokens, -1 for all, of prompt and
-    answer become less likely by the three penalties; `repeat_penalty` 1 and the others' 0 leave
-    them as they are.
+    answer, or without `penalize_prompt` of the answer, become less likely by the three penalties;
+    `repeat_penalty` 1 and the others' 0 leave them as they are.
     Errors:  UsageError naming the value that is out of range
     """
 
@@ -40,6 +40,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repeat_last_n: int = 64
+    penalize_prompt: bool = True
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -52,12 +53,12 @@ class SamplingParams:
         is_tuple = isinstance(self.stop, tuple)
         if not is_tuple or any(not isinstance(text, str) or not text for text in self.stop):
             raise UsageError(f"stop is {shown(self.stop)}; give texts that are not empty")
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}; give true or false")
+        _require_bool("ignore_eos", self.ignore_eos)
         _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
+        _require_bool("penalize_prompt", self.penalize_prompt)
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:
@@ -112,6 +113,11 @@ def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
         if reader.has("eos_token_id"):
             return reader.token_ids("eos_token_id", (), config.vocab_size)
     return config.eos_token_ids
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise _out_of_range(name, value, "true or false")
 
 
 def _require_int(name: str, value: Any, low: int, high: int) -> None:

@@ -47,6 +47,7 @@ class OwnSampling(StrictModel):
     presence_penalty: float
     frequency_penalty: float
     repeat_last_n: int
+    penalize_prompt: bool
 
 
 class OwnPrompt(StrictModel):

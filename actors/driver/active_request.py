@@ -88,7 +88,7 @@ class ActiveRequest:
         if request.wants_embedding:
             self._mean = StateMean(generator.config, generator.engine.embedding)
         self.chunk_sizes = self._cuts()
-        self._penalties = Penalties(request.sampling)
+        self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
         self._random = np.random.default_rng(request.sampling.seed)
         self._stop = StopStrings(request.sampling.stop)
         tokenizer = generator.prompts.tokenizer

@@ -23,12 +23,17 @@ PENALTIES: list[dict[str, Any]] = [
     {"presence_penalty": 1.5},
     {"frequency_penalty": 0.75, "repeat_last_n": -1},
     {"repeat_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 0.3, "repeat_last_n": 4},
+    {"frequency_penalty": 0.75, "repeat_last_n": -1, "penalize_prompt": False},
+    {"presence_penalty": 2.0, "repeat_last_n": 6, "penalize_prompt": False},
 ]
 
 
-def expected(logits: np.ndarray, tokens: Sequence[int], params: SamplingParams) -> np.ndarray:
+def expected(
+    logits: np.ndarray, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams
+) -> np.ndarray:
     """As llama.cpp has it: each token that stands among the last ones, by how often."""
     last = params.repeat_last_n
+    tokens = [*prompt, *answer] if params.penalize_prompt else [*answer]
     found = logits.astype(np.float64)
     for token, count in Counter(tokens if last < 0 else tokens[-last:]).items():
         if found[token] > 0:
@@ -44,16 +49,18 @@ def test_the_formula(penalties: dict[str, Any]) -> None:
     random, params = np.random.default_rng(1), SamplingParams(**penalties)
     logits = random.standard_normal(20).astype(np.float32)
     before, tokens = logits.copy(), random.integers(0, 12, 100).tolist()
-    found = Penalties(params).applied(logits, tokens)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected(logits, tokens, params), rtol=1e-6, atol=1e-6)
+    for length in (97, 90, 30, 100, 0):
+        found = Penalties(params, length).applied(logits, tokens)
+        assert found.dtype == np.float32
+        wanted = expected(logits, tokens[:length], tokens[length:], params)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(logits, before)  # others may still read them
 
 
 @pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 2.0, "repeat_last_n": 0}])
 def test_without_penalties_nothing_is_done(penalties: dict[str, Any]) -> None:
     logits = np.ones(5, np.float32)
-    assert Penalties(SamplingParams(**penalties)).applied(logits, [1, 1]) is logits
+    assert Penalties(SamplingParams(**penalties), 1).applied(logits, [1, 1]) is logits
 
 
 @pytest.mark.parametrize("penalties", PENALTIES)
@@ -71,9 +78,9 @@ def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
         again = ask(driver, replace(request, request_id="in company")).end()
         assert again.ids == found
         assert not any(isinstance(other.end(), Exception) for other in others)
-    ids = list(prompt)
-    for token in found:
-        weighed = expected(reference_logits(checkpoint.path, ids)[-1], ids, sampling)
+    for place, token in enumerate(found):
+        answer = found[:place]
+        logits = reference_logits(checkpoint.path, [*prompt, *answer])[-1]
+        weighed = expected(logits, prompt, answer, sampling)
         assert weighed[token] >= weighed.max() - 1e-3
-        ids.append(token)
     assert found != plain

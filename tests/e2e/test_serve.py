@@ -207,6 +207,26 @@ def test_logprobs_of_an_answer_are_the_references(client: Any, tokenizer: Tokeni
     assert len(content) in (len(ids), len(ids) - 1)  # the end token is no content
 
 
+@pytest.mark.parametrize("penalties", [(1.5, 0.0), (0.0, 0.75), (-0.5, 2.0)])
+def test_penalties_are_openais(
+    client: Any, tokenizer: Tokenizer, penalties: tuple[float, float]
+) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence; c counts what was sampled before."""
+    presence, frequency = penalties
+    prompt = tokenizer.encode("Return the value of the value of the value of")
+    answer = client.completions.create(
+        model="demo", prompt=[prompt], max_tokens=12, temperature=0, presence_penalty=presence,
+        frequency_penalty=frequency, extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    ids = answer.choices[0].token_ids
+    assert len(ids) == 12
+    for place, token_id in enumerate(ids):
+        logits = reference_logits(DEMO_DIRECTORY, prompt + ids[:place])[-1]
+        for seen in set(ids[:place]):
+            logits[seen] -= ids[:place].count(seen) * frequency + presence
+        assert logits[token_id] >= logits.max() - 0.05
+
+
 def test_json_schema_and_grammar(client: Any) -> None:
     import jsonschema
 

@@ -40,6 +40,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         {"stop": [1]},
         {"stop": {"a": 1}},
         {"ignore_eos": 1},
+        {"penalize_prompt": "no"},
         {"repeat_penalty": 0},
         {"presence_penalty": "1"},
         {"frequency_penalty": float("inf")},

@@ -7,10 +7,7 @@ from pydantic import ValidationError
 from ui.api.errors import ApiError
 
 # Fields that many clients send with the value that does nothing; another one would change answers.
-UNSUPPORTED = frozenset(
-    ("best_of", "frequency_penalty", "logit_bias", "presence_penalty", "repetition_penalty",
-     "suffix")
-)  # fmt: skip
+UNSUPPORTED = frozenset(("best_of", "logit_bias", "repetition_penalty", "suffix"))
 _MOST_NAME_CHARS = 50  # of a field
 _TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
 _SENTENCES = {

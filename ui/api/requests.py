@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
@@ -85,8 +86,17 @@ def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int) -> Sampl
         "seed": None if body.seed is None else body.seed & _LARGEST_SEED,
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
     }
+    given |= _penalties(body)
     values = {name: value for name, value in given.items() if value is not None}
     return SamplingParams.from_json({**values, "max_tokens": max_tokens}, backend.defaults)
+
+
+def _penalties(body: SamplingRequest) -> dict[str, Any]:
+    """As OpenAI defines them: of all tokens of the answer so far, and of none of the prompt."""
+    given = {"presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty}
+    if not any(given.values()):
+        return {}
+    return {**given, "repeat_last_n": -1, "penalize_prompt": False}
 
 
 def _grammar(body: SamplingRequest) -> Grammar | None:

@@ -71,6 +71,8 @@ class SamplingRequest(StrictModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: _StopText | Annotated[list[_StopText], Field(max_length=4, fail_fast=True)] | None = None
     stream: bool | None = None
@@ -81,8 +83,6 @@ class SamplingRequest(StrictModel):
     return_token_ids: bool | None = None
     # Not supported (ui/api/refusals.py), but sent by many clients with the value that does nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 

@@ -9,7 +9,7 @@ _WHOLE = ("num_predict", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p")
 # What would change tokens and cannot be had here, each with the value that does nothing.
 _UNCHANGING = {"typical_p": 1, "tfs_z": 1, "mirostat": 0}
-# Of tokens that came before: OpenAI's routes have none like these.
+# Of the last tokens, the prompt's too: not what OpenAI's routes mean by two of these names.
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _WINDOW = "repeat_last_n"
 # Memory and speed: the server was started with its own. A prompt is never cut to num_ctx: one that
