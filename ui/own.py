@@ -108,7 +108,7 @@ class Stay:
 
     def attend(self, count: int) -> None:
         """So many more attend."""
-        self._backend.num_attending += count
+        self._backend.attend(count)
         self._attended_at = time.monotonic()
 
 

@@ -140,7 +140,7 @@ def serve(
         backends = []
         for plan in plans:
             settings = replace(limits, model_name=plan.name)
-            backend = Backend(None, plan.system, settings, loader.bring)
+            backend = Backend(None, plan.system, settings, loader)
             loader.add(backend, Need(plan.memory_bytes, plan.system.device != "cpu"))
             backends.append(backend)
         first = backends[0]

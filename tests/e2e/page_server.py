@@ -50,8 +50,8 @@ def served_page(
     from ui.page.page import build_page
     from ui.server import create_app
 
-    backend = Backend(system, system.call("describe"), ServerSettings(model_name))
-    backend.client = client or backend.client
+    backend = Backend(None, system.call("describe"), ServerSettings(model_name))
+    backend.attach(system, client)
     app = create_app(ServedModels([backend]), build_page(backend))
     gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
     with served(gate, port=port) as found:

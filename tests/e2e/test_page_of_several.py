@@ -30,8 +30,8 @@ def address(books: dict[str, StandIn]) -> Iterator[str]:
     backends = []
     for name, book in books.items():
         system: Any = book
-        backends.append(Backend(system, book.describe(), ServerSettings(name)))
-        backends[-1].client = system
+        backends.append(Backend(None, book.describe(), ServerSettings(name)))
+        backends[-1].attach(system, system)
     models = ServedModels(backends)
     paths = models.page_paths
     first, second = (build_page(backend, paths) for backend in backends)

@@ -14,6 +14,7 @@ from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, 
 from model.errors import ServiceError, UsageError
 from model.files.locate import DEMO_DIRECTORY
 from model.sampling import SamplingParams
+from tests.unit.test_server_limits import give_client
 from ui.api.backend import Backend, ServerSettings
 from ui.api.errors import ApiError
 from ui.page.conversations import NO_TITLE, ChatHistory, Conversation
@@ -54,11 +55,10 @@ class Visit:
 
     def __init__(self, may_go_on: bool = True, **settings: Any) -> None:
         config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
-        system: Any = object()  # nobody asks it
         settings = {"max_queue": 1, "max_tokens": 100, **settings}
-        self.backend = Backend(system, config, ServerSettings("demo", **settings))
+        self.backend = Backend(None, config, ServerSettings("demo", **settings))
         self.book: Any = Book()
-        self.backend.client = self.book  # type: ignore[assignment]
+        give_client(self.backend, self.book)
         if may_go_on:
             self.book.may_go_on.set()
 
@@ -196,8 +196,9 @@ async def test_an_error_leaves_the_question() -> None:
     visit.ask(talk, "one?")
     assert await finished(talk) == ["one?"]
     assert talk.error == "the cpu0 service died; start again"
-    visit.backend.client = Book()  # type: ignore[assignment]
-    visit.backend.client.may_go_on.set()  # type: ignore[attr-defined]
+    book = Book()
+    book.may_go_on.set()
+    give_client(visit.backend, book)
     assert talk.cut(0) == "one?"
     visit.ask(talk, "one?")
     assert ((await finished(talk))[1], talk.error) == ("said 1", "")

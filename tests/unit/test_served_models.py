@@ -11,7 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.protocol.messages import DriverLoad, Generation, SystemConfig, TokenEvent
+from actors.protocol.messages import (
+    DriverLoad,
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+)
 from jobs.commands.serve import _serve
 from model.errors import MemoryBudgetError, ServiceError
 from model.files.locate import DEMO_DIRECTORY
@@ -32,7 +38,7 @@ class StandIn:
         self.name = name
         self.failure: ServiceError | None = None
         self._may_answer = may_answer
-        self._asked: list[str] = []
+        self._asked: dict[str, GenerateRequest] = {}
         self._num_given = 0
 
     def begin(self, method: str, *args: Any) -> asyncio.Future[Any]:
@@ -44,19 +50,23 @@ class StandIn:
         if method == "driver_load":
             return DriverLoad(len(self._asked), 0, 0.0)
         if method == "submit":
-            self._asked.append(args[1].request_id)
+            self._asked[args[1].request_id] = args[1]
         if method == "cancel":
-            self._asked.remove(args[0])
+            del self._asked[args[0]]
         if method != "take_events":
             return None
         await self._may_answer.wait()
-        asked, self._asked = self._asked, []
+        asked, self._asked = self._asked, {}
         self._num_given += len(asked)
         end = TokenEvent(self.name, Generation(self.name, [7], "stop", 2, 0.1, 0.1), 1)
-        return self._num_given, [(request_id, end) for request_id in asked]
+        vector = Generation("", [], "stop", 2, 0.1, 0.0, embedding=[3.0, 4.0])
+        return self._num_given, [
+            (request_id, TokenEvent("", vector) if request.wants_embedding else end)
+            for request_id, request in asked.items()
+        ]
 
     def cancel(self, request_id: str) -> None:
-        self._asked.remove(request_id)
+        del self._asked[request_id]
 
 
 class House:
@@ -75,7 +85,7 @@ class House:
         self.of: dict[str, Backend] = {}
         for name in "abc":
             settings = ServerSettings(name, 1, 100, timeout_s)
-            self.of[name] = Backend(None, config, settings, self.loader.bring)
+            self.of[name] = Backend(None, config, settings, self.loader)
             self.loader.add(self.of[name], Need(10, name in gpus))
         self.models = ServedModels(list(self.of.values()))
         transport = httpx.ASGITransport(create_app(self.models), raise_app_exceptions=False)

@@ -58,11 +58,16 @@ class Client:
 
 def make_backend(client: Client, num_active: int = 0, timeout_s: float = _PATIENCE_S) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
-    system: Any = object()  # nobody asks it
-    backend = Backend(system, config, ServerSettings("demo", 1, 100, timeout_s))
-    backend.client = client  # type: ignore[assignment]
+    backend = Backend(None, config, ServerSettings("demo", 1, 100, timeout_s))
+    give_client(backend, client)
     backend.num_active = num_active
     return backend
+
+
+def give_client(backend: Backend, client: Any) -> None:
+    """Have it ask `client`, and no system."""
+    system: Any = object()
+    backend.attach(system, client)
 
 
 def ask(

@@ -79,8 +79,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.setattr(System, "start", start)
     with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        bring: Any = SimpleNamespace()
-        yield starter, Backend(None, CONFIG, ServerSettings("demo"), bring), server, system
+        loader: Any = SimpleNamespace()
+        yield starter, Backend(None, CONFIG, ServerSettings("demo"), loader), server, system
         for listener in server.open:
             listener.close()
 

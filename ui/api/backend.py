@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from actors.client import AsyncClient
 from actors.driver.text.prompts import Prompts
@@ -21,7 +21,6 @@ from ui.api.metrics import Metrics
 from ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
-Bring = Callable[["Backend"], Awaitable[None]]
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
 
 
@@ -36,6 +35,16 @@ class ServerSettings:
     max_body_bytes: int = 4 << 20
 
 
+class Loader(Protocol):
+    """Loads one of several models when it is asked for, and gives one up."""
+
+    async def bring(self, backend: "Backend") -> None:
+        """Have `attach` called. Errors: ApiError 503, HotcoldError."""
+
+    def give_up(self, backend: "Backend") -> None:
+        """Call `detach` and end the system, if it is loaded and nobody needs it."""
+
+
 class Backend:
     """One model of a server, as the routes use it; a system may hold it, or is still to start."""
 
@@ -44,12 +53,9 @@ class Backend:
         system: System | None,
         config: SystemConfig,
         settings: ServerSettings,
-        bring: Bring | None = None,
+        loader: Loader | None = None,
     ) -> None:
-        """`config` is the system's. With `bring` it is not there yet: that will `attach` it.
-
-        Errors of `bring`: ApiError 503, HotcoldError
-        """
+        """`config` is the system's, which the `loader` will `attach` where it is not there yet."""
         path = Path(config.model_path)
         model_config = read_config(path)
         self.config = config
@@ -65,24 +71,29 @@ class Backend:
         self.tokens_per_s = 0.0  # of the last answer, after its first token
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
-        self.state = NOT_LOADED
-        self._bring = bring
+        self.is_loading = False
+        self._stays = True  # also once nobody needs it
+        self._loader = loader
         self._system: System | None = None
         self._client: AsyncClient | None = None
-        if bring is None:
-            assert system is not None
+        if system is not None:
             self.attach(system)
 
-    def attach(self, system: System) -> None:
-        """Ask this system from now on."""
+    def attach(self, system: System, client: AsyncClient | None = None) -> None:
+        """Ask this system from now on, by `client` where there is one already."""
         self._system = system
-        self._client = AsyncClient(system)
-        self.state = LOADED
+        self._client = client or AsyncClient(system)
 
     def detach(self) -> None:
         """Ask no system: the next request has one brought."""
         self._system = self._client = None
-        self.state = NOT_LOADED
+
+    @property
+    def state(self) -> str:
+        """LOADED, LOADING or NOT_LOADED."""
+        if self.is_loaded:
+            return LOADED
+        return LOADING if self.is_loading else NOT_LOADED
 
     @property
     def system(self) -> System:
@@ -98,15 +109,35 @@ class Backend:
             raise ServiceError(f"the model {self.name!r} is {self.state} now")
         return self._client
 
-    @client.setter
-    def client(self, client: AsyncClient) -> None:
-        self._client = client
-
     async def ready(self) -> AsyncClient:
         """What asks the system, once there is one. Errors: ApiError 503, HotcoldError."""
-        if self._client is None and self._bring is not None:
-            await self._bring(self)
+        if self._client is None and self._loader is not None:
+            await self._loader.bring(self)
         return self.client
+
+    def end(self) -> bool:
+        """Have the model given up once nobody needs it, unless somebody asks for it meanwhile.
+
+        False for the only one of a server, which stays.
+        """
+        self._stays = False
+        self._leave_if_idle()
+        return self._loader is not None
+
+    def ended(self) -> None:
+        """A request has ended."""
+        self.num_active -= 1
+        self.used_at = time.monotonic()
+        self._leave_if_idle()
+
+    def attend(self, count: int) -> None:
+        """So many more want it to stay, though they ask nothing now."""
+        self.num_attending += count
+        self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        if not self._stays and self._loader is not None:
+            self._loader.give_up(self)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the driver by name. Errors: HotcoldError; as those of `system`."""
@@ -121,7 +152,7 @@ class Backend:
     @property
     def is_loaded(self) -> bool:
         """Whether a system holds the model now."""
-        return self.state == LOADED
+        return self._system is not None
 
     @property
     def is_idle(self) -> bool:
@@ -163,10 +194,11 @@ class Backend:
         """Token ids of each request, checked. Errors: PromptError."""
         return await asyncio.to_thread(lambda: [self.prompts.ids(one) for one in requests])
 
-    async def start(self, count: int, make: MakeRequests) -> "Answers":
+    async def start(self, count: int, make: MakeRequests, stays: bool = True) -> "Answers":
         """Take `count` places, make that many requests of token ids, and queue them.
 
-        The only way to an answer, for the API and for the page.
+        The only way to an answer, for the API and for the page. Without `stays` the model is given
+        up once nobody needs it, as by `end`.
         Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
                  PromptError, UsageError, ServiceError
         """
@@ -177,6 +209,7 @@ class Backend:
             )  # fmt: skip
         if self.num_active + count > self.capacity:
             raise unavailable("the queue is full; try again later", "queue_full")
+        self._stays = stays
         answers = Answers(self, count)
         try:
             await answers.submit(make)
@@ -281,8 +314,7 @@ class Answers:
 
     def _leave(self, index: int) -> None:
         self._unfinished.discard(index)
-        self._backend.num_active -= 1
-        self._backend.used_at = time.monotonic()
+        self._backend.ended()
 
     def _count(self, index: int, event: TokenEvent) -> None:
         metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]

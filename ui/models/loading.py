@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors.system import System
 from model.errors import HotcoldError
-from ui.api.backend import LOADING, NOT_LOADED, Backend
+from ui.api.backend import Backend
 from ui.api.errors import ApiError, unavailable
 
 _GIB = 1 << 30
@@ -53,6 +53,7 @@ class ModelLoader:
         self._tell = tell
         self._needs: dict[Backend, Need] = {}
         self._bringing: dict[Backend, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
 
     def add(self, backend: Backend, need: Need) -> None:
@@ -78,11 +79,25 @@ class ModelLoader:
     async def drop(self, backend: Backend, reason: str) -> None:
         """Give up a model whose system has failed; the next request for it has it loaded anew."""
         if backend.is_loaded:
-            self._tell(f"lost ({reason})", backend.name)
-            system = backend.system
-            backend.detach()
-            async with self._one_at_a_time:
-                await asyncio.to_thread(self._starter.end, backend, system)
+            await self._end(backend, self._taken(backend, f"lost ({reason})"))
+
+    def give_up(self, backend: Backend) -> None:
+        """See `Loader`. Its memory is free some time after."""
+        if backend.is_loaded and backend.is_idle:
+            ending = asyncio.create_task(self._end(backend, self._taken(backend, "given up")))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    def _taken(self, backend: Backend, event: str) -> System:
+        """Its system, which is to end; from now on requests wait until it is loaded again."""
+        self._tell(event, backend.name)
+        system = backend.system
+        backend.detach()
+        return system
+
+    async def _end(self, backend: Backend, system: System) -> None:
+        async with self._one_at_a_time:
+            await asyncio.to_thread(self._starter.end, backend, system)
 
     def _forget(self, backend: Backend, done: asyncio.Task[None]) -> None:
         del self._bringing[backend]
@@ -92,7 +107,7 @@ class ModelLoader:
     async def _load(self, backend: Backend) -> None:
         async with self._one_at_a_time:
             await self._make_room(backend)
-            backend.state = LOADING
+            backend.is_loading = True
             self._tell("loading", backend.name)
             try:
                 backend.attach(await asyncio.to_thread(self._starter.start, backend))
@@ -100,8 +115,7 @@ class ModelLoader:
                 told = f"the model {backend.name!r} cannot be loaded: {problem}"
                 raise unavailable(told, "not_loaded") from problem
             finally:
-                if not backend.is_loaded:
-                    backend.state = NOT_LOADED
+                backend.is_loading = False
             backend.metrics.add_start()
             self._tell("loaded", backend.name)
 
@@ -116,9 +130,7 @@ class ModelLoader:
             if not idle or not self._fits(need, busy):
                 raise _no_room(backend, need, busy)
             oldest = min(idle, key=lambda one: one.used_at)
-            self._tell("given up", oldest.name)
-            system = oldest.system
-            oldest.detach()  # from now on requests wait until it is loaded again
+            system = self._taken(oldest, "given up")
             await asyncio.to_thread(self._starter.end, oldest, system)
 
     def _fits(self, need: Need, others: Iterable[Backend]) -> bool:

@@ -93,7 +93,7 @@ class OllamaAnswer:
             penalties = self._penalties
             return [replace(one, sampling=replace(one.sampling, **penalties)) for one in made]
 
-        answers = await backend.start(1, make)
+        answers = await backend.start(1, make, self._body.stays)
         self._load_ns = time.monotonic_ns() - self._started_ns
         return answers
 
@@ -138,15 +138,24 @@ class OllamaAnswer:
         }
 
 
-async def loaded(backend: Backend, body: Body) -> Line:
-    """Have the model loaded, and say so. Errors: ApiError 503 and 504, HotcoldError."""
+async def loaded_or_ended(backend: Backend, body: Body) -> Line:
+    """Have the model loaded, or with `keep_alive` 0 given up, and say so.
+
+    Errors:  ApiError 503 and 504, HotcoldError
+    """
+    if not body.stays and backend.end():
+        return _done(body, "unload")
     limit_s = backend.settings.request_timeout_s
     try:
         async with asyncio.timeout(limit_s):
             await backend.ready()
     except TimeoutError:
         raise timed_out(limit_s) from None
-    return {**_head(body), **_said(body, ""), "done": True, "done_reason": "load"}
+    return _done(body, "load")
+
+
+def _done(body: Body, reason: str) -> Line:
+    return {**_head(body), **_said(body, ""), "done": True, "done_reason": reason}
 
 
 def _head(body: Body) -> Line:

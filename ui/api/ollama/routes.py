@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ui.api.backend import Backend
 from ui.api.errors import ApiError
 from ui.api.ollama import models as facts
-from ui.api.ollama.answer import Body, OllamaAnswer, loaded
+from ui.api.ollama.answer import Body, OllamaAnswer, loaded_or_ended
 from ui.api.ollama.embed import embed, embed_one
 from ui.api.ollama.schemas import (
     OllamaChat,
@@ -55,7 +55,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
 
         async def told() -> Response:
             if is_load:
-                return JSONResponse(await loaded(backend, body))
+                return JSONResponse(await loaded_or_ended(backend, body))
             found = OllamaAnswer(backend, body)
             return await found.stream() if body.is_streamed else JSONResponse(await found.whole())
 
@@ -79,14 +79,20 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         """A vector of length 1 for each text."""
         body = parse(OllamaEmbed, await request.body())
         backend = _choose(models, request, body)
-        return JSONResponse(await answered(request, embed(backend, body)))
+        found = await answered(request, embed(backend, body))
+        if not body.stays:
+            backend.end()
+        return JSONResponse(found)
 
     @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbeddings))
     async def embed_text(request: Request) -> Response:
         """The vector of one text, as older clients of Ollama ask for it."""
         body = parse(OllamaEmbeddings, await request.body())
         backend = _choose(models, request, body)
-        return JSONResponse(await answered(request, embed_one(backend, body)))
+        found = await answered(request, embed_one(backend, body))
+        if not body.stays:
+            backend.end()
+        return JSONResponse(found)
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -1,6 +1,7 @@
 """What Ollama's requests may hold, by its names, and what each asks of OpenAI's routes."""
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,6 +11,7 @@ from ui.api.errors import ApiError
 from ui.api.ollama.options import sampling_fields
 from ui.strict import StrictModel
 
+_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
 _MOST_MESSAGES = 10_000
 _MOST_INPUTS = 2048
 _MOST_TOOLS = 128
@@ -33,14 +35,20 @@ class OllamaShow(OllamaModel):
     """POST /api/show."""
 
 
-class _Loading(OllamaModel):
+class OllamaRequest(OllamaModel):
     """What all requests share that need the model: none of it changes an answer."""
 
-    keep_alive: str | float | None = None  # the model stays as long as the server lets it
+    keep_alive: str | float | None = None  # but for 0 it stays as long as the server lets it
     options: dict[str, Any] | None = None
 
+    @property
+    def stays(self) -> bool:
+        """Whether the model is not to be given up after this request."""
+        given = self.keep_alive
+        return not (_NO_TIME.fullmatch(given) if isinstance(given, str) else given == 0)
 
-class _Answered(_Loading):
+
+class _Answered(OllamaRequest):
     """What both kinds of answers share."""
 
     stream: bool | None = None
@@ -192,7 +200,7 @@ class OllamaChat(_Answered):
         }
 
 
-class OllamaEmbed(_Loading):
+class OllamaEmbed(OllamaRequest):
     """POST /api/embed. Vectors have length 1; what is too long for the context is cut."""
 
     input: str | Annotated[list[str], Field(max_length=_MOST_INPUTS, fail_fast=True)] | None = None
@@ -207,7 +215,7 @@ class OllamaEmbed(_Loading):
         return [self.input] if self.input else []
 
 
-class OllamaEmbeddings(_Loading):
+class OllamaEmbeddings(OllamaRequest):
     """POST /api/embeddings: one vector, of whatever length; /api/embed took its place."""
 
     prompt: str | None = None

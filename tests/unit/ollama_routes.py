@@ -1,0 +1,107 @@
+"""Ollama's routes over a system that answers as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import ollama
+from fastapi import FastAPI
+
+from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from tests.unit.test_server_limits import Client, Deliver, give_client, make_backend
+from ui.api.backend import Backend
+from ui.models.served import ServedModels
+from ui.server import create_app
+
+RESULT = Generation("ab", [7, 8], "stop", 3, prefill_s=0.5, decode_s=0.25, queued_s=0.125)
+ANSWER = (TokenEvent("a", None, 1), TokenEvent("b", RESULT, 1))
+CONTEXT = 512
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALLED = (
+    'Well.<tool_call>\n{"name": "look_up", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>\n{"name": "look_up", "arguments": {"a": 2}}\n</tool_call>'
+)
+
+
+class Recording(Client):
+    """Keeps what was asked."""
+
+    def __init__(self, *events: TokenEvent | BaseException) -> None:
+        super().__init__(*(events or ANSWER))
+        self.requests: list[GenerateRequest] = []
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        self.requests.append(request)
+        return await super().submit(request, deliver)
+
+
+class Embedding(Recording):
+    """Answers each prompt with a vector along its length."""
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        self.requests.append(request)
+        vector = [3.0, 4.0 * len(request.prompt_ids or ())]
+        deliver(TokenEvent("", Generation("", [], "stop", 1, 0.1, 0.0, embedding=vector)))
+        return str(len(self.requests))
+
+
+@functools.cache
+def server() -> tuple[Backend, FastAPI]:
+    """One for all tests: it takes long to make."""
+    backend = make_backend(Client())
+    backend.prompts.context_length = CONTEXT
+    return backend, create_app(ServedModels([backend]))
+
+
+def backend_of(client: Client, num_active: int = 0) -> Backend:
+    """The server's, asking this client."""
+    backend, _ = server()
+    give_client(backend, client)
+    backend.num_active = num_active
+    return backend
+
+
+def send(
+    client: Client, method: str, path: str, body: Any = None, num_active: int = 0
+) -> tuple[httpx.Response, Backend]:
+    """What a request is answered; what is taken for a defect is raised."""
+    backend = backend_of(client, num_active)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(server()[1])
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.request(method, path, json=body)
+
+    return asyncio.run(ask()), backend
+
+
+def post(client: Client, path: str, **body: Any) -> httpx.Response:
+    return send(client, "POST", path, {"model": "demo", **body})[0]
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def with_ollama(
+    client: Client, work: Callable[[ollama.AsyncClient], Coroutine[Any, Any, Any]]
+) -> Any:
+    """What Ollama's client makes of the routes."""
+    backend_of(client)
+    transport = httpx.ASGITransport(server()[1])
+    return asyncio.run(work(ollama.AsyncClient("http://localhost", transport=transport)))

@@ -1,0 +1,183 @@
+"""What Ollama's routes answer, whole and in lines, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
+from model.errors import ServiceError
+from tests.unit.ollama_routes import (
+    CONTEXT,
+    HELLO,
+    RESULT,
+    TOOL,
+    Embedding,
+    Recording,
+    backend_of,
+    lines,
+    post,
+    send,
+)
+
+
+def test_a_whole_answer() -> None:
+    client = Recording()
+    answer = post(client, "/api/generate", prompt="Hello", stream=False).json()
+    assert answer["response"] == "ab" and answer["model"] == "demo"
+    assert (answer["done"], answer["done_reason"]) == (True, "stop")
+    assert (answer["prompt_eval_count"], answer["eval_count"]) == (3, 2)
+    assert answer["prompt_eval_duration"] == 500_000_000
+    assert answer["eval_duration"] == 250_000_000
+    assert answer["load_duration"] >= 125_000_000 and answer["total_duration"] > 0
+    assert "context" not in answer and answer["created_at"].endswith("Z")
+
+
+def test_a_stream_is_lines_of_which_the_last_tells_all() -> None:
+    for path, asked, told in (
+        ("/api/generate", {"prompt": "Hello"}, lambda line: line["response"]),
+        ("/api/chat", {"messages": HELLO}, lambda line: line["message"]["content"]),
+    ):
+        *pieces, last = lines(post(Recording(), path, **asked))
+        assert [told(piece) for piece in pieces] == ["a", "b"]
+        assert not any(piece["done"] for piece in pieces)
+        assert last["done"] and last["done_reason"] == "stop" and told(last) == ""
+        assert last["eval_count"] == 2
+
+
+def test_generate_asks_what_a_chat_asks_and_raw_does_not() -> None:
+    asked = Recording()
+    post(asked, "/api/generate", prompt="Hello", system="Be brief.", stream=False)
+    system = {"role": "system", "content": "Be brief."}
+    post(asked, "/api/chat", messages=[system, *HELLO], stream=False)
+    post(asked, "/api/generate", prompt="Hello", stream=False)
+    post(asked, "/api/generate", prompt="Hello", raw=True, stream=False)
+    first, second, third, raw = [request.prompt_ids for request in asked.requests]
+    assert first == second != third
+    backend = backend_of(asked)
+    plain = backend.prompts.ids(GenerateRequest(backend.defaults, prompt="Hello"))
+    assert raw == plain != third
+
+
+def test_without_a_chat_template_a_prompt_is_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Recording()
+    backend = backend_of(asked)
+    monkeypatch.setattr(backend.prompts.tokenizer, "_template", None)
+    body: dict[str, Any] = {"model": "demo", "prompt": "Hello", "stream": False}
+    assert send(asked, "POST", "/api/generate", body)[0].status_code == 200
+    plain = backend.prompts.ids(GenerateRequest(backend.defaults, prompt="Hello"))
+    assert asked.requests[0].prompt_ids == plain
+    refused = send(asked, "POST", "/api/generate", {**body, "system": "Be brief."})[0]
+    assert refused.status_code == 400 and "no chat template" in refused.json()["error"]
+    for tools in ([], [TOOL]):
+        asked_chat = {"model": "demo", "messages": HELLO, "tools": tools}
+        refused = send(asked, "POST", "/api/chat", asked_chat)[0]
+        assert refused.status_code == 400 and "no chat template" in refused.json()["error"]
+    shown = send(asked, "POST", "/api/show", {"model": "demo"})[0].json()
+    assert (shown["capabilities"], shown["template"]) == (["completion"], "{{ .Prompt }}")
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "text"),
+    [
+        ("json", "json_schema", '"object"'),
+        ({"type": "object", "required": ["a"]}, "json_schema", '"required"'),
+        ("", None, ""),
+        (None, None, ""),
+    ],
+)
+def test_formats_are_grammars(format: Any, kind: str | None, text: str) -> None:
+    for path, asked in (("/api/generate", {"prompt": "a"}), ("/api/chat", {"messages": HELLO})):
+        recording = Recording()
+        post(recording, path, format=format, stream=False, **asked)
+        grammar = recording.requests[0].grammar
+        assert (grammar and grammar.kind) == kind
+        assert grammar is None or text in grammar.text
+
+
+def test_logprobs_are_those_of_openais_route() -> None:
+    scored = TokenEvent(
+        "ab", RESULT, 2, (TokenLogprob(7, -0.5, ((7, -0.5),)), TokenLogprob(8, -1.5))
+    )
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
+    theirs = post(Recording(scored), "/v1/chat/completions", **asked).json()
+    ours = post(Recording(scored), "/api/chat", stream=False, **asked).json()
+    assert ours["logprobs"] == theirs["choices"][0]["logprobs"]["content"] != []
+    streamed = lines(post(Recording(scored), "/api/chat", **asked))
+    assert [one for line in streamed for one in line.get("logprobs", ())] == ours["logprobs"]
+    assert "logprobs" not in post(Recording(scored), "/api/chat", messages=HELLO, top_logprobs=1,
+                                  stream=False).json()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/api/generate", {"prompt": "a", "model": "other"}, 404, "model 'other' not found"),
+        ("/api/chat", {"messages": HELLO, "model": "demo:7b"}, 404, "model 'demo:7b' not found"),
+        ("/api/chat", {"messages": HELLO, "model": ""}, 400, "model is required"),
+        ("/api/show", {"model": "other"}, 404, "model 'other' not found"),
+        ("/api/generate", {"prompt": "a", "images": ["aa"]}, 400, '"demo" does not support images'),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, '"demo" does not support insert'),
+        ("/api/generate", {"prompt": "a", "think": True}, 400, "does not support thinking"),
+        ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "raw true"),
+        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "/api/chat"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "raw mode does not"),
+        ("/api/generate", {"prompt": "a", "format": "xml"}, 400, "format must be"),
+        ("/api/generate", {"prompt": 1}, 400, "prompt must be a text"),
+        ("/api/generate", {"prompt": "a", "options": {"top_p": 2}}, 400, "top_p must be at most 1"),
+        ("/api/generate", {"prompt": "a " * 999}, 400, "the context holds 512"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}, 400, "support images"),
+        ("/api/chat", {"messages": [{"role": "king"}]}, 400, "role must be"),
+        (
+            "/api/chat",
+            {"messages": HELLO, "tools": [{"type": "function"}]},
+            400,
+            "tools.0.function",
+        ),
+        ("/api/embed", {"input": [1]}, 400, "input"),
+        ("/api/embed", {"input": "a " * 999, "truncate": False}, 400, "the context holds 512"),
+        ("/api/pull", {"model": "demo"}, 403, "hotcold pull"),
+        ("/api/push", {"model": "demo"}, 403, "not sent"),
+        ("/api/create", {"model": "a"}, 403, "not made here"),
+        ("/api/copy", {"source": "a"}, 403, "not copied"),
+        ("/api/blobs/sha256:0", {}, 403, "not kept"),
+        ("/api/nowhere", {}, 404, "there is no POST /api/nowhere here"),
+    ],
+)
+def test_what_is_refused_is_a_text(path: str, body: dict[str, Any], status: int, text: str) -> None:
+    answer, backend = send(Recording(), "POST", path, {"model": "demo", **body})
+    assert answer.status_code == status
+    (error,) = answer.json().values()
+    assert text in error and len(error.splitlines()) == 1
+    assert backend.num_active == 0
+
+
+def test_what_fails_on_the_way_is_the_last_line() -> None:
+    failing = Recording(TokenEvent("a", None, 1), ServiceError("the driver died"))
+    first, last = lines(post(failing, "/api/chat", messages=HELLO))
+    assert first["message"]["content"] == "a" and last == {"error": "the driver died"}
+    whole = post(failing, "/api/chat", messages=HELLO, stream=False)
+    assert (whole.status_code, whole.json()) == (503, {"error": "the driver died"})
+
+
+def test_the_queues_limit_holds() -> None:
+    body = {"model": "demo", "messages": HELLO}
+    answer, _ = send(Recording(), "POST", "/api/chat", body, num_active=3)
+    assert answer.status_code == 503 and "queue is full" in answer.json()["error"]
+
+
+def test_embeddings_of_both_kinds() -> None:
+    recording = Embedding()
+    answer = post(recording, "/api/embed", input=["a", "a list of words"]).json()
+    for vector, request in zip(answer["embeddings"], recording.requests, strict=True):
+        assert sum(number * number for number in vector) == pytest.approx(1)
+        assert vector[1] / vector[0] == pytest.approx(4 * len(request.prompt_ids or ()) / 3)
+    counts = [len(request.prompt_ids or ()) for request in recording.requests]
+    assert answer["prompt_eval_count"] == sum(counts)
+    one = post(recording, "/api/embed", input="a", dimensions=1).json()
+    assert one["embeddings"] == [[1.0]]
+    older = post(recording, "/api/embeddings", prompt="a").json()
+    assert older == {"embedding": [3.0, 4.0 * counts[0]]}
+    post(recording, "/api/embed", input="word " * 999)
+    assert len(recording.requests[-1].prompt_ids or ()) == CONTEXT

@@ -1,0 +1,142 @@
+"""Which models there are, which are loaded and given up, by Ollama's routes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from model.files.artifact import ModelIdentity
+from model.files.locate import DEMO_DIRECTORY
+from tests.unit.ollama_routes import CONTEXT, HELLO, Recording, post, send
+from tests.unit.test_served_models import House, house, until
+
+
+def test_words_that_are_missing_load_the_model() -> None:
+    recording = Recording()
+    for path in ("/api/generate", "/api/chat"):
+        for keep_alive in (-1, 0):  # an only model stays
+            answer = post(recording, path, keep_alive=keep_alive).json()
+            assert (answer["done"], answer["done_reason"]) == (True, "load")
+    assert post(recording, "/api/embeddings").json() == {"embedding": []}
+    assert post(recording, "/api/embed", input="").json()["embeddings"] == []
+    assert recording.requests == []
+
+
+def test_models_as_ollama_lists_them() -> None:
+    (listed,) = send(Recording(), "GET", "/api/tags")[0].json()["models"]
+    (running,) = send(Recording(), "GET", "/api/ps")[0].json()["models"]
+    shown = post(Recording(), "/api/show", name="demo:latest").json()
+    assert listed["name"] == listed["model"] == running["name"] == "demo:latest"
+    assert listed["digest"] == running["digest"] == ModelIdentity.of(DEMO_DIRECTORY).digest
+    size = (DEMO_DIRECTORY / "model.safetensors").stat().st_size
+    assert 0.9 * size < listed["size"] < size
+    assert listed["details"]["parameter_size"].endswith("M")
+    assert listed["details"]["family"] == shown["model_info"]["general.architecture"]
+    assert running["size"] > 0 and running["context_length"] == CONTEXT
+    family = listed["details"]["family"]
+    assert shown["model_info"][f"{family}.embedding_length"] == 384
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["template"] == (DEMO_DIRECTORY / "chat_template.jinja").read_text()
+    for path in ("/api/version", "/api/tags", "/"):
+        answer = send(Recording(), "HEAD", path)[0]
+        assert (answer.status_code, answer.text) == (200, "")
+    assert send(Recording(), "GET", "/")[0].text == "Ollama is running"
+
+
+def test_the_routes_are_described() -> None:
+    described = send(Recording(), "GET", "/openapi.json")[0].json()
+    names = {"chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version"}
+    assert names == {path.removeprefix("/api/") for path in described["paths"] if "/api/" in path}
+    body = described["components"]["schemas"]["OllamaChat"]["properties"]
+    assert {"messages", "tools", "format", "options", "keep_alive"} <= set(body)
+    assert "OllamaCall" in described["components"]["schemas"]
+    assert "/api/chat" in send(Recording(), "GET", "/docs")[0].text
+
+
+@house(room=1)
+async def test_of_several_models_the_one_that_is_named_is_loaded(house: House) -> None:
+    async def names(path: str) -> list[str]:
+        return [model["name"] for model in (await house.http.get(path)).json()["models"]]
+
+    assert await names("/api/tags") == ["a:latest", "b:latest", "c:latest"]
+    assert await names("/api/ps") == []
+    told = await house.http.post("/api/generate", json={"model": "b"})
+    assert told.json()["done_reason"] == "load" and house.loaded == "b"
+    asked = {"model": "c:latest", "messages": HELLO, "stream": False}
+    answer = (await house.http.post("/api/chat", json=asked)).json()
+    assert (answer["model"], answer["message"]["content"]) == ("c:latest", "c")
+    assert await names("/api/ps") == ["c:latest"]
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/api/generate": {"prompt": "a", "stream": False},
+    "/api/chat": {"messages": HELLO},
+    "/api/embed": {"input": ["a", "b", "c", "d", "e"]},  # more than run at once
+    "/api/embeddings": {"prompt": "a"},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0m0.0s"])
+def test_a_model_that_is_not_to_stay_is_given_up_after_the_answer(
+    path: str, keep_alive: Any
+) -> None:
+    @house(room=3)
+    async def ask(house: House) -> None:
+        body = {"model": "b", **ASKED[path]}
+        assert (await house.http.post(path, json=body)).status_code == 200
+        await house.http.post(path, json={**body, "keep_alive": "10m"})
+        assert house.loaded == "b"
+        await house.http.post(path, json={**body, "keep_alive": keep_alive})
+        assert house.loaded == ""
+        await until(lambda: house.starts == ["start b", "end b"])
+        await house.http.post(path, json=body)
+        assert house.loaded == "b"
+
+    ask()
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+def test_without_words_a_model_is_given_up_at_once(path: str) -> None:
+    @house(room=3)
+    async def ask(house: House) -> None:
+        end = {"model": "b", "keep_alive": 0}
+        for _ in range(2):  # one that is not loaded stays so
+            told = (await house.http.post(path, json=end)).json()
+            assert (told["done"], told["done_reason"]) == (True, "unload")
+            assert house.loaded == "" and "start b" not in house.log
+        assert await house.ask("b") == "b"
+        assert (await house.http.post(path, json=end)).json()["done_reason"] == "unload"
+        assert house.loaded == ""
+
+    ask()
+
+
+@house(room=3)
+async def test_a_model_stays_until_nobody_needs_it(house: House) -> None:
+    end = {"model": "b", "keep_alive": 0}
+    assert await house.ask("b") == "b"
+    house.may_answer.clear()
+    asked = asyncio.create_task(house.ask("b"))
+    await until(lambda: house.of["b"].num_active == 1)
+    house.of["b"].attend(1)  # as `hotcold chat` does
+    assert (await house.http.post("/api/generate", json=end)).json()["done_reason"] == "unload"
+    house.may_answer.set()
+    assert await asked == "b" and house.loaded == "b"
+    house.of["b"].attend(-1)
+    assert house.loaded == ""
+
+
+@house(room=3)
+async def test_who_asks_meanwhile_keeps_a_model(house: House) -> None:
+    house.may_answer.clear()
+    body = {"model": "b", **ASKED["/api/chat"]}
+    asked = [asyncio.create_task(house.http.post("/api/chat", json={**body, "keep_alive": 0}))]
+    await until(lambda: house.of["b"].num_active == 1)
+    asked.append(asyncio.create_task(house.http.post("/api/chat", json=body)))
+    await until(lambda: house.of["b"].num_active == 2)
+    house.may_answer.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+    assert house.loaded == "b"

@@ -1,0 +1,58 @@
+"""Ollama's options, as the system hears of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.ollama_routes import HELLO, Recording, post
+from ui.api.errors import ApiError
+from ui.api.ollama.options import sampling_fields
+
+
+def test_options_reach_the_system() -> None:
+    asked = Recording()
+    options = {
+        "num_predict": 5, "temperature": 0, "top_k": 3.0, "top_p": 0.5, "min_p": 0.25, "seed": 7,
+        "stop": ["x"], "repeat_penalty": 1.25, "repeat_last_n": 9, "num_ctx": 4096, "numa": None,
+    }  # fmt: skip
+    post(asked, "/api/chat", messages=HELLO, options=options, stream=False, keep_alive="5m")
+    sampling = asked.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (5, 0, 3)
+    assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.5, 0.25, 7)
+    assert sampling.stop == ("x",)
+    assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.25, 9)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, {}),
+        ({"num_predict": -1, "seed": -1, "top_k": -1, "stop": None}, {"top_k": 0}),
+        ({"num_predict": 10**12}, {"max_tokens": (1 << 31) - 1}),
+        ({"mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "penalize_newline": True}, {}),
+    ],
+)
+def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
+    assert sampling_fields(options) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mirostat": 1}, {"typical_p": 0.5},
+        {"temperature": "1"}, {"temperature": True}, {"top_k": 1e300}, {"seed": float("nan")},
+        {"stop": "x"}, {"stop": [1]}, {"num_predict": []},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_had_are_told(options: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"option {next(iter(options))} ") as refusal:
+        sampling_fields(options)
+    assert refusal.value.status == 400
+
+
+def test_an_unknown_option_is_told() -> None:
+    with pytest.raises(ApiError, match="option 'tempreture' is not known here"):
+        sampling_fields({"tempreture": 1})
