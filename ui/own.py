@@ -28,7 +28,6 @@ from ui.telemetry import telemetry_json
 
 _PREFIX = "/own/"
 _ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # what their processes are called
-_BEAT_S = 5.0
 _LONGEST_S = 1e9
 
 
@@ -164,13 +163,12 @@ def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starl
         )
 
     async def attend(request: Request) -> Response:
-        async def beats() -> AsyncGenerator[bytes, None]:
-            while True:
-                yield b"\n"
-                await asyncio.sleep(_BEAT_S)
+        async def held() -> AsyncGenerator[bytes, None]:
+            yield sse.line({})  # nobody reads more
+            await asyncio.Event().wait()
 
         stay.attend(1)
-        return sse.LineStream(beats(), at_end=lambda: stay.attend(-1))
+        return sse.LineStream(held(), at_end=lambda: stay.attend(-1))
 
     async def telemetry(request: Request) -> Response:
         try:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,10 @@ import click
 
 from actors.protocol.options import SystemOptions
 from jobs.chat.commands import Settings
-from jobs.chat.conversation import Conversation, Facts
+from jobs.chat.conversation import Conversation, Facts, Running
 from jobs.chat.screen import PlainScreen, Screen
 from jobs.chat.session import Session
-from jobs.kept.client import KeptSystem
+from jobs.kept.client import GONE, GoneError, KeptSystem
 from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.options import (
@@ -63,8 +63,8 @@ def chat(
     path = locate_model(model) if kept is None else kept.model_path
     sampling = split_sampling(path, values)
     name = model_name(model, path)
-    chosen = _started(path, options, name) if kept is None else _attended(path, kept, name)
-    with chosen as (running, facts):
+    with ExitStack() as stack:
+        running, facts = _entered(stack, path, kept, options, name)
         conversation = Conversation(running, facts, sampling, system_prompt or "")
         settings = Settings(history=is_rich and not no_history, can_use_files=_is_typed())
         screen = _terminal(conversation, settings) if is_rich else PlainScreen()
@@ -88,12 +88,23 @@ def _terminal(conversation: Conversation, settings: Settings) -> Screen:
     return TerminalScreen(conversation, settings)
 
 
+def _entered(
+    stack: ExitStack, path: Path, kept: KeptSystem | None, options: SystemOptions, name: str
+) -> tuple[Running, Facts]:
+    """A system that answers until `stack` ends; what has just ended is not the one."""
+    if kept is not None:
+        try:
+            return stack.enter_context(_attended(path, kept, name))
+        except GoneError:
+            click.echo(GONE, err=True)
+    return stack.enter_context(_started(path, options, name))
+
+
 @contextmanager
 def _attended(path: Path, kept: KeptSystem, name: str) -> Iterator[tuple[KeptSystem, Facts]]:
-    """A system that runs already, and stays for as long as the conversation."""
-    state = kept.state()
-    _require_chat(path, state["has_chat_template"])
-    with kept.attended():
+    """A system that runs already, and stays for as long as the conversation. Errors: GoneError."""
+    with kept.attended() as state:
+        _require_chat(path, state["has_chat_template"])
         facts = Facts(name, state["mode"], state["device"], state["context_length"])
         yield kept, facts
 

@@ -15,7 +15,7 @@ import click
 
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from actors.protocol.options import SystemOptions
-from jobs.kept.client import GoneError, KeptSystem
+from jobs.kept.client import GONE, GoneError, KeptSystem
 from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json
@@ -63,7 +63,7 @@ def generate(
         try:
             result, about = _answer_there(kept, asked)
         except GoneError:
-            click.echo("it has just ended, so this command starts its own", err=True)
+            click.echo(GONE, err=True)
             result, about = _answer_here(path, options, lambda: asked)
     else:
         result, about = _answer_here(path, options, request)

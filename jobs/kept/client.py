@@ -20,6 +20,7 @@ from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, 
 from jobs.kept.records import Record, socket_path
 from model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
+GONE = "it has just ended, so this command starts its own"  # said where one falls back
 _ASK_S = 10.0
 _LOADING = "loading"  # the code of an answer that is to be had later
 
@@ -134,27 +135,38 @@ class KeptSystem:
         try:
             return self._told("/own/telemetry")
         except TimeoutError:
-            raise ServiceError(f"the system {self.record.name!r} does not answer") from None
+            raise self._silent() from None
 
     def _told(self, path: str) -> dict[str, Any]:
         """The one object of a route. Errors: GoneError, TimeoutError; those of `_lines`."""
         with closing(_Connection(self._path, _ASK_S)) as connection:
-            try:
-                return next(_lines(connection, "GET", path))
-            except TimeoutError:
-                raise
-            except (OSError, http.client.HTTPException, StopIteration):
-                raise GoneError(f"the system {self.record.name!r} has ended") from None
+            return self._first(connection, path)
+
+    def _first(self, connection: _Connection, path: str) -> dict[str, Any]:
+        """The first object of a route. Errors: as those of `_told`."""
+        try:
+            return next(_lines(connection, "GET", path))
+        except TimeoutError:
+            raise
+        except (OSError, http.client.HTTPException, StopIteration):
+            raise GoneError(f"the system {self.record.name!r} has ended") from None
 
     @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Within it the system does not end for want of requests. Errors: GoneError."""
-        with closing(_Connection(self._path, None)) as connection:
+    def attended(self) -> Iterator[dict[str, Any]]:
+        """Within it the system does not end for want of requests; gives its state.
+
+        Errors:  GoneError, LoadingError, ServiceError
+        """
+        with closing(_Connection(self._path, _ASK_S)) as connection:
             try:
-                connection.request("GET", "/own/attend")
-            except OSError:
-                raise GoneError(f"the system {self.record.name!r} has ended") from None
-            yield
+                self._first(connection, "/own/attend")
+                state = self._told("/own/state")
+            except TimeoutError:
+                raise self._silent() from None
+            yield state
+
+    def _silent(self) -> ServiceError:
+        return ServiceError(f"the system {self.record.name!r} does not answer")
 
 
 def _lines(

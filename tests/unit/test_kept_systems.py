@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from click.testing import CliRunner
 
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.options import SystemOptions
+from jobs.chat.conversation import Facts
+from jobs.commands.chat import chat
 from jobs.kept import folder as folders
 from jobs.kept import identity as identities
 from jobs.kept import records
@@ -25,6 +31,7 @@ from jobs.kept.records import Record
 from model.errors import UsageError
 from model.files.locate import DEMO_DIRECTORY
 from tests.documents import ROOT
+from ui.own import Stay, create_own_app
 
 
 @pytest.fixture
@@ -273,5 +280,82 @@ def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_socket_of_nobody_is_no_system(tmp_path: Path) -> None:
+    system = KeptSystem(tmp_path, record("model"))
     with pytest.raises(GoneError):
-        KeptSystem(tmp_path, record("model")).state()
+        system.state()
+    with pytest.raises(GoneError), system.attended():
+        pass
+
+
+def test_who_takes_a_connection_and_ends_is_no_system(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes a connection for a process that then never looks at it."""
+    folder = folders.own_folder()
+    claim = claimed(folder, "model")
+    monkeypatch.chdir(folder)
+
+    def end() -> None:
+        asking = claim.listener.accept()[0]
+        asking.recv(1000)
+        asking.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(GoneError), KeptSystem(Path(), record("model")).attended():
+        pass
+    thread.join()
+    claim.leave()
+    claim.listener.close()
+
+
+def test_a_long_conversation_is_not_cut_off_for_not_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It only holds its connection: what it is sent stays in a buffer that ends somewhere."""
+    backend: Any = SimpleNamespace(counts=[])
+    backend.attend = backend.counts.append
+    app = create_own_app(backend, Stay(backend, 1.0), {})
+    sent: list[bytes] = []
+    real_sleep = asyncio.sleep
+
+    async def attend() -> None:
+        ended = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if backend.counts:
+                await ended.wait()
+            return {"type": "http.disconnect" if ended.is_set() else "http.request"}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: real_sleep(0))
+        scope = {"type": "http", "method": "GET", "path": "/own/attend", "headers": []}
+        holding = asyncio.create_task(app(scope, receive, send))
+        for _ in range(1000):
+            await real_sleep(0)
+        assert backend.counts == [1] and not holding.done()
+        ended.set()
+        await holding
+
+    asyncio.run(attend())
+    assert b"".join(sent) == b"{}\n" and backend.counts == [1, -1]
+
+
+def test_a_conversation_whose_system_has_just_ended_has_its_own(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = KeptSystem(base, record("demo", resolved={"model_path": str(DEMO_DIRECTORY)}))
+    started = []
+
+    @contextmanager
+    def start(path: Path, *arguments: Any) -> Iterator[tuple[Any, Facts]]:
+        started.append(path)
+        yield None, Facts("demo", "exact", "cpu", 128)
+
+    monkeypatch.setattr("jobs.commands.chat.find_system", lambda *arguments: gone)
+    monkeypatch.setattr("jobs.commands.chat._started", start)
+    told = CliRunner().invoke(chat, input="/bye\n")
+    assert (told.exit_code, started) == (0, [DEMO_DIRECTORY])
+    assert "it has just ended, so this command starts its own" in told.output
