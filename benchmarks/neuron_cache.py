@@ -9,7 +9,7 @@ tokens are the profile that pinned neurons are chosen by, the other half is what
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Lru:
 
 
 class Clock:
-    """`numba_kernels.storage.neuron_slots`: up to `most` more passes for what was used again."""
+    """Up to `most` more passes of a hand for what was used again."""
 
     def __init__(self, size: int, most: int = 3) -> None:
         self.size, self.most = size, most
@@ -141,14 +141,55 @@ class Pinned:
         return neuron in self.pinned or self.rest.use(neuron)
 
 
-def hit_rate(cache: Lru | Clock | S3Fifo | Pinned, warm: Trace, trace: Trace) -> float:
+class LeastWanted:
+    """`numba_kernels.storage.neuron_slots`: of some slots the neuron goes that is wanted least.
+
+    `rates` is how often each was wanted before; `memory` what once more counts of that.
+    """
+
+    def __init__(self, size: int, rates: dict[int, float], memory: float, looked_at: int) -> None:
+        self.size, self.memory, self.looked_at = size, memory, looked_at
+        self.rates = defaultdict(float, rates)
+        self.rows = sorted(rates, key=lambda neuron: -rates[neuron])[:size]
+        self.slot_of = {neuron: slot for slot, neuron in enumerate(self.rows)}
+        self.growth, self.hand = 1.0, 0
+
+    def use(self, neuron: int) -> bool:
+        """See `Lru.use`."""
+        # All others become less by being measured in a unit that grows.
+        self.rates[neuron] += self.memory * self.growth
+        if neuron in self.slot_of:
+            return True
+        if len(self.rows) < self.size:
+            self.slot_of[neuron] = len(self.rows)
+            self.rows.append(neuron)
+            return False
+        looked = [(self.hand + i) % self.size for i in range(self.looked_at)]
+        self.hand = (self.hand + self.looked_at) % self.size
+        slot = min(looked, key=lambda slot: self.rates[self.rows[slot]])
+        del self.slot_of[self.rows[slot]]
+        self.rows[slot], self.slot_of[neuron] = neuron, slot
+        return False
+
+    def forget(self) -> None:
+        """Before each token."""
+        self.growth /= 1 - self.memory
+
+
+Cache = Lru | Clock | S3Fifo | Pinned | LeastWanted
+
+
+def hit_rate(cache: Cache, warm: Trace, trace: Trace) -> float:
     """Of the neurons that fire in `trace`, those that were there, after `warm`."""
     num_hits = num_used = 0
     for counts, tokens in ((False, warm), (True, trace)):
-        for neuron in _all(tokens):
-            hit = cache.use(neuron)
-            num_hits += hit and counts
-            num_used += counts
+        for token in tokens:
+            if isinstance(cache, LeastWanted):
+                cache.forget()
+            for neuron in _all([token]):
+                hit = cache.use(neuron)
+                num_hits += hit and counts
+                num_used += counts
     return num_hits / num_used
 
 
@@ -180,7 +221,7 @@ def main(model: Path | None, tokens: int) -> None:
     click.echo(f"{path}: {tokens} tokens, {density:.1%} of {num_neurons} neurons fire")
     click.echo("| share held | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")
     click.echo("| --- |" + " --- |" * len(SHARES))
-    rules: dict[str, Callable[[int], Lru | Clock | S3Fifo | Pinned]] = {
+    rules: dict[str, Callable[[int], Cache]] = {
         "LRU": Lru,
         "clock, 1 bit": lambda size: Clock(size, 1),
         "clock, 3 passes": Clock,
@@ -189,6 +230,11 @@ def main(model: Path | None, tokens: int) -> None:
     for share in (0.25, 0.5, 0.75, 1.0):
         rules[f"{share:.0%} pinned, clock"] = lambda size, share=share: Pinned(
             size, often, share, Clock
+        )
+    wanted = {neuron: count / len(warm) for neuron, count in Counter(_all(warm)).items()}
+    for looked_at in (8, 16, 32):
+        rules[f"least wanted of {looked_at}"] = lambda size, looked_at=looked_at: LeastWanted(
+            size, wanted, 1 / 64, looked_at
         )
     for name, rule in rules.items():
         rates = [hit_rate(rule(int(share * num_neurons)), warm, counted) for share in SHARES]

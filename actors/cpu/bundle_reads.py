@@ -29,7 +29,6 @@ from numba_kernels.storage.read_queue import (
     new_queue,
     read_all,
     serve_reads,
-    settle,
     stop_readers,
     wanted_of,
 )
@@ -77,7 +76,7 @@ class BundleReads:
         ]
         return NeuronFile(facts, layers, places, file.sums[layers, places])
 
-    def start(self, slots: NeuronSlots, targets: tuple[RowBytes, RowBytes, RowBytes]) -> None:
+    def start(self, slots: NeuronSlots, targets: tuple[RowBytes, RowBytes]) -> None:
         """Let threads read into `targets`, of which the first are the slots.
 
         Errors:  ServiceError where they cannot be started
@@ -107,10 +106,6 @@ class BundleReads:
             if not all(reader.is_alive() for reader in self._readers):
                 raise ServiceError("the threads that read neurons could not be started")
             time.sleep(_LOOK_S)
-
-    def settle(self) -> None:
-        """Return when nothing is being read; what was only asked for is not any more."""
-        settle(self.queue, self._slots.asked)
 
     def read(self, rows: np.ndarray, parts: np.ndarray, targets: np.ndarray, target: int) -> None:
         """Read parts of one layer's neurons, wherever they stand, once nothing else is being read.

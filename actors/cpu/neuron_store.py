@@ -8,20 +8,30 @@ from itertools import pairwise
 import numpy as np
 
 from actors.cpu.bundle_reads import BundleReads
-from actors.protocol.stored_neurons import StoredShare
+from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, StoredShare
 from model.bundles.bundle_file import BundleFile
 from model.config.weight_formats import numpy_dtype
 from model.errors import ServiceError
 from model.weights.ffn import FfnWeights
 from model.weights.memory import aligned_empty
+from numba_kernels.decode.rows import split_range
 from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 from numba_kernels.serve.predict_team import SignPredictors
+from numba_kernels.storage.layer_slots import (
+    ask_for_layer,
+    await_layer,
+    copy_layer,
+    settle_reads,
+)
 from numba_kernels.storage.neuron_file import GATE, REST, RowBytes
-from numba_kernels.storage.neuron_slots import new_slots
+from numba_kernels.storage.neuron_slots import EPOCH, new_slots
 from numba_kernels.storage.read_ahead import new_read_ahead
-from numba_kernels.storage.stored_neurons import GATES, LAYER, NUM_OPTIONS, SLOTS, StoredNeurons
+from numba_kernels.storage.stored_neurons import GATES, NUM_OPTIONS, SLOTS, StoredNeurons
+
+Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
 
 _MOST_AHEAD = 256  # neurons of a layer, where there are slots for them
+_NO_LAYER = -1, -1
 
 
 class NeuronStore:
@@ -47,20 +57,22 @@ class NeuronStore:
         ids, offsets = weights.neuron_ids, weights.offsets
         self._most = int(np.diff(offsets).max(initial=0))
         num_slots = max(self._most, min(ids.size, share.num_slots))
-        if num_slots < ids.size and share.num_slots < self._most + share.pinned.size:
+        if num_slots > share.num_slots and num_slots < ids.size:
             raise ValueError(f"{share.num_slots} slots for layers of {self._most} neurons")
+        self._num_threads = num_threads
         self._reads = BundleReads(file, weights, self._most, share.piece_bytes)
         located = self._reads.located
         norms = file.norms[located.layers, located.places] if has_down_norms else NO_NORMS
         self._down_norms = norms
         self.arrays = self._new_arrays(num_slots, share.has_gates)
-        self._layer = self._rows(self._most, not share.has_gates)
+        self._slot_rows, own_gates = self._targets()
         self.stored = self._new_stored(num_slots, share, num_threads, predictors)
-        self._reads.start(self.stored.slots, self._targets())
+        self._asked_layer = _NO_LAYER
+        self._reads.start(self.stored.slots, (self._slot_rows, own_gates))
         try:
             if self._has_gates:
                 self._load_gates(on_bytes)
-            self._load_pinned(share.pinned, on_bytes)
+            self._fill(share.rates, on_bytes)
         except ServiceError:
             self.close()
             raise
@@ -115,14 +127,15 @@ class NeuronStore:
         ]
         num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
         # Two layers' may be under way, and none may take a slot that this layer needs.
-        spare = num_slots - share.pinned.size - self._most
+        spare = num_slots - self._most
+        rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
         return StoredNeurons(
             arrays=self.arrays,
             gate_bias=self._weights.gate_bias,
             up_bias=self._weights.up_bias,
             down_norms=self._down_norms,
             file=self._reads.located,
-            slots=new_slots(num_neurons, num_slots, share.pinned),
+            slots=new_slots(rates, num_slots),
             queue=self._reads.queue,
             ahead=new_read_ahead(predictors, num_threads, min(_MOST_AHEAD, spare // 2)),
             marks=np.zeros(num_places, np.int32),
@@ -135,11 +148,11 @@ class NeuronStore:
             failed=np.zeros(num_threads, np.int64),
         )
 
-    def _targets(self) -> tuple[RowBytes, RowBytes, RowBytes]:
+    def _targets(self) -> tuple[RowBytes, RowBytes]:
         in_slots = self.arrays.gate[:0] if self._has_gates else self.arrays.gate
         slots = _bytes_of(in_slots, *self.arrays[2:4])
         own_gates = _bytes_of(self.arrays.gate, self.arrays.up[:0], self.arrays.down[:0])
-        return slots, _bytes_of(*self._layer), own_gates
+        return slots, own_gates
 
     def _load_gates(self, on_bytes: Callable[[int], None]) -> None:
         for first, last in self._layer_rows():
@@ -147,54 +160,83 @@ class NeuronStore:
             self._reads.read(rows, np.full(rows.size, GATE, np.uint8), rows, GATES)
             on_bytes(rows.size * self._file.geometry.gate_row_bytes)
 
-    def _load_pinned(self, pinned: np.ndarray, on_bytes: Callable[[int], None]) -> None:
+    def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
+        """Read the neurons that are wanted most; where nothing is known of that, none."""
         slots, geometry = self.stored.slots, self._file.geometry
-        parts = np.uint8(REST if self._has_gates else GATE | REST)
+        most = np.argsort(-rates, kind="stable")[: slots.row_of.size].astype(np.int32)
+        slots.slot_of[most] = np.arange(most.size, dtype=np.int32)
+        slots.row_of[: most.size] = most
         for first, last in self._layer_rows():
-            rows = pinned[(pinned >= first) & (pinned < last)]
+            rows = most[(most >= first) & (most < last)]
             own = slots.slot_of[rows]
-            slots.asked[own] = parts
-            self._reads.read(rows, np.full(rows.size, parts, np.uint8), own, SLOTS)
+            slots.asked[own] = self._parts
+            parts = np.full(rows.size, self._parts, np.uint8)
+            self._reads.read(rows, parts, own, SLOTS)
             if self.arrays.up_bias.size:
                 self.arrays.up_bias[own] = self._weights.up_bias[rows]
             if self._down_norms.size:
                 self.arrays.down_norms[own] = self._down_norms[rows]
-            if self._weights.gate_bias.size and parts & GATE:
+            if self._weights.gate_bias.size and not self._has_gates:
                 self.arrays.gate_bias[own] = self._weights.gate_bias[rows]
-            on_bytes(rows.size * (geometry.slot_bytes if parts & GATE else geometry.rest_bytes))
+            on_bytes(rows.size * (geometry.rest_bytes if self._has_gates else geometry.slot_bytes))
+
+    @property
+    def _parts(self) -> int:
+        """All that slots have of a neuron."""
+        return REST if self._has_gates else GATE | REST
 
     def _layer_rows(self) -> Sequence[tuple[int, int]]:
         return list(pairwise(self._weights.offsets.tolist()))
 
-    def layer_arrays(self, layer: int) -> FfnArrays:
-        """All of a layer's neurons, as one layer, until the next call: slots stay as they are.
+    def ask_for_layer(self, layer: int) -> None:
+        """Let the layer be read for `layer_arrays`, while something else is done.
 
+        A step that comes before takes back what has not been begun.
+        """
+        self._ask_for_layer(layer)
+        self._asked_layer = layer, int(self.stored.slots.state[EPOCH])
+
+    def _ask_for_layer(self, layer: int) -> None:
+        # All of the layer is wanted: what lies between is not much, or is other rows of the same.
+        gap = max(MOST_GAP, self._file.geometry.rest_bytes)
+        settle_reads(self.stored)
+        ask_for_layer(self.stored, layer, self._base, self._parts, READ_BYTES, gap)
+
+    @property
+    def _base(self) -> int:
+        """The slot of a layer's first neuron, where it lies side by side."""
+        return self.stored.slots.row_of.size - self._most
+
+    def layer_arrays(self, layer: int, together: Together) -> FfnArrays:
+        """All of a layer's neurons, as one layer, until the next request.
+
+        They lie side by side in the last slots; `together` has all threads copy what is in others.
         Errors:  ServiceError
         """
         first, last = self._layer_rows()[layer]
-        self._reads.settle()
-        rows = np.arange(first, last, dtype=np.int32)
-        slots, has_gates = self.stored.slots, self._has_gates
-        parts = np.uint8(REST if has_gates else GATE | REST)
-        slot = slots.slot_of[rows]
-        is_here = (slot >= 0) & (slots.held[slot] & parts == parts)
-        here = np.flatnonzero(is_here)
-        for own, kept in zip(self._layer, (self.arrays.gate, *self.arrays[2:4]), strict=True):
-            if own.shape[0]:
-                own[here] = kept[slot[here]]
-        missing = np.flatnonzero(~is_here).astype(np.int32)
-        self._reads.read(rows[missing], np.full(missing.size, parts, np.uint8), missing, LAYER)
-        gate, up, down = (own[: rows.size] for own in self._layer)
+        slots, base, size = self.stored.slots, self._base, last - first
+        if self._asked_layer != (layer, int(slots.state[EPOCH])):
+            self._ask_for_layer(layer)
+        self._asked_layer = _NO_LAYER
+
+        def copy(thread: int) -> None:
+            share = split_range(size, thread, self._num_threads, 1)
+            copy_layer(slots, self._slot_rows, first, base, *share)
+
+        together(copy)
+        if not await_layer(self.stored):
+            raise ServiceError(self.failure())
         weights = self._weights
 
         def part(bias: np.ndarray) -> np.ndarray:
             return bias[first:last] if bias.size else bias
 
+        gates = slice(first, last) if self._has_gates else slice(base, base + size)
         return FfnArrays(
-            np.array([0, rows.size]),
-            self.arrays.gate[first:last] if has_gates else gate,
-            up,
-            down,
+            np.array([0, size]),
+            self.arrays.gate[gates],
+            self.arrays.up[base : base + size],
+            self.arrays.down[base : base + size],
             part(weights.gate_bias),
             part(weights.up_bias),
             weights.down_bias[layer : layer + 1],

@@ -19,6 +19,7 @@ from model.weights.check import stored_config
 from model.weights.ffn import load_ffn_biases
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.serve.layer_ffn import FfnArrays
+from numba_kernels.serve.mailbox import LAYER
 from numba_kernels.storage.serve_stored import serve_stored_ffn
 from predictors.predictor_file import read_predictors
 from predictors.read_ahead import shard_predictors
@@ -56,9 +57,21 @@ class StoredCpuService(CpuService):
             )
         )
 
+    def answer_in_python(self) -> None:
+        """As `CpuService`; the next layer is read while attention goes over the prompt."""
+        super().answer_in_python()
+        following = int(self.wires.requests[self.index, LAYER]) + 1
+        if following < self.arrays.offsets.size - 1:
+            self.store.ask_for_layer(following)
+
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, read as far as it is not in memory. Errors: ServiceError."""
-        return self.store.layer_arrays(layer), 0
+
+        def together(phase: Callable[[int], None]) -> None:
+            with (products := self._products.get()).at_once():
+                products.then(phase)
+
+        return self.store.layer_arrays(layer, together), 0
 
     def explain(self, service: int) -> str:
         """What became of a read, if the last one failed; else as `Service.explain`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.processes.freed_memory import give_back_freed_memory
 from actors.processes.load_progress import LoadingServices
 from actors.processes.neuron_counts import NeuronCounts
 from actors.processes.scaling import scale
@@ -54,6 +55,8 @@ class DriverActor:
     ) -> None:
         """See `SystemServices`."""
         sys.setswitchinterval(_SWITCH_S)
+        if system.storage is not None:
+            give_back_freed_memory()
         self.services = SystemServices(system, spawn, spawn_relay)
         config = self.services.config
         kept = None if system.storage is None else system.storage.kept_bytes(config)

@@ -16,6 +16,7 @@ import ray
 
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.service import Service
+from actors.processes.freed_memory import give_back_freed_memory
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
@@ -85,6 +86,8 @@ class ServiceActor:
         Errors:  HotcoldError
         """
         self.spec = self.spec if spec is None else spec
+        if self.spec.storage is not None:
+            give_back_freed_memory()
         require_same_model(self.spec)
         config = read_config(self.spec.model_path)
         num_bytes = weight_bytes(self.spec, config)

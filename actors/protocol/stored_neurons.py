@@ -15,7 +15,7 @@ MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer
 ALONE = -1  # as the most bytes between neighbours of one read: none has any
 # Of how neurons are read: a bundle at once, slots that keep them, products while others arrive.
 PARTS = BUNDLES, CACHE, PIPELINE = "bundles", "cache", "pipeline"
-_NO_ROWS = np.empty(0, np.int32)
+_NO_RATES = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,16 @@ class NeuronStorage:
 class StoredShare:
     """What one service has of it.
 
-    num_slots: neurons in memory; pinned (P,) int32: rows of the shard that stay
-    has_gates: gate rows stay, and slots have none; reads_whole: a bundle is read at once where a
-    predictor asks for its gate; spans: most bytes of a read, most bytes between neighbours
+    num_slots: neurons in memory; rates (N,) float32: how often each neuron of the shard fires, (0,)
+    where that is not known; has_gates: gate rows stay, and slots have none; reads_whole: a bundle
+    is read at once where a predictor asks for its gate; spans: most bytes of a read, most bytes
+    between neighbours
     For benchmarks alone: piece_bytes, unless 0, is all that a read of the file takes; forgets:
     nothing is kept from one layer to the next; waits_first: products begin when all rows are there
     """
 
     num_slots: int
-    pinned: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    rates: np.ndarray = field(default_factory=lambda: _NO_RATES)
     has_gates: bool = False
     reads_whole: bool = True
     most_bytes: int = 256 << 10

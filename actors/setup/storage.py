@@ -30,10 +30,9 @@ from numba_kernels.formats import ROW_FORMATS
 from placement.memory import MemoryNeed
 from placement.profile import ActivationProfile
 
-_PINNED_SHARE = 0.5  # of the slots beyond a layer's, where a profile says who fires often
 # More than counted of each process, as measured after long prompts: of a service, and of Ray's own
 # processes and the command's together.
-_SERVICE_BYTES, _OTHERS_BYTES = 200 << 20, 300 << 20
+_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 100 << 20
 _GIB = 1 << 30
 
 
@@ -83,21 +82,17 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
         raise ValueError(f"{spec.name} has no neurons on storage")
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
-    total = sum(ids.size for ids in shards)
     num_slots = max(most, storage.cache_bytes // slot_bytes(geometry, storage))
     path = Path(spec.model_path)
     profile = own_profile(path, ModelIdentity.of(path), config)
-    pinned = np.empty(0, np.int32)
+    rates = np.empty(0, np.float32)
     if profile is not None:
-        num_pinned = total if num_slots >= total else int(_PINNED_SHARE * (num_slots - most))
-        counts = np.concatenate(
-            [layer[ids] for layer, ids in zip(profile.counts, shards, strict=True)]
-        )
-        pinned = np.sort(np.argsort(-counts, kind="stable")[:num_pinned]).astype(np.int32)
+        parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
+        rates = np.concatenate(parts).astype(np.float32)
     # A 4-bit gate is read alone: its bundle's rest takes twice as long, and may not be wanted.
     row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
     reads_whole = row_format is None or row_format.bits > 4
-    share = StoredShare(num_slots, pinned, storage.has_gates, reads_whole)
+    share = StoredShare(num_slots, rates, storage.has_gates, reads_whole)
     return _left_out(share, storage, geometry, most)
 
 
@@ -106,8 +101,8 @@ def _left_out(
 ) -> StoredShare:
     """The share of a benchmark that leaves out parts of how neurons are read."""
     if CACHE in storage.without:
-        nobody = np.empty(0, np.int32)
-        share = replace(share, num_slots=most, pinned=nobody, forgets=True)
+        unknown = np.empty(0, np.float32)
+        share = replace(share, num_slots=most, rates=unknown, forgets=True)
     if BUNDLES in storage.without:
         # Each row by a read of its own, wherever it lies.
         piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES

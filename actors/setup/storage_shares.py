@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.protocol.step_sizes import MATRIX_TOKENS
 from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage
 from actors.setup.placement_choice import own_profile
 from model.bundles.geometry import BundleGeometry
@@ -84,8 +83,6 @@ def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStora
     geometry = BundleGeometry.of(config)
     num_neurons = geometry.num_layers * geometry.num_neurons
     buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)
-    if system.context_length >= MATRIX_TOKENS:
-        buffers += geometry.num_neurons * geometry.slot_bytes  # a layer, all services together
     gates = num_neurons * geometry.gate_row_bytes if storage.has_gates else 0
     predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
     return storage.cache_bytes + gates + num_neurons * _ROW_BYTES + buffers + predictors

@@ -109,7 +109,8 @@ def staging_bytes(most_bytes, bundle_bytes, unit):
 
 
 @njit(nogil=True, cache=True)
-def _take(source, target, row):
+def take_row(source, target, row):
+    """target[row] = the first of `source`, as many bytes as a row has."""
     own = target[row]
     for i in range(own.shape[0]):
         own[i] = source[i]
@@ -127,16 +128,16 @@ def _take_all(file, wanted, first, last, begin, staging, target):
             if part_sum(part) != file.sums[row, 0]:
                 return i
             if target.gate.shape[0]:
-                _take(part, target.gate, place)
+                take_row(part, target.gate, place)
             at += gate
         if parts & REST:
             part = staging[at : at + rest]
             if part_sum(part) != file.sums[row, 1]:
                 return i
             if target.up.shape[0]:
-                _take(part, target.up, place)
+                take_row(part, target.up, place)
             if target.down.shape[0]:
-                _take(part[target.up.shape[1] :], target.down, place)
+                take_row(part[target.up.shape[1] :], target.down, place)
     return -1
 
 

@@ -30,12 +30,19 @@ from numba_kernels.serve.layer_ffn import (
 )
 from numba_kernels.serve.mailbox import meet
 from numba_kernels.storage.neuron_file import GATE, REST
-from numba_kernels.storage.neuron_slots import EPOCH, forget_slots
+from numba_kernels.storage.neuron_slots import (
+    EPOCH,
+    count_wanted,
+    forget_rates,
+    forget_slots,
+)
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
 from numba_kernels.storage.read_queue import num_come, settle, take_back
 from numba_kernels.storage.stored_neurons import (
     FORGETS,
     HAS_GATES,
+    MOST_BYTES,
+    MOST_GAP,
     READS_WHOLE,
     WAITS_FIRST,
     ask_ahead,
@@ -48,8 +55,9 @@ from numba_kernels.storage.stored_neurons import (
 
 
 @njit(nogil=True, cache=True)
-def _begin(stored):
+def _begin(stored, first, last):
     """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
+    forget_rates(stored.slots, first, last)
     stored.slots.state[EPOCH] += 1
     if stored.queue.failure[0]:
         settle(stored.queue, stored.slots.asked)
@@ -62,27 +70,41 @@ def _begin(stored):
 
 
 @njit(nogil=True, cache=True)
+def _first_parts(stored, is_listed, keeps_all):
+    """What is read of a candidate before it is known whether it fires; 0: its gate stays."""
+    if stored.options[HAS_GATES]:
+        return 0
+    return GATE | REST if keeps_all or (is_listed and stored.options[READS_WHOLE]) else GATE
+
+
+@njit(nogil=True, cache=True)
 def _read_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
     """Bring the candidates' gates into slots, `stored.gate_slots`; by one thread alone."""
-    parts = GATE
-    if keeps_all or (is_listed and stored.options[READS_WHOLE]):
-        parts = GATE | REST
+    parts = _first_parts(stored, is_listed, keeps_all)
     count = ids.shape[0] if is_listed else num_neurons
     for i in range(count):
         row = first + (ids[i] if is_listed else i)
         stored.gate_slots[i] = want(stored, row, parts)
-    ask_marked(stored)
+        if parts & REST:
+            count_wanted(stored.slots, row)
+    ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
     stored.failed[0] = not await_rows(stored, 0, stored.gate_slots, count, parts)
 
 
 @njit(nogil=True, cache=True)
-def _ask_rest(stored, first, scratch, num_threads):
-    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone."""
+def _ask_rest(stored, first, scratch, num_threads, first_parts):
+    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone.
+
+    How often a neuron is wanted is how often its up and down are; `first_parts` were counted.
+    """
     for thread in range(num_threads):
         fired_ids = scratch.fired_ids[thread]
         for i in range(scratch.counts[thread]):
-            stored.rest_slots[thread, i] = want(stored, first + fired_ids[i], REST)
-    ask_marked(stored)
+            row = first + fired_ids[i]
+            stored.rest_slots[thread, i] = want(stored, row, REST)
+            if not first_parts & REST:
+                count_wanted(stored.slots, row)
+    ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
 
 
 @njit(nogil=True, cache=True)
@@ -169,7 +191,7 @@ def stored_layer_ffn(
     has_gates = stored.options[HAS_GATES] != 0
     stored.failed[thread] = 0
     if thread == 0:
-        _begin(stored)
+        _begin(stored, first, last)
         if not has_gates:
             _read_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
     if not has_gates:
@@ -209,7 +231,8 @@ def stored_layer_ffn(
     following = layer_ahead(stored.ahead, layer, num_tokens)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
-        _ask_rest(stored, first, scratch, num_threads)
+        first_parts = _first_parts(stored, is_listed, thresholds.gate < 0)
+        _ask_rest(stored, first, scratch, num_threads, first_parts)
         learn(stored.ahead, layer, stored.slots)
     if following >= 0:
         score_ahead(stored.ahead, following, thread, num_threads, x)

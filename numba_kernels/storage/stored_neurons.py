@@ -31,7 +31,7 @@ from numba_kernels.storage.read_queue import (
 # words of `StoredNeurons.options`
 HAS_GATES, READS_WHOLE, MOST_BYTES, MOST_GAP, FORGETS, WAITS_FIRST = range(6)
 NUM_OPTIONS = 6
-SLOTS, LAYER, GATES = range(3)  # targets of reads: slots, a whole layer, gates that stay
+SLOTS, GATES = range(2)  # targets of reads: slots, gates that stay
 _ALONE = -1  # as the most bytes between neighbours of one read
 
 
@@ -69,7 +69,7 @@ class StoredNeurons(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def _slot_lacking(stored, row, parts):
+def slot_lacking(stored, row, parts):
     """The neuron's slot, and what has to be asked for; its biases are there."""
     slot = slot_for(stored.slots, row)
     missing = lacking(stored.slots, slot, parts)
@@ -86,7 +86,7 @@ def _slot_lacking(stored, row, parts):
 @njit(nogil=True, cache=True)
 def want(stored, row, parts):
     """The neuron's slot; what has to be asked for of `parts` is marked for `ask_marked`."""
-    slot, missing = _slot_lacking(stored, row, parts)
+    slot, missing = slot_lacking(stored, row, parts)
     state = stored.slots.state
     state[NUM_WANTED] += 1
     state[NUM_MISSED] += np.int32(parts) & ~atomic_load(stored.slots.held, slot) != 0
@@ -97,9 +97,9 @@ def want(stored, row, parts):
 
 
 @njit(nogil=True, cache=True)
-def ask_marked(stored):
-    """Ask for what was marked, in the file's order."""
-    queue, marks, options = stored.queue, stored.marks, stored.options
+def ask_marked(stored, most_bytes, most_gap):
+    """Ask for what was marked, in the file's order, in reads of `cut_spans`."""
+    queue, marks = stored.queue, stored.marks
     await_batch(queue, NOW)
     rows, parts, targets = queue.rows[NOW], queue.parts[NOW], queue.targets[NOW]
     count = 0
@@ -109,7 +109,7 @@ def ask_marked(stored):
             targets[count] = stored.slots.slot_of[rows[count]]
             marks[place] = 0
             count += 1
-    ask_for(queue, stored.file, NOW, count, options[MOST_BYTES], options[MOST_GAP], SLOTS)
+    ask_for(queue, stored.file, NOW, count, most_bytes, most_gap, SLOTS)
 
 
 @njit(nogil=True, cache=True)
@@ -127,7 +127,7 @@ def ask_ahead(stored, layer):
     rows, parts, targets = queue.rows[batch], queue.parts[batch], queue.targets[batch]
     count = 0
     for row in best_rows(ahead, layer, first, stored.slots, wanted_parts):
-        slot, missing = _slot_lacking(stored, row, wanted_parts)
+        slot, missing = slot_lacking(stored, row, wanted_parts)
         if missing:
             rows[count], parts[count], targets[count] = row, missing, slot
             count += 1

@@ -27,9 +27,21 @@ from model.config.build import read_config
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
-from numba_kernels.decode.activations import Thresholds
+from numba_kernels.decode.activations import Thresholds, not_zero
 from numba_kernels.decode.predict import pack_weights
-from numba_kernels.serve.mailbox import BYTES_READ, PARTS_MISSED, PARTS_WANTED
+from numba_kernels.serve.mailbox import (
+    BYTES_READ,
+    FFN,
+    GATE_THRESHOLD,
+    LAYER,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    PARTS_MISSED,
+    PARTS_WANTED,
+    PRODUCT_THRESHOLD,
+    threshold_words,
+)
 from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
 from numba_kernels.storage.read_queue import NOW, num_left
 from predictors.predictor_file import Predictors, write_predictors
@@ -46,7 +58,7 @@ WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
 STORES: list[dict[str, Any]] = [
     {},  # no slot more than a layer needs
     {"has_gates": True, "more_slots": 13},
-    {"reads_whole": False, "more_slots": 13, "num_pinned": 9},
+    {"reads_whole": False, "more_slots": 13, "has_rates": True},
     {"more_slots": 1000},
 ]
 
@@ -66,7 +78,7 @@ class StoredSystem(InProcessSystem):
     more_slots: int = 0
     has_gates: bool = False
     reads_whole: bool = True
-    num_pinned: int = 0
+    has_rates: bool = False
     predictors: Path | None = None
     left_out: dict[str, Any] = field(default_factory=dict)  # of StoredShare
 
@@ -95,9 +107,8 @@ class StoredSystem(InProcessSystem):
     def _share(self, index: int, shard: Sequence[np.ndarray]) -> StoredShare:
         most, total = max(ids.size for ids in shard), sum(ids.size for ids in shard)
         draw = np.random.default_rng(index)
-        pinned = draw.choice(total, min(self.num_pinned, total), replace=False).astype(np.int32)
-        num_slots = most + pinned.size + self.more_slots
-        share = StoredShare(num_slots, pinned, self.has_gates, self.reads_whole)
+        rates = draw.random(total if self.has_rates else 0).astype(np.float32)
+        share = StoredShare(most + self.more_slots, rates, self.has_gates, self.reads_whole)
         return replace(share, **self.left_out)
 
     def counted(self, word: int) -> int:
@@ -192,7 +203,7 @@ def predicted(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
 AHEAD: list[dict[str, Any]] = [
     {"more_slots": 40},
     {"has_gates": True, "more_slots": 60},
-    {"reads_whole": False, "more_slots": 50, "num_pinned": 9},
+    {"reads_whole": False, "more_slots": 50, "has_rates": True},
 ]
 
 
@@ -248,6 +259,36 @@ def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
     stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
     modes = ["exact", "dense", "sign", THRESHOLD]
     assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_step_between_the_layers_of_a_prompt(tiny: Tiny, store: dict[str, Any]) -> None:
+    """The next layer of the prompt is being read when a step of another request comes."""
+    path = tiny("llama-relu").path
+    packed(path)
+    asked = (0, 40), (1, 40), (0, 1), (2, 40), (0, 3), (1, 40), (2, 40)
+    draw = np.random.default_rng(5)
+    inputs = [draw.standard_normal((size, 48)).astype(np.float32) for _, size in asked]
+    found: list[list[np.ndarray]] = []
+    for system in (InProcessSystem(path, 1, 2), StoredSystem(path, 1, 2, **store)):
+        with system:
+            parts = [ffn_of(system, layer, x) for (layer, _), x in zip(asked, inputs, strict=True)]
+            found.append(parts)
+    for plain, stored in zip(*found, strict=True):
+        assert np.abs(plain).max() > 0
+        np.testing.assert_array_equal(stored, plain)
+
+
+def ffn_of(system: InProcessSystem, layer: int, x: np.ndarray) -> np.ndarray:
+    """What the CPU service answers for a layer."""
+    wires = system.exchange.wires
+    assert x.shape[1] == system.config.hidden_size
+    wires.ffn_input[: len(x)] = x
+    fires = threshold_words([not_zero(system.config.activation_fn)])[0]
+    wires.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
+    wires.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
+    system.exchange.ask([1])
+    return wires.partials[1, : len(x)].copy()
 
 
 def test_a_larger_cache_reads_less(tiny: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""Slots of neurons against a plain model of the same clock; sums of parts; spans."""
+"""Slots of neurons against a plain model of the same rule; sums of parts; spans."""
 
 from __future__ import annotations
 
@@ -6,58 +6,85 @@ import numpy as np
 import pytest
 
 from numba_kernels.storage.bundle_sums import bundle_sums
-from numba_kernels.storage.neuron_slots import EPOCH, HAND, new_slots, slot_for
+from numba_kernels.storage.neuron_slots import (
+    EPOCH,
+    HAND,
+    LOOKED_AT,
+    MEMORY,
+    count_wanted,
+    forget_rates,
+    new_slots,
+    slot_for,
+)
 
 
-class PlainClock:
+class PlainSlots:
     """The same rule, written down with lists."""
 
-    def __init__(self, num_slots: int, pinned: list[int]) -> None:
-        self.rows: list[int | None] = [*pinned, *[None] * (num_slots - len(pinned))]
-        self.first = self.hand = len(pinned)
-        self.credit = [0] * num_slots
+    def __init__(self, num_slots: int, rates: list[float]) -> None:
+        self.rows: list[int | None] = [None] * num_slots
+        self.rates, self.hand = rates, 0
 
     def want(self, row: int, now: set[int]) -> int:
         """The slot of `row`; `now` are the neurons that this layer has asked for before."""
         if row in self.rows:
-            slot = self.rows.index(row)
-            self.credit[slot] = min(3, self.credit[slot] + (row not in now))
-            return slot
-        while True:
+            return self.rows.index(row)
+        looked: list[int] = []
+        while len(looked) < LOOKED_AT or all(self.rows[slot] in now for slot in looked):
             slot = self.hand
-            self.hand = self.first if slot + 1 == len(self.rows) else slot + 1
-            if self.rows[slot] in now:
-                continue
-            if self.rows[slot] is None or self.credit[slot] == 0:
-                self.rows[slot], self.credit[slot] = row, 0
-                return slot
-            self.credit[slot] -= 1
+            self.hand = (self.hand + 1) % len(self.rows)
+            looked.append(slot)
+            if self.rows[slot] is None:
+                break
+        if self.rows[looked[-1]] is not None:
+            may_leave = [slot for slot in looked if self.rows[slot] not in now]
+            slot = min(may_leave, key=lambda slot: self.rates[self.rows[slot] or 0])
+        self.rows[slot] = row
+        return slot
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_clock(seed: int) -> None:
+def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> None:
     draw = np.random.default_rng(seed)
     layers, neurons, most = 5, 30, 12
-    pinned = draw.choice(layers * neurons, 7 * (seed % 2), replace=False).astype(np.int32)
-    num_slots = pinned.size + most + int(draw.integers(0, 40))
-    slots = new_slots(layers * neurons, num_slots, pinned)
-    plain = PlainClock(num_slots, pinned.tolist())
+    rates = draw.random(layers * neurons).astype(np.float32)
+    num_slots = most + int(draw.integers(0, 40))
+    slots = new_slots(rates, num_slots)
+    plain = PlainSlots(num_slots, rates.tolist())
     for request in range(200):
         slots.state[EPOCH] += 1
         first = request % layers * neurons
+        forget_rates(slots, first, first + neurons)
+        for row in range(first, first + neurons):
+            plain.rates[row] *= 1 - float(MEMORY)
         now: set[int] = set()
         for row in (first + draw.choice(neurons, draw.integers(0, most), False)).tolist():
             assert slot_for(slots, row) == plain.want(row, now)
+            count_wanted(slots, row)
+            plain.rates[row] += float(MEMORY)
             now.add(row)
         for row in now:  # a second look at the same rows, as for up and down
             slot = slot_for(slots, row)
             assert slots.row_of[slot] == row and slot == plain.want(row, now)
         assert [-1 if row is None else row for row in plain.rows] == slots.row_of.tolist()
-        assert slots.credit[pinned.size :].tolist() == plain.credit[pinned.size :]
+        np.testing.assert_allclose(slots.rates, plain.rates, atol=1e-4)
         assert slots.state[HAND] == plain.hand
         held = np.flatnonzero(slots.slot_of >= 0)
         assert set(held) == {row for row in plain.rows if row is not None}
-        assert set(pinned.tolist()) <= set(held.tolist())
+
+
+def test_what_is_wanted_often_outlasts_what_passes_through() -> None:
+    """Half of what one request wants is wanted always, the other half changes."""
+    slots = new_slots(np.zeros(400, np.float32), 60)
+    draw, num_found = np.random.default_rng(2), 0
+    for request in range(100):
+        slots.state[EPOCH] += 1
+        forget_rates(slots, 0, 400)
+        num_found += (slots.slot_of[:30] >= 0).sum() if request >= 20 else 0
+        for row in [*range(30), *(30 + draw.choice(370, 25, False)).tolist()]:
+            slot_for(slots, row)
+            count_wanted(slots, row)
+    assert num_found >= 0.95 * 80 * 30
 
 
 def test_sums_tell_any_changed_word() -> None:
