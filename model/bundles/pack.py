@@ -94,8 +94,12 @@ def _begin(
             f"{part.parent}: the bundle file takes {geometry.file_bytes / 1e9:.2f} GB, and "
             f"{free / 1e9:.2f} GB are free there; make room, or use a smaller --dtype"
         )
-    os.ftruncate(descriptor, 0)
-    os.ftruncate(descriptor, geometry.file_bytes)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, geometry.file_bytes)
+    except OSError:  # nothing of it is worth going on with
+        part.unlink(missing_ok=True)
+        raise
     _write_all(descriptor, table, geometry.order_start)
     _write_all(descriptor, header, 0)
     return np.zeros(num_layers, bool)

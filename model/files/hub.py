@@ -6,6 +6,7 @@ hub does not answer, what the cache holds is used.
 
 from __future__ import annotations
 
+import errno
 import glob
 import re
 import shutil
@@ -22,6 +23,7 @@ _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _FORMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # of weights, the preferred first
 _INDEX = ".index.json"
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # it refuses files
 _MOST_LISTED = 12
 
 
@@ -253,6 +255,13 @@ def _snapshot(model: HubModel, **options: Any) -> Any:
 
 def _refusal(repo_id: str, problem: Exception) -> HotcoldError:
     """The error to raise in place of the library's."""
+    if isinstance(problem, OSError) and problem.errno in _DISK:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return UsageError(
+            f"{repo_id} cannot be kept in {HF_HUB_CACHE} ({problem.strerror}); remove a model "
+            "(hotcold rm), or set HF_HOME to another disk"
+        )
     if _status(problem) in (401, 403, 404):
         why = "has no such model, or wants HF_TOKEN for it"
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -81,11 +82,14 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, error_type: object, *rest: object) -> None:
-        if error_type is None:
-            self.finish()
-        elif self._file is not None:
-            self._file.close()
-            self._part_path.unlink(missing_ok=True)
+        try:
+            if error_type is None:
+                self.finish()
+        finally:
+            if self._file is not None:
+                with suppress(OSError):  # of what it could not write
+                    self._file.close()
+                self._part_path.unlink(missing_ok=True)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. `tensor` is of any float dtype, on the CPU."""

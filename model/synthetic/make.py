@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def make_model(
     directory that was left half-way is not taken for a model.
     Units:   needs about twice the largest tensor's float32 bytes of memory
     Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
-             disk has too little space
+             disk has too little space. Whatever ends it early, no file of the new model is left
     """
     if not MIN_DENSITY <= density <= MAX_DENSITY:
         raise UsageError(
@@ -72,6 +73,7 @@ def make_model(
     specs = tensor_specs(config)
     num_parameters = sum(spec.num_items for spec in specs)
     total_bytes = num_parameters * getattr(torch, dtype).itemsize
+    is_new = not out.exists()
     _prepare_directory(out, total_bytes, force)
     written = 0
 
@@ -80,10 +82,19 @@ def make_model(
         written += num_bytes
         on_bytes(written, total_bytes)
 
-    with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
-        layers = _write_tensors(config, density, NormalSource(seed), writer)
-    _write_json(out / "generation_config.json", generation_config_json(shape))
-    _write_json(out / "config.json", written_config)
+    try:
+        with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
+            layers = _write_tensors(config, density, NormalSource(seed), writer)
+        _write_json(out / "generation_config.json", generation_config_json(shape))
+        _write_json(out / "config.json", written_config)
+    except BaseException as problem:
+        _remove(_old_files(out), out if is_new else None)
+        if isinstance(problem, OSError):
+            raise HotcoldError(
+                f"{out}: cannot be written ({problem.strerror}); give fewer --layers or another "
+                "disk"
+            ) from None
+        raise
     return SyntheticReport(total_bytes, num_parameters, tuple(layers))
 
 
@@ -151,21 +162,38 @@ def _write_head(
 
 
 def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        if not force:
-            raise UsageError(f"{out} is not empty; name another directory or give --force")
-        for pattern in _OUR_FILES:
-            for path in out.glob(pattern):
-                path.unlink()
-    elif out.exists() and not out.is_dir():
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise UsageError(f"{out} is not empty; name another directory or give --force")
+    if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a directory")
-    out.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(out).free
+    old = _old_files(out)
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    free_bytes = shutil.disk_usage(place).free + sum(path.lstat().st_size for path in old)
     if num_bytes + _SPARE_DISK_BYTES > free_bytes:
         raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB but {out} has {free_bytes / 1e9:.2f} GB "
-            "free; give fewer --layers or another disk"
+            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
+            f"spare, and {out} has {free_bytes / 1e9:.2f} GB free; give fewer --layers or another "
+            "disk"
         )
+    _remove(old)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UsageError(f"{out}: cannot be made ({problem.strerror}); name another") from None
+
+
+def _old_files(out: Path) -> list[Path]:
+    """What an earlier run has written there."""
+    return [path for pattern in _OUR_FILES for path in out.glob(pattern)]
+
+
+def _remove(files: Sequence[Path], folder: Path | None = None) -> None:
+    """Remove the files, and then the folder if it is empty."""
+    for path in files:
+        path.unlink(missing_ok=True)
+    if folder is not None:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

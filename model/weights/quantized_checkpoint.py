@@ -197,8 +197,9 @@ def _require_space(directory: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes + _SPARE_DISK_BYTES > free_bytes:
         raise HotcoldError(
-            f"the model takes {num_bytes / 1e9:.2f} GB but {directory.parent} has "
-            f"{free_bytes / 1e9:.2f} GB free; name a directory on another disk"
+            f"the model takes {num_bytes / 1e9:.2f} GB, {_SPARE_DISK_BYTES / 1e9:.2f} GB are to "
+            f"spare, and {directory.parent} has {free_bytes / 1e9:.2f} GB free; name a directory "
+            "on another disk"
         )
 
 

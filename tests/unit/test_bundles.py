@@ -22,6 +22,7 @@ from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
 from model.weights.ffn import load_ffn
+from tests.full_disk import files_of_at_most
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
 
@@ -134,6 +135,15 @@ def test_a_full_disk_is_one_line(model: Model, monkeypatch: pytest.MonkeyPatch) 
     assert not model.file.exists()
     model.write()
     assert damaged_bundles(model.read()) == []
+
+
+def test_a_file_that_cannot_be_begun_is_not_there(model: Model) -> None:
+    with (
+        pytest.raises(ArtifactError, match=r"cannot be written \(File too large\)"),
+        files_of_at_most(model.geometry.file_bytes - 1),
+    ):
+        model.write()
+    assert not model.file.exists() and not model.part.exists()
 
 
 def test_no_room_is_said_before(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,13 @@ class Commands:
             "HF_ENDPOINT": hub_url, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }  # fmt: skip
 
-    def __call__(self, *arguments: str, **changes: str) -> tuple[int, str, str]:
+    def __call__(
+        self, *arguments: str, file_blocks: int | None = None, **changes: str
+    ) -> tuple[int, str, str]:
+        limit = f'ulimit -f {file_blocks or "unlimited"}; exec "$@"'
+        command = [sys.executable, "-m", "jobs.cli", *arguments]
         done = subprocess.run(
-            [sys.executable, "-m", "jobs.cli", *arguments], capture_output=True, text=True,
+            ["bash", "-c", limit, "bash", *command], capture_output=True, text=True,
             env=self.environment | changes, stdin=subprocess.DEVNULL, timeout=120, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
@@ -144,6 +148,15 @@ def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> N
     folder = Path(json.loads(out.splitlines()[-1])["path"])
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert any(line.startswith("model.safetensors from ") for line in local_hub.ranges)
+
+
+def test_a_disk_that_fills_is_told_as_that(run: Commands) -> None:
+    status, out, err = run("pull", "org/small", file_blocks=1000)
+    assert (status, out) == (1, "") and "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert "File too large" in line and "HF_HOME" in line and "network" not in line
+    assert "org/small  unfinished" in run("list")[1]
+    assert run("pull", "org/small")[0] == 0
 
 
 def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from model.synthetic.make import SyntheticReport, make_model
 from model.synthetic.rates import power_law_rates
 from model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
+from tests.full_disk import files_of_at_most
 from tests.patched_models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -217,10 +218,51 @@ def test_a_directory_in_use_is_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_disk_that_fills_is_one_line_and_leaves_nothing(tmp_path: Path, last: bool) -> None:
+    make_model(tmp_path / "whole", SHAPES["tiny"])
+    size = (tmp_path / "whole" / "model.safetensors").stat().st_size
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    for out, left in ((tmp_path / "new", None), (tmp_path / "used", ["notes.txt"])):
+        with (
+            pytest.raises(HotcoldError, match=r"cannot be written \(File too large\)") as caught,
+            files_of_at_most(size - 1 if last else 10),  # the last byte is written when it closes
+        ):
+            make_model(out, SHAPES["tiny"], force=True)
+        assert str(out) in str(caught.value) and "\n" not in str(caught.value)
+        assert (sorted(file.name for file in out.iterdir()) if out.exists() else None) == left
+
+
+def test_a_run_that_ends_early_leaves_no_finished_file_either(tmp_path: Path) -> None:
+    def stop(written: int, total: int) -> None:
+        if written == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_model(tmp_path / "new", SHAPES["tiny"], on_bytes=stop)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_is_to_be_replaced_stays_where_the_new_one_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, SHAPES["tiny"])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+        with pytest.raises(HotcoldError, match="GB free"):
+            make_model(tmp_path, SHAPES["tiny"], seed=1, force=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
+    make_model(tmp_path, SHAPES["tiny"], seed=1, force=True)  # in the place of the old one
+    assert (tmp_path / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
 def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(HotcoldError, match="GB free"):
-        make_model(tmp_path, SHAPES["tiny"])
+        make_model(tmp_path / "a" / "b", SHAPES["tiny"])
     assert not list(tmp_path.iterdir())
 
 
