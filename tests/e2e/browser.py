@@ -21,7 +21,9 @@ _ON_PATH = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 # Chromium with the few libraries that small systems lack, for x86-64 Linux, 68 MB.
 _PACKAGE = "@sparticuz/chromium@147.0.0"
 _FOLDER = Path.home() / ".cache" / "hotcold-tests" / "chromium-147.0.0"
-_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-zygote"]
+# Requests to other hosts fail. Playwright could look at each, but then the browser caches nothing.
+_ONLY_HERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost"
+_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-zygote", _ONLY_HERE]
 
 
 @functools.cache

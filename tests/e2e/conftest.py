@@ -9,7 +9,15 @@ import pytest
 
 from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_visit import PATIENCE_MS
+from tests.e2e.server import Server, serving
 from tests.e2e.stand_in import StandIn
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """`hotcold serve` of the demo model, for tests that leave it as it was."""
+    with serving("--kv-tokens", "2048", "--max-tokens-limit", "450", "--queue", "4") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +54,23 @@ def book(stand_in: StandIn) -> Iterator[StandIn]:
 
 @pytest.fixture
 def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
-    """open_page(width): a page of a new visitor at `address`. No request may leave 127.0.0.1."""
+    """open_page(width): a page of a new visitor at `address`. No request may leave 127.0.0.1.
+
+    The browser finds no other host (`browser.py`).
+    """
     foreign: list[str] = []
     errors: list[str] = []
     contexts: list[Any] = []
 
-    def only_here(route: Any) -> None:
-        if route.request.url.startswith((address, "data:", "blob:")):
-            route.continue_()
-        else:
-            foreign.append(route.request.url)
-            route.abort()
+    def note(request: Any) -> None:
+        is_here = request.url.startswith((address, "data:", "blob:"))
+        if not is_here and request.failure != "csp":  # which asked nobody
+            foreign.append(f"{request.url}: {request.failure}")
 
     def make(width: int = 1280, height: int = 900, **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        context.route("**/*", only_here)
+        context.on("requestfinished", note)
+        context.on("requestfailed", note)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)

@@ -153,7 +153,7 @@ def set_weight(name: str, value: float) -> Damage:
 
 def huge_checkpoint(model: Path) -> None:
     """Terabytes, of which the disk holds only the header."""
-    ffn_size, num_layers = 1 << 20, 4096
+    ffn_size, num_layers = 1 << 20, 2048
     change_config(intermediate_size=ffn_size, num_hidden_layers=num_layers)(model)
     shapes: dict[str, list[int]] = {}
     for name, entry in read_header(model).items():
@@ -212,8 +212,7 @@ def option(name: str, value: str, *says: str, status: int = FAILURE) -> Case:
 
 CASES = [
     # weights
-    Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS),
-         own_process=True),
+    Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS)),
     Case("truncated-data", ("model.safetensors", "truncated", "download"), truncate(150_000)),
     Case("truncated-header", ("header is incomplete", "download"), truncate(100)),
     Case("empty-file", ("header is incomplete", "download"), truncate(0)),

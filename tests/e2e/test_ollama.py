@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -12,7 +11,7 @@ import numpy as np
 import ollama
 import pytest
 
-from tests.e2e.server import WAIT_S, Server, serving
+from tests.e2e.server import WAIT_S, Server
 
 QUESTION = {"role": "user", "content": "What does textwrap.dedent do?"}
 GREEDY = {"temperature": 0}
@@ -22,12 +21,6 @@ SHAPE: dict[str, Any] = {
     "required": ["module", "depth"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--kv-tokens", "2048") as server:
-        yield server
 
 
 @pytest.fixture

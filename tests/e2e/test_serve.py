@@ -8,7 +8,6 @@ import math
 import shlex
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -36,12 +35,6 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "extra_body": {"ignore_eos": True},
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--kv-tokens", "2048", "--max-tokens-limit", "450", "--queue", "4") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -338,10 +331,10 @@ def test_beyond_the_queue_are_told_to_come_later(openai: Any, server: Server, cl
 
 def test_malformed_requests_harm_nobody(server: Server) -> None:
     await_that(lambda: server.metric("vllm:num_requests_running") == 0)
-    done = run_in_own_process("api_fuzz", "--url", server.url, "--requests", 200)
+    done = run_in_own_process("api_fuzz", "--url", server.url, "--requests", 100)
     assert done.status == 0, done.out + done.err
     found = json.loads(done.out)
-    assert found["requests"] >= 200 and found["generations_same"] > 0
+    assert found["requests"] >= 100 and found["generations_same"] > 0
     assert set(found["statuses"]) <= {"200", "400", "403", "404", "405", "413"}
 
 
