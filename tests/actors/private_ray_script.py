@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 import psutil
 import ray
@@ -34,6 +37,18 @@ class Echo:
         return str(ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex())
 
 
+def facts_of(processes: Iterable[psutil.Process]) -> dict[str, Any]:
+    """Command lines, parents and groups of those that have not ended meanwhile."""
+    lines, parents, groups = {}, {}, []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            line, parent = " ".join(process.cmdline()), process.ppid()
+            if os.getpgid(process.pid) == process.pid:
+                groups.append(process.pid)
+            lines[process.pid], parents[process.pid] = line, parent
+    return {"processes": lines, "parents": parents, "groups": groups}
+
+
 def main() -> None:
     if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
@@ -52,9 +67,7 @@ def main() -> None:
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "wait_policy": ray.get(echoes[0].variable.remote("OMP_WAIT_POLICY")),
         "folders": [str(path) for path in sorted(set(SessionFolder.all()) - folders)],
-        "processes": {process.pid: " ".join(process.cmdline()) for process in processes},
-        "parents": {process.pid: process.ppid() for process in processes},
-        "groups": [process.pid for process in processes if os.getpgid(process.pid) == process.pid],
+        **facts_of(processes),
     }
     print(json.dumps(told), flush=True)
     if sys.stdin.readline().strip() == "shutdown":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,14 +20,22 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> np.ndarray:
     return random_bits(seed, BITS[kind], height, width)
 
 
+EVERY = range(2, 33)
+SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and left with one
+
+
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(("height", "width"), [(1, 608), (23, 608), (51, 608), (51, 2112)])
-def test_rows(backend: SimpleNamespace, kind: str, height: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("height", "width", "numbers"), [(1, 608, EVERY), (23, 608, EVERY), (51, 2112, SOME)]
+)
+def test_rows(
+    backend: SimpleNamespace, kind: str, height: int, width: int, numbers: Sequence[int]
+) -> None:
     if kind == "q6":
         width = -(-width // 256) * 256  # whole blocks
     weights, x = random_weights(1, kind, height, width), random_floats(2, 32, width)
     alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
-    for num_tokens in range(2, 33):
+    for num_tokens in numbers:
         assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
 
 

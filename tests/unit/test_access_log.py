@@ -17,7 +17,8 @@ from ui.access_log import AccessLog
 
 async def answer(request: Request) -> Response:
     if "refused" in request.url.path:
-        return PlainTextResponse("no", 403)
+        request.state.model = "a model"
+        return PlainTextResponse("no", 400)
     if "stream" in request.url.path:
         return StreamingResponse(iter([b"one", b"two"]))
     if "broken" in request.url.path:
@@ -52,7 +53,8 @@ def test_a_stream_is_told_when_it_has_ended() -> None:
 )
 def test_what_is_asked_again_and_again_is_told_only_where_refused(path: str) -> None:
     assert lines_of("text", path) == []
-    assert " 403 " in lines_of("text", f"{path}/refused")[0]
+    (line,) = lines_of("text", f"{path}/refused")
+    assert " 400 " in line and line.endswith(" s 'a model'")
 
 
 def test_json() -> None:
@@ -62,6 +64,8 @@ def test_json() -> None:
     assert told == {
         "client": "testclient", "method": "GET", "path": "/v1/x", "status": 200, "bytes": 4,
     }  # fmt: skip
+    (line,) = lines_of("json", "/v1/refused")
+    assert json.loads(line)["model"] == "a model"
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])

@@ -236,6 +236,7 @@ def test_files_cores_and_surroundings_tell_systems_apart(
         lambda: (tmp_path / "hotcold" / "profile").touch(),
         lambda: plan.write_text("1"),
         lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1"),
+        lambda: monkeypatch.setenv("HOTCOLD_NUMA_ROOT", "/elsewhere"),
         lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {77}),
     ):
         change()

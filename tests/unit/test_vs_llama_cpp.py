@@ -130,14 +130,15 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # kernels may have to be compiled
-@pytest.mark.parametrize("how", [[], ["--one-at-a-time"]])
-def test_a_whole_run(how: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "rounds"), [([], 2), (["--one-at-a-time"], 1)])
+def test_a_whole_run(how: list[str], rounds: int, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     make_model(tmp_path / "model", SyntheticShape("llama", 64, 96, 4, 4, 16, 64, 256, 2))
     bench: list[object] = ["--threads", 1]
     for name, speed in (("a", 1.0), ("b", 2.0)):
         bench += ["--llama-bench", _build(tmp_path / name, speed)]
-    sizes = ["--rounds", 2, "--load-rounds", 0, "--tokens", 8, "--batch", 2, "--prompt-tokens", 40]
+    sizes = ["--rounds", rounds, "--load-rounds", 0, "--tokens", 8, "--batch", 2]
+    sizes += ["--prompt-tokens", 40]
     out, kept = tmp_path / "results" / "out", tmp_path / "kept"
     files = ["--out", out, "--gguf-folder", kept]
     said = output_of(
@@ -147,7 +148,7 @@ def test_a_whole_run(how: list[str], tmp_path: Path) -> None:
     assert [path.name for path in kept.iterdir()] == ["model-f16.gguf"]
     report = json.loads(out.with_name("out.json").read_text())
     (found,) = report["formats"]
-    assert len(found["runs"]) == 2 and report["one_at_a_time"] == bool(how)
+    assert len(found["runs"]) == rounds and report["one_at_a_time"] == bool(how)
     for run in found["runs"]:
         assert [each["decode"] for each in run["llama_cpp"]] == [1.0, 2.0]
         exact = run["hotcold"]["exact"]
