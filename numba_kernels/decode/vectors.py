@@ -1,14 +1,17 @@
 """Vectors that quantized rows are multiplied with: quantized themselves, once for all rows."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numba.core import types
 from numba.extending import overload
+from numpy.typing import DTypeLike
 
 from numba_kernels.formats import QUANT_GROUP
 from numba_kernels.ir.quantized_ir import format_of
+from numba_kernels.ir.target import LINE_BYTES
 from numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
@@ -33,10 +36,18 @@ def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVec
     groups = -(-width // QUANT_GROUP)
     shape = (num_threads, num_tokens, groups)
     return QuantizedVectors(
-        values=np.zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
-        scales=np.zeros(shape, np.float32),
-        sums=np.zeros(shape, np.int32),
+        values=_zeros((num_threads, num_tokens, groups * QUANT_GROUP), np.int8),
+        scales=_zeros(shape, np.float32),
+        sums=_zeros(shape, np.int32),
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Zeros that begin with a line of the cache: loads of whole lines then take one line each."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    start = -room.ctypes.data % LINE_BYTES
+    return room[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 @njit(nogil=True, cache=True)

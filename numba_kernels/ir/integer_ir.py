@@ -4,13 +4,13 @@ Four bytes of every group are multiplied and added at once, and scales are appli
 weights. Integer sums are exact; float sums run chunk by chunk, so a product does not depend on how
 many others are computed beside it.
 
-A single long row is read in the order of its bytes, values first and their scales after them: two
-or three streams a row reach half of what memory gives.
+A single row is read in the order of its bytes, values first and their scales after them: two or
+three streams a row reach half of what memory gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -37,7 +37,7 @@ from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from numba_kernels.ir.vec import F32, I8, I16, I32, Ptr, Var, Vec, for_range, shaped
 
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
-_FEW_CHUNKS = 4  # of a row that is hardly longer than what is read at once
+_FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
 _STRETCH = 16  # chunks of a longer row whose values are read before their scales
 _NEAR_BYTES = 1024  # of a row, between what is read and what the second-level cache is asked for
 _PART_BYTES = (
@@ -72,98 +72,94 @@ class _Products:
         self.groups = groups
         self.builder = groups.builder
         self.pairs = [(row, vector) for row in range(len(rows)) for vector in range(len(vectors))]
-        self.multiply = ByteProducts(row_format)
         self.num_halves = 2 if row_format.has_halves else 1
         self.num_counts = len(self.pairs) * self.num_halves  # of a chunk
+        # Two chains of additions where registers allow: whole numbers add up the same either way.
+        self.num_chains = 2 if self.num_counts <= _MOST_CHAINS else 1
+        self.multiply = ByteProducts(row_format, self.num_chains)
         zeros = Vec.full(self.builder, 0, F32, LANES)
         self.totals = [Var(zeros) for _ in self.pairs]
 
     def emit(self, ahead: Sequence[Row]) -> list[Vec]:
         """The products; rows in `ahead` are prefetched in step."""
-
-        def rest_line(at: Vec) -> None:
-            for row in ahead:
-                (row.values + at).prefetch(2)
-
-        def whole(number: Vec) -> None:
-            if len(self.rows) > 1:
-                self._by_chunks(number, ahead)
-            else:
-                is_short = number.below(_FEW_CHUNKS)
-                with self.builder.if_else(is_short.value) as (few, many):
-                    with few:
-                        self._by_chunks(number, ahead)
-                    with many:
-                        self._by_stretches(number, ahead)
-            if ahead:
-                begin = number * CHUNK_BYTES[self.bits]
-                for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, rest_line)
-
-        with_chunks(self.groups, self.bits, whole, self._add_rest)
+        if len(self.rows) > 1:
+            with_chunks(self.groups, self.bits, self._by_chunks, self._add_rest)
+        else:
+            self._in_order(ahead)
         return [total.get().sum() for total in self.totals]
 
-    def _chunk(self, index: Vec) -> Chunk:
+    def _in_order(self, ahead: Sequence[Row]) -> None:
+        """One row: its values, then its scales; of a long row stretch by stretch."""
+        number = self.groups // CHUNK_GROUPS
+        rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.bits)
+        few, many = _FewChunks(self, number), _Stretches(self, number)
+        is_short, has_rest = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
+        of_rest = self.no_counts()
+        self._either(is_short, lambda: few.count(ahead), lambda: many.count(ahead))
+        with self.builder.if_then(has_rest.value):
+            _set_all(of_rest, self._rest_counts(rest))
+        self._either(is_short, few.add, many.add)
+        with self.builder.if_then(has_rest.value):
+            self.add_scaled(rest.chunk, [count.get() for count in of_rest])
+        if ahead:
+            self._prefetch_rest(ahead, number)
+
+    def _either(self, bit: Vec, yes: Callable[[], None], no: Callable[[], None]) -> None:
+        with self.builder.if_else(bit.value) as (first, second):
+            with first:
+                yes()
+            with second:
+                no()
+
+    def _prefetch_rest(self, rows: Sequence[Row], number: Vec) -> None:
+        """Ask for what lies behind the values of the whole chunks."""
+
+        def line(at: Vec) -> None:
+            for row in rows:
+                (row.values + at).prefetch(2)
+
+        begin = number * CHUNK_BYTES[self.bits]
+        for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, line)
+
+    def no_counts(self) -> list[Var]:
+        """Integer sums of a chunk that are still to be had."""
+        zeros = Vec.full(self.builder, 0, I32, LANES)
+        return [Var(zeros) for _ in range(self.num_counts)]
+
+    def chunk(self, index: Vec) -> Chunk:
         return Chunk(index, index.like(LANES), None)
 
-    def _prefetch(self, rows: Sequence[Row], index: Vec, offset: int) -> None:
+    def prefetch(self, rows: Sequence[Row], index: Vec, offset: int) -> None:
         """Ask for the values of a chunk of each row, `offset` bytes on."""
         num_bytes = CHUNK_BYTES[self.bits]
         for row in rows:
             for line in range(offset, offset + num_bytes, LINE_BYTES):
                 (row.values + index * num_bytes + line).prefetch(2)
 
-    def _by_chunks(self, number: Vec, ahead: Sequence[Row]) -> None:
+    def _by_chunks(self, number: Vec) -> None:
         """All whole chunks, each with its scales at once."""
 
         def chunk(index: Vec) -> None:
-            self._prefetch(ahead, index, 0)
-            self._add_scaled(self._chunk(index), self._counts(self._chunk(index)))
+            self.add_scaled(self.chunk(index), self.counts(self.chunk(index)))
 
         for_range(0, number, 1, chunk)
 
-    def _by_stretches(self, number: Vec, ahead: Sequence[Row]) -> None:
-        """All whole chunks, the values of several, then their scales."""
-        size = 4 * LANES * self.num_counts
-        kind = ir.ArrayType(INTS, _STRETCH * self.num_counts)
-        waiting = Ptr(self.builder, cgutils.alloca_once(self.builder, kind, zfill=False))
-
-        def stretch(first: Vec) -> None:
-            end = (first + _STRETCH).minimum(number)
-
-            def places(index: Vec) -> list[Ptr]:
-                at = waiting + (index - first) * size
-                return [at + 4 * LANES * i for i in range(self.num_counts)]
-
-            def values(index: Vec) -> None:
-                self._prefetch(ahead or self.rows, index, 0 if ahead else _NEAR_BYTES)
-                counts = self._counts(self._chunk(index))
-                for at, count in zip(places(index), counts, strict=True):
-                    at.store(count)
-
-            def scales(index: Vec) -> None:
-                counts = [at.load(I32, LANES) for at in places(index)]
-                self._add_scaled(self._chunk(index), counts)
-
-            for_range(first, end, 1, values)
-            for_range(first, end, 1, scales)
-
-        for_range(0, number, _STRETCH, stretch)
-
-    def _counts(self, chunk: Chunk) -> list[Vec]:
+    def counts(self, chunk: Chunk) -> list[Vec]:
         """The integer sums of a whole chunk, of each pair and there of each half of a group."""
-        # Two chains of additions where registers allow: whole numbers add up the same either way.
-        num_chains = 2 if self.num_counts <= _MOST_CHAINS else 1
         empty = self.multiply.empty(self.builder)
-        chains = [[empty] * num_chains for _ in range(self.num_counts)]
+        chains = [[empty] * self.num_chains for _ in range(self.num_counts)]
         added = [empty] * (len(self.vectors) * self.num_halves)
         for number in range(PACKED_STEPS[self.bits]):
-            weights = [packed_steps(chunk, self.bits, row, number) for row in self.rows]
+            weights = [
+                packed_steps(chunk, self.bits, row, number, self.multiply.high_in_place)
+                for row in self.rows
+            ]
             for part in range(len(weights[0])):
                 inputs = [
                     self._values(chunk, vector, part, 4 * LANES * number).load(I32, LANES, align=1)
                     for vector in self.vectors
                 ]
-                half, turn = part % self.num_halves, (number + part) % num_chains
+                half, turn = part % self.num_halves, self._turn(number, part)
                 for pair, (row, vector) in enumerate(self.pairs):
                     sums = chains[pair * self.num_halves + half]
                     sums[turn] = self.multiply.add(sums[turn], weights[row][part], inputs[vector])
@@ -171,6 +167,10 @@ class _Products:
                     place = vector * self.num_halves + half
                     added[place] = self.multiply.add_offset(added[place], values)
         return self._without(added, [self.multiply.end(sums) for sums in chains])
+
+    def _turn(self, number: int, part: int) -> int:
+        """The chain of additions that takes a part of a step."""
+        return (part if self.multiply.high_in_place else number + part) % self.num_chains
 
     def _without(self, added: list[Vec], counts: list[Vec]) -> list[Vec]:
         """The counts less what each vector's half has too much in them."""
@@ -187,7 +187,7 @@ class _Products:
         first = chunk.at(vector.values, CHUNK)
         return first + chunk.num_lanes * (part * _PART_BYTES // LANES) + offset
 
-    def _add_scaled(self, chunk: Chunk, counts: list[Vec]) -> None:
+    def add_scaled(self, chunk: Chunk, counts: list[Vec]) -> None:
         """Add a chunk's integer sums to the totals, with its scales and minima."""
         row_scales = [chunk.scales(row) for row in self.rows]
         scales = [
@@ -213,9 +213,12 @@ class _Products:
             total.set(minima[row].fma(scaled[vector], total.get()))
 
     def _add_rest(self, rest: Rest) -> None:
-        """The last chunk, several of its steps at a time."""
-        empty = self.multiply.empty(self.builder)
-        sums, chunk = [Var(empty) for _ in range(self.num_counts)], rest.chunk
+        self.add_scaled(rest.chunk, self._rest_counts(rest))
+
+    def _rest_counts(self, rest: Rest) -> list[Vec]:
+        """The integer sums of the last chunk, several of whose steps are taken at a time."""
+        empty, chunk = self.multiply.empty(self.builder), rest.chunk
+        chains = [[Var(empty) for _ in range(self.num_chains)] for _ in range(self.num_counts)]
         added = [Var(empty) for _ in range(len(self.vectors) * self.num_halves)]
         starts = [chunk.at(row.values, CHUNK_BYTES[self.bits]) for row in self.rows]
 
@@ -225,16 +228,18 @@ class _Products:
                     rest.load(self._values(chunk, vector, part, 0), index)
                     for vector in self.vectors
                 ]
-                half = part % self.num_halves
+                half, turn = part % self.num_halves, self._turn(0, part)
                 for pair, (row, vector) in enumerate(self.pairs):
-                    total = sums[pair * self.num_halves + half]
+                    total = chains[pair * self.num_halves + half][turn]
                     total.set(self.multiply.add(total.get(), weights[row][part], inputs[vector]))
                 for vector, values in enumerate(inputs):
                     total = added[vector * self.num_halves + half]
                     total.set(self.multiply.add_offset(total.get(), values))
 
         def turn(index: Vec) -> None:
-            add(index, [unpacked(self.bits, rest.load(start, index)) for start in starts])
+            loaded = [rest.load(start, index) for start in starts]
+            in_place = self.multiply.high_in_place
+            add(index, [unpacked(self.bits, values, in_place) for values in loaded])
 
         if self.bits == 6:  # half a chunk: two steps in each of three vectors
             last = self.groups.like(2)
@@ -247,12 +252,101 @@ class _Products:
                         for start in starts
                     ],
                 )
+        elif self.num_chains > 1:
+            rest.each_turn_in_line(turn)
         else:
             rest.each_turn(turn)
-        ends = [self.multiply.end([total.get()]) for total in sums]
+        ends = [self.multiply.end([var.get() for var in sums]) for sums in chains]
         counts = [Var(count) for count in self._without([var.get() for var in added], ends)]
         rest.fold(counts)
-        self._add_scaled(chunk, [count.get() for count in counts])
+        return [count.get() for count in counts]
+
+
+class _FewChunks:
+    """The whole chunks of a short row, without a loop; their integer sums stay in registers."""
+
+    def __init__(self, products: _Products, number: Vec) -> None:
+        self.products = products
+        self.number = number
+        self.sums = [products.no_counts() for _ in range(_FEW_CHUNKS)]
+
+    def count(self, ahead: Sequence[Row]) -> None:
+        """Read the values."""
+
+        def chunk(index: Vec, sums: list[Var]) -> None:
+            near = ahead or self.products.rows
+            self.products.prefetch(near, index, 0 if ahead else _NEAR_BYTES)
+            _set_all(sums, self.products.counts(self.products.chunk(index)))
+
+        self._each(chunk)
+
+    def add(self) -> None:
+        """Add what has been counted, with its scales."""
+
+        def chunk(index: Vec, sums: list[Var]) -> None:
+            self.products.add_scaled(self.products.chunk(index), [var.get() for var in sums])
+
+        self._each(chunk)
+
+    def _each(self, body: Callable[[Vec, list[Var]], None]) -> None:
+        for index, sums in enumerate(self.sums):
+            place = self.number.like(index)
+            with self.number.builder.if_then(place.below(self.number).value):
+                body(place, sums)
+
+
+class _Stretches:
+    """The whole chunks of a long row: the values of several, then their scales.
+
+    Integer sums wait in memory meanwhile, those of the last stretch until they are added.
+    """
+
+    def __init__(self, products: _Products, number: Vec) -> None:
+        self.products = products
+        self.number = number
+        self.last = (number + -1) // _STRETCH * _STRETCH  # the last stretch's first chunk
+        kind = ir.ArrayType(INTS, _STRETCH * products.num_counts)
+        room = cgutils.alloca_once(products.builder, kind, zfill=False)
+        self.waiting = Ptr(products.builder, room)
+
+    def count(self, ahead: Sequence[Row]) -> None:
+        """Read all values, and add all but the last stretch."""
+
+        def chunk(index: Vec) -> None:
+            near = ahead or self.products.rows
+            self.products.prefetch(near, index, 0 if ahead else _NEAR_BYTES)
+            counts = self.products.counts(self.products.chunk(index))
+            for at, count in zip(self._places(index), counts, strict=True):
+                at.store(count)
+
+        def stretch(first: Vec) -> None:
+            self._add(first - first.minimum(_STRETCH), first)
+            for_range(first, (first + _STRETCH).minimum(self.number), 1, chunk)
+
+        for_range(0, self.number, _STRETCH, stretch)
+
+    def add(self) -> None:
+        """Add the last stretch."""
+        self._add(self.last, self.number)
+
+    def _add(self, first: Vec, end: Vec) -> None:
+        def chunk(index: Vec) -> None:
+            counts = [at.load(I32, LANES) for at in self._places(index)]
+            self.products.add_scaled(self.products.chunk(index), counts)
+
+        for_range(first, end, 1, chunk)
+
+    def _places(self, index: Vec) -> list[Ptr]:
+        """Where a chunk's sums wait."""
+        size = 4 * LANES * self.products.num_counts
+        at = self.waiting + (index & _STRETCH - 1) * size
+        return [at + 4 * LANES * i for i in range(self.products.num_counts)]
+
+
+def _set_all(cells: list[Var], values: list[Vec]) -> None:
+    """Change all of them."""
+    for cell, value in zip(cells, values, strict=True):
+        cell.set(value)
 
 
 class ByteProducts:
@@ -261,15 +355,17 @@ class ByteProducts:
     VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a
     group's sum of values is what that, or Q4's offset of 8, adds too much. Nibbles beside a minimum
     have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles' products fit
-    in them, all that a lane has of a chunk: they are added up before they become 32 bits.
+    in them, all that a lane has of a chunk: they are added up before they become 32 bits. VNNI
+    leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
-    def __init__(self, row_format: RowFormat) -> None:
+    def __init__(self, row_format: RowFormat, num_chains: int) -> None:
         self.bits = row_format.bits
         self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
         self.avx2 = has_feature("avx2") and not self.vnni
         self.in_pairs = self.avx2 and self.bits < 8
         stored = value_offset(row_format)
+        self.high_in_place = self.vnni and self.bits == 4 and num_chains == 2
         self.offset = {8: 128 if self.vnni else 0, 6: 0, 4: stored}[self.bits]
         self.half_offset = stored if self.bits == 6 and self.vnni else 0
         self.subtracted = stored if self.bits == 6 and not self.vnni else 0
@@ -303,7 +399,7 @@ class ByteProducts:
         """All chains of sums together, int32, `offset` still in them."""
         total = chains[0]
         for more in chains[1:]:
-            total = total + more
+            total = total + (more.shifted_right(4) if self.high_in_place else more)
         return _avx2_fours(total) if self.in_pairs else total
 
     def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:

@@ -146,21 +146,27 @@ def _first_lanes(index: Vec, number: Vec) -> Vec:
     return Vec.of(index.builder, range(LANES), I32).below(number.astype(I32))
 
 
-def packed_steps(chunk: Chunk, bits: int, row: Row, number: int) -> list[Vec]:
-    """Load and unpack step `number` of a row: 4 bytes a lane, of one value each."""
+def packed_steps(
+    chunk: Chunk, bits: int, row: Row, number: int, in_place: bool = False
+) -> list[Vec]:
+    """Load and unpack step `number` of a row, as `unpacked`: 4 bytes a lane, of one value each."""
     start = chunk.at(row.values, CHUNK_BYTES[bits])
     loaded = chunk.load(chunk.step(start, number), I32)
     if bits == 6:
         place = PACKED_STEPS[bits] + number % 2
         return joined(loaded, chunk.load(chunk.step(start, place), I32), number // 2)
-    return unpacked(bits, loaded)
+    return unpacked(bits, loaded, in_place)
 
 
-def unpacked(bits: int, loaded: Vec) -> list[Vec]:
-    """Bytes of one value each: one vector of 8 bits, or the low and the high nibbles of 4."""
+def unpacked(bits: int, loaded: Vec, in_place: bool = False) -> list[Vec]:
+    """Bytes of one value each: one vector of 8 bits, or the low and the high nibbles of 4.
+
+    High nibbles that stay in place are 16 times their value.
+    """
     if bits == 8:
         return [loaded]
-    return [loaded & 0x0F0F0F0F, loaded >> 4 & 0x0F0F0F0F]
+    high = loaded & 0xF0F0F0F0 - (1 << 32) if in_place else loaded >> 4 & 0x0F0F0F0F
+    return [loaded & 0x0F0F0F0F, high]
 
 
 def joined(nibbles: Vec, pairs: Vec, turn: int) -> list[Vec]:
@@ -183,7 +189,7 @@ class Rest:
     def __init__(self, index: Vec, num_groups: Vec, bits: int) -> None:
         self.chunk = _last_chunk(index, num_groups)
         self.halvings = num_groups.like(0)  # side is 2 to so many
-        steps = bits  # of a chunk
+        self._num_steps = steps = bits  # of a chunk
         for doublings in range(1, steps.bit_length()):
             fits = num_groups.below(LANES // (1 << doublings) + 1)
             self.halvings = self.halvings + fits.astype(I64, signed=False)
@@ -195,24 +201,33 @@ class Rest:
         """Emit `body(turn)` for each vector of steps."""
         for_range(0, self.num_turns, 1, body)
 
+    def each_turn_in_line(self, body: Callable[[Vec], None]) -> None:
+        """`each_turn` without a loop: there are one, two, four ... turns, or all steps."""
+        number, done = self.num_turns, 1
+        body(number.like(0))
+        while done < self._num_steps:
+            with number.builder.if_then(number.like(done).below(number).value):
+                for turn in range(done, min(2 * done, self._num_steps)):
+                    body(number.like(turn))
+            done *= 2
+
     def load(self, start: Ptr, turn: Vec) -> Vec:
         """The steps of a turn, of those that begin at `start`; 0 in the lanes beyond them."""
         return (start + turn * self.num_lanes * 4).load_masked(I32, self._mask)
 
     def fold(self, sums: list[Var]) -> None:
         """Add up all steps of each group in the lanes of the first step."""
-        if not sums:
-            return
-
-        def fold_once(number: Vec) -> None:
-            distance = (self.num_lanes >> number >> 1).astype(I32)
-            for total in sums:
-                total.set(total.get() + self._moved_down(total.get(), distance))
-
-        for_range(0, self.halvings, 1, fold_once)
+        for number in range(self._num_steps.bit_length() - 1):
+            distance = (self.num_lanes >> number + 1).astype(I32)
+            with distance.builder.if_then(self.halvings.like(number).below(self.halvings).value):
+                for total in sums:
+                    total.set(total.get() + self._moved_down(total.get(), distance))
 
     def _moved_down(self, ints: Vec, distance: Vec) -> Vec:
-        """Lane i + distance in lane i, for the first eight lanes."""
+        """Lane i + distance in lane i, for the first eight lanes; in others any numbers."""
+        if has_feature("avx512f"):
+            places = Vec.of(ints.builder, range(LANES), I32) + distance
+            return ints.call("llvm.x86.avx512.permvar.si.512", INTS, ints, places)
         if not has_feature("avx2"):
             room = _room(ints.builder, 2)
             room.store(ints)
