@@ -1,5 +1,7 @@
 """Rows times vectors: the matrix products of decoding, limited by how fast weights are read."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import njit
 from numba.extending import overload
@@ -25,11 +27,14 @@ from numba_kernels.ir.vector_ir import (
     read_rows,
     tile_narrow,
     tile_panel,
+    tile_panel3,
     tile_shape,
     tile_wide,
     tiles_of,
 )
 
+_PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
+_MOST_ROWS = 192
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -86,53 +91,81 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
             out[t, column + row] = dot_row(weights, row, x, t)
 
 
-def _tile(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    """out[t, column + r] = weights[row + r] . x[t] for the rows of a block, all tokens; no checks.
+def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+    """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; no checks.
 
-    The rows are read through first, then multiplied from the cache. There are at least as many
-    tokens as a tile has. For compiled code alone; see the overload below.
+    `count` rows are whole blocks of tiles. The first token reads them, as fast as memory gives, the
+    others find them in the cache. There are at least as many tokens as a tile has. For compiled
+    code alone; see the overload below.
     """
-    raise NotImplementedError("_tile() is for compiled code")
+    raise NotImplementedError("_tiles() is for compiled code")
 
 
-@overload(_tile)
-def _overload_tile(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+@overload(_tiles)
+def _overload_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     if tiles_of(weights).fewest_tokens == NEVER:
         return _no_tiles
-    return _quantized_tiles if format_of(weights.dtype) else _float_panel
+    row_format = format_of(weights.dtype)
+    return _quantized_tiles(row_format.bits == 8) if row_format else _float_panels
 
 
-def _no_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     pass
 
 
-def _quantized_tiles(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
+    """`_tiles` of a format; with `reads_first` rows are read through if tiles then come out even.
+
+    Rows of bytes are read a little faster alone than multiplied with a token.
+    """
+
+    def tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+        num_tokens = out.shape[0]
+        rows, tokens, _ = tile_shape(weights)
+        begin = 0 if reads_first and num_tokens % tokens == 0 else 1
+        if begin == 0:
+            read_rows(weights, row, count)
+        else:
+            for r in range(count):
+                out[0, column + r] = dot_row(weights, row + r, x, 0)
+        for first in range(0, count, rows):
+            t = begin
+            while t + tokens <= num_tokens:
+                tile_wide(weights, row + first, x, t, out, column + first)
+                t += tokens
+            while t < num_tokens:
+                tile_narrow(weights, row + first, x, t, out, column + first)
+                t += 1
+
+    return tiles
+
+
+def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
     rows, tokens, tiles = tile_shape(weights)
-    read_rows(weights, row, rows * tiles)
-    for tile in range(tiles):
-        first, t = tile * rows, 0
-        while t + tokens <= num_tokens:
-            tile_wide(weights, row + first, x, t, out, column + first)
-            t += tokens
+    for r in range(count):
+        out[0, column + r] = dot_row(weights, row + r, x, 0)
+    for first in range(0, count, rows * tiles):
+        t = 1
         while t < num_tokens:
-            tile_narrow(weights, row + first, x, t, out, column + first)
-            t += 1
-
-
-def _float_panel(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    num_tokens = out.shape[0]
-    rows, tokens, tiles = tile_shape(weights)
-    read_rows(weights, row, rows * tiles)
-    for t in range(0, num_tokens, tokens):  # the last tokens with some of those before them
-        tile_panel(weights, row, x, min(t, num_tokens - tokens), out, column)
+            if (num_tokens - t) % tokens:
+                t = min(t, num_tokens - 3)  # the last tokens with some of those before them
+                tile_panel3(weights, row + first, x, t, out, column + first)
+                t += 3
+            else:
+                tile_panel(weights, row + first, x, t, out, column + first)
+                t += tokens
 
 
 @njit(nogil=True, cache=True)
 def rows_at_once(weights):
-    """Rows that several tokens are multiplied with before others are read."""
+    """Rows that several tokens are multiplied with before others are read: whole blocks of tiles.
+
+    More of them where rows are short, for each block begins a stream anew.
+    """
     rows, _, tiles = tile_shape(weights)
-    return rows * tiles
+    most = min(_MOST_ROWS, _PANEL_BYTES // max(1, weights.shape[1] * weights.itemsize))
+    return max(1, most // (rows * tiles)) * rows * tiles
 
 
 @njit(nogil=True, cache=True)
@@ -151,9 +184,13 @@ def block_products(weights, x, out, first, last, column):
     elif fit_first_level(weights, num_tokens):
         _row_by_row(weights, x, out, first, last, column)
         return
-    while num_tokens >= fewest and row + size <= last:
-        _tile(weights, row, x, out, column + row)
-        row += size
+    elif num_tokens >= fewest:
+        rows, _, tiles = tile_shape(weights)
+        unit = rows * tiles
+        while row + unit <= last:
+            count = min(size, (last - row) // unit * unit)
+            _tiles(weights, row, count, x, out, column + row)
+            row += count
     while row < last:
         end = min(row + size, last)
         _token_by_token(weights, x, out, row, end, column)

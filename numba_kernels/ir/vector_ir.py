@@ -35,26 +35,26 @@ _MOST_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache bes
 class Tiles:
     """How rows and several tokens are multiplied side by side.
 
-    A tile has as many sums as registers hold beside a column of weights. So many tiles are read
-    through before they are multiplied: their rows stay in the second-level cache. Fewer tokens than
-    `fewest_tokens`, or `fewest_of_short` for rows of fewer than SHORT_ROW weights, go one after the
-    other. docs/lab_log.md has the figures.
+    A tile has as many sums as registers hold beside a column of weights. So many tiles at least are
+    read before they are multiplied: their rows stay in the second-level cache. Fewer tokens than
+    `fewest_tokens` go one after the other. docs/lab_log.md has the figures.
     """
 
     num_rows: int
     num_tokens: int
     num_tiles: int
     fewest_tokens: int
-    fewest_of_short: int
 
 
-SHORT_ROW = 2048
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
-    True: (Tiles(6, 4, 4, 4, 4), Tiles(8, 2, 3, 2, 4)),
-    False: (Tiles(3, 2, 8, 4, 4), Tiles(1, 1, 48, NEVER, NEVER)),
+    True: (Tiles(6, 4, 4, 4), Tiles(8, 2, 3, 2)),
+    False: (Tiles(3, 2, 8, 4), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
+# Of a block of float rows, for tokens that the tiles above do not divide: as many rows in all.
+_THREES = {True: Tiles(8, 3, 3, 4), False: Tiles(2, 3, 12, 4)}
+FLOAT_THREES = _THREES[has_feature("avx512f")]
 
 _BIT = ir.IntType(1)
 _INDEX = types.int64
@@ -84,9 +84,7 @@ def fewest_tokens(typingctx, weights):
     tiles = tiles_of(weights)
 
     def emit(given: Arguments) -> Vec:
-        width = Weights(given.array(0)).width
-        short, others = (width.like(n) for n in (tiles.fewest_of_short, tiles.fewest_tokens))
-        return width.below(SHORT_ROW).where(short, others)
+        return Vec.full(given.builder, tiles.fewest_tokens, I64)
 
     return _INDEX(weights), codegen_of(emit)
 
@@ -222,19 +220,27 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
     return signature, codegen_of(lambda given: _emit_tile(given, 1))
 
 
+def _emit_panel(given: Arguments, tiles: Tiles) -> None:
+    """given: weights, row, x, token, out, column."""
+    matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+    first, token, column = given.numbers(1, 3, 5)
+    operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
+    panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles)
+    panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
+
+
 @intrinsic
 def tile_panel(typingctx, weights, row, x, token, out, column):
     """`tile_wide` for all tiles of a block of float rows; see `numba_kernels.ir.float_ir`."""
-    tiles = tiles_of(weights)
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_TILES))
 
-    def emit(given: Arguments) -> None:
-        matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
-        first, token, column = given.numbers(1, 3, 5)
-        operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
-        panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles)
-        panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
-    return types.void(weights, _INDEX, x, _INDEX, out, _INDEX), codegen_of(emit)
+@intrinsic
+def tile_panel3(typingctx, weights, row, x, token, out, column):
+    """`tile_panel` for three tokens."""
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_THREES))
 
 
 @intrinsic
