@@ -30,7 +30,7 @@ from numba_kernels.storage.stored_neurons import GATES, NUM_OPTIONS, SLOTS, Stor
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
 
-_MOST_AHEAD = 256  # neurons of a layer, where there are slots for them
+_MOST_AHEAD = 512  # neurons of a layer, where there are slots for them
 _NO_LAYER = -1, -1
 
 

@@ -77,13 +77,19 @@ def layer_ahead(ahead, layer, num_tokens):
 
 
 @njit(nogil=True, cache=True)
+def ahead_part(num_neurons, thread, num_threads):
+    """First and last (exclusive) of a layer's neurons that a thread scores."""
+    return split_range(num_neurons, thread, num_threads, 4)
+
+
+@njit(nogil=True, cache=True)
 def score_ahead(ahead, layer, thread, num_threads, x):
     """The greatest score of any of the tokens x (T, d), for this thread's part of the layer."""
     predictors, scores, planes = ahead.predictors, ahead.scores, ahead.planes[thread]
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
     bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
     rows = bits.reshape(last - first, bits.shape[0] // (last - first))
-    begin, end = split_range(last - first, thread, num_threads, 4)
+    begin, end = ahead_part(last - first, thread, num_threads)
     other = np.empty(last - first if x.shape[0] > 1 else 0, np.float32)
     for t in range(x.shape[0]):
         unit = pack_planes_kernel(x[t], predictors.centers[layer], predictors.scales[layer], planes)

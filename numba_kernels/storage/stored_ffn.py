@@ -49,6 +49,7 @@ from numba_kernels.storage.stored_neurons import (
     ask_marked,
     await_rows,
     await_some,
+    compute_ahead,
     has_come,
     want,
 )
@@ -56,16 +57,21 @@ from numba_kernels.storage.stored_neurons import (
 
 @njit(nogil=True, cache=True)
 def _begin(stored, first, last):
-    """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
+    """Before a request of the neurons first..last-1; what was read ahead goes on."""
     forget_rates(stored.slots, first, last)
     stored.slots.state[EPOCH] += 1
     if stored.queue.failure[0]:
         settle(stored.queue, stored.slots.asked)
         stored.queue.failure[0] = 0
-    take_back(stored.queue, stored.slots.asked)
     if stored.options[FORGETS]:
         settle(stored.queue, stored.slots.asked)
         forget_slots(stored.slots)
+
+
+@njit(nogil=True, cache=True)
+def _end_ahead(stored):
+    """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
+    take_back(stored.queue, stored.slots.asked)
     note_begun(stored.ahead, stored.slots)
 
 
@@ -81,6 +87,7 @@ def _first_parts(stored, is_listed, keeps_all):
 def _read_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
     """Bring the candidates' gates into slots, `stored.gate_slots`; by one thread alone."""
     parts = _first_parts(stored, is_listed, keeps_all)
+    _end_ahead(stored)
     count = ids.shape[0] if is_listed else num_neurons
     for i in range(count):
         row = first + (ids[i] if is_listed else i)
@@ -97,6 +104,8 @@ def _ask_rest(stored, first, scratch, num_threads, first_parts):
 
     How often a neuron is wanted is how often its up and down are; `first_parts` were counted.
     """
+    if not first_parts:
+        _end_ahead(stored)
     for thread in range(num_threads):
         fired_ids = scratch.fired_ids[thread]
         for i in range(scratch.counts[thread]):
@@ -236,6 +245,8 @@ def stored_layer_ffn(
         learn(stored.ahead, layer, stored.slots)
     if following >= 0:
         score_ahead(stored.ahead, following, thread, num_threads, x)
+        if has_gates:
+            compute_ahead(stored, following, thread, num_threads, vectors, function, num_tokens)
     meet(cells, service, num_threads)
     if thread == 0 and following >= 0:
         ask_ahead(stored, following)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from numba_kernels.decode.activations import activate
+from numba_kernels.ir.vector_ir import dot_row
 from numba_kernels.serve.doorbell import atomic_load, now_ns
 from numba_kernels.serve.layer_ffn import FfnArrays
 from numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
@@ -15,7 +17,7 @@ from numba_kernels.storage.neuron_slots import (
     lacking,
     slot_for,
 )
-from numba_kernels.storage.read_ahead import ReadAhead, best_rows
+from numba_kernels.storage.read_ahead import ReadAhead, ahead_part, best_rows
 from numba_kernels.storage.read_queue import (
     FAILED,
     NOW,
@@ -110,6 +112,27 @@ def ask_marked(stored, most_bytes, most_gap):
             marks[place] = 0
             count += 1
     ask_for(queue, stored.file, NOW, count, most_bytes, most_gap, SLOTS)
+
+
+@njit(nogil=True, cache=True)
+def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
+    """Scores of neurons that would be read, by their gates: fewer are then read in vain.
+
+    For this thread's part of `score_ahead`, from gates that stay in memory; the greatest activation
+    of any token. Another thread may be giving away slots: whom it meets is a guess the worse.
+    """
+    slots, scores, bias = stored.slots, stored.ahead.scores, stored.gate_bias
+    first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
+    begin, end = ahead_part(last - first, thread, num_threads)
+    for n in range(begin, end):
+        slot = slots.slot_of[first + n]
+        if scores[n] > 0 and (slot < 0 or not slots.asked[slot] & REST):
+            shift = bias[first + n] if bias.shape[0] else np.float32(0)
+            score = np.float32(0)
+            for t in range(num_tokens):
+                product = dot_row(stored.arrays.gate, first + n, x, t)
+                score = max(score, activate(function, product + shift))
+            scores[n] = score
 
 
 @njit(nogil=True, cache=True)
