@@ -3,6 +3,7 @@
 import logging
 import os
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -118,7 +119,8 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     if node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return RemoteService.options(**options).remote(spec)
+    # Ray keeps what a process is started with again only where it is small; `load` gets the rest.
+    return RemoteService.options(**options).remote(replace(spec, neuron_ids=None))
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:

@@ -43,7 +43,8 @@ class ServiceActor:
     """Loads one service and runs it; a Ray actor, or an ordinary object in tests."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        """Light: loading is `load`, so that progress can be asked meanwhile.
+        """Light: loading is `load`, which is told of the neurons too, so that progress can be asked
+        meanwhile.
 
         The process is kept on its cores here, before anything that starts threads is imported.
         """

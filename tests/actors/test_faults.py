@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ import pytest
 import ray
 
 from actors.exchange.recovery import MOST_FAILURES
-from actors.protocol.messages import GenerateRequest, Generation
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.system import System
 from model.errors import ServiceError
 from model.sampling import SamplingParams
+from model.synthetic.make import make_model
+from model.synthetic.shape import resolve_shape
 from tests.actors.batching import Asking
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, config_of, greedy
 
@@ -217,6 +220,28 @@ def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
     assert all_gone([*before.values(), last])
     kept.end()
     assert System.attach(NAME) is None
+
+
+def test_a_service_of_many_neurons_comes_back(local_ray: None, tmp_path: Path) -> None:
+    """What Ray starts its process with again is small: larger things may be gone by then."""
+    make_model(tmp_path, resolve_shape("tiny", {"ffn": 16384, "layers": 2}))
+    with System.start(SystemConfig(str(tmp_path), num_cpu_actors=1, num_threads=2)) as system:
+        eight = Eight(system, 12)
+        ids = system.call("processes")
+        assert sum(ids.nbytes for ids in neuron_ids(system)) > 100 << 10
+        found = eight.complete(partial(fault_after, eight, "cpu0", signal.SIGKILL, 0.0))
+        assert found == eight.expected == eight.complete(lambda: None)
+        assert eight.pids()["cpu0"] != ids["cpu0"]
+
+
+def neuron_ids(system: System) -> list[np.ndarray]:
+    """Those of the first CPU service, by layers."""
+    found: list[np.ndarray] = ray.get(
+        system._driver.__ray_call__.remote(
+            lambda host: host.services.connection.specs[1].neuron_ids
+        )
+    )
+    return found
 
 
 def test_actor_calls_recover_too(kept: KeptSystem) -> None:
