@@ -115,6 +115,24 @@ def test_without_words_a_model_is_given_up_at_once(path: str) -> None:
 
 
 @house(room=3)
+async def test_a_model_is_given_up_once_it_has_loaded(house: House) -> None:
+    house.may_load.clear()
+    asked = asyncio.create_task(house.ask("b"))
+    await until(lambda: house.log[-1:] == ["start b"])
+    asked.cancel()  # the one who had it loaded goes away
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await house.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
+    house.may_load.set()
+    await until(lambda: house.starts == ["start b", "end b"])
+    load = asyncio.create_task(house.http.post("/api/generate", json={"model": "b"}))
+    assert (await load).json()["done_reason"] == "load" and house.loaded == "b"
+    house.of["b"].attend(1)
+    house.of["b"].attend(-1)
+    assert house.loaded == "b"
+
+
+@house(room=3)
 async def test_a_model_stays_until_nobody_needs_it(house: House) -> None:
     end = {"model": "b", "keep_alive": 0}
     assert await house.ask("b") == "b"

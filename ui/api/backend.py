@@ -115,27 +115,28 @@ class Backend:
             await self._loader.bring(self)
         return self.client
 
-    def end(self) -> bool:
-        """Have the model given up once nobody needs it, unless somebody asks for it meanwhile.
+    def keep(self, stays: bool) -> bool:
+        """Whether the model stays once nobody needs it, until a request says otherwise.
 
-        False for the only one of a server, which stays.
+        True for the only one of a server, which always stays.
         """
-        self._stays = False
-        self._leave_if_idle()
-        return self._loader is not None
+        self._stays = stays or self._loader is None
+        self.leave_if_idle()
+        return self._stays
 
     def ended(self) -> None:
         """A request has ended."""
         self.num_active -= 1
         self.used_at = time.monotonic()
-        self._leave_if_idle()
+        self.leave_if_idle()
 
     def attend(self, count: int) -> None:
         """So many more want it to stay, though they ask nothing now."""
         self.num_attending += count
-        self._leave_if_idle()
+        self.leave_if_idle()
 
-    def _leave_if_idle(self) -> None:
+    def leave_if_idle(self) -> None:
+        """Have the model given up if it does not stay, and nobody needs it."""
         if not self._stays and self._loader is not None:
             self._loader.give_up(self)
 
@@ -198,7 +199,7 @@ class Backend:
         """Take `count` places, make that many requests of token ids, and queue them.
 
         The only way to an answer, for the API and for the page. Without `stays` the model is given
-        up once nobody needs it, as by `end`.
+        up once nobody needs it, as by `keep`.
         Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
                  PromptError, UsageError, ServiceError
         """

@@ -118,6 +118,7 @@ class ModelLoader:
                 backend.is_loading = False
             backend.metrics.add_start()
             self._tell("loaded", backend.name)
+        backend.leave_if_idle()  # those who have asked for it may have gone
 
     async def _make_room(self, backend: Backend) -> None:
         """Give up idle models until this one fits. Errors: ApiError 503 where it does not."""

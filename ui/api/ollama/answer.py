@@ -143,7 +143,7 @@ async def loaded_or_ended(backend: Backend, body: Body) -> Line:
 
     Errors:  ApiError 503 and 504, HotcoldError
     """
-    if not body.stays and backend.end():
+    if not backend.keep(body.stays):
         return _done(body, "unload")
     limit_s = backend.settings.request_timeout_s
     try:

@@ -80,8 +80,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         body = parse(OllamaEmbed, await request.body())
         backend = _choose(models, request, body)
         found = await answered(request, embed(backend, body))
-        if not body.stays:
-            backend.end()
+        backend.keep(body.stays)
         return JSONResponse(found)
 
     @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbeddings))
@@ -90,8 +89,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         body = parse(OllamaEmbeddings, await request.body())
         backend = _choose(models, request, body)
         found = await answered(request, embed_one(backend, body))
-        if not body.stays:
-            backend.end()
+        backend.keep(body.stays)
         return JSONResponse(found)
 
 
