@@ -1,4 +1,4 @@
-"""Fits low-rank predictors in closed form, and finds the hidden size that reads the fewest bytes.
+"""Fits low-rank predictors in closed form, and finds the hidden size that costs a token least.
 
 The gate rows are known, so the best linear estimate of rank k of all pre-activations is known too:
 with C = L L' the second moment of the inputs and U S V' the largest singular triples of G L, it is
@@ -49,20 +49,20 @@ class _Candidate:
 
     layer: LowRankLayer
     quality: Quality
-    token_bytes: float  # the predictor's, and those of the gate rows that it lets through
+    token_cost: float  # of the predictor, and of the gate rows that it lets through
 
 
 def fit_lowrank(data: LayerData, target_recall: float) -> tuple[LowRankLayer, Quality]:
-    """The low-rank predictor that reaches the target recall and reads the fewest bytes a token.
+    """The low-rank predictor that reaches the target recall and costs a token least.
 
     Every size reaches every recall, by computing more neurons; so the size grows, from where the
     layer's sparsity puts it, as long as the gate rows that it saves outweigh its own bytes, and
-    shrinks in the same way; in float16 and in int8, whichever reads fewer bytes.
+    shrinks in the same way; in float16 and in int8, whichever costs less.
     """
     most = max(_UNIT, min(data.gate.shape[1] // 2, 1024) // _UNIT * _UNIT)
     search = _Search(data, target_recall, most)
     start = _start_size(data, most)
-    best = min((search.climb(start, dtype) for dtype in DTYPES), key=lambda c: c.token_bytes)
+    best = min((search.climb(start, dtype) for dtype in DTYPES), key=lambda c: c.token_cost)
     return best.layer, best.quality
 
 
@@ -82,12 +82,12 @@ class _Search:
         self._found: dict[tuple[int, str], _Candidate] = {}
 
     def climb(self, size: int, dtype: str) -> _Candidate:
-        """From `size`, up or down by steps of a quarter while the bytes of a token fall."""
+        """From `size`, up or down by steps of a quarter while the cost of a token falls."""
         best = self._candidate(size, dtype)
         for step in (_larger, _smaller):
             while (following := step(best.layer.hidden_size, self._most)) is not None:
                 candidate = self._candidate(following, dtype)
-                if candidate.token_bytes >= best.token_bytes:
+                if candidate.token_cost >= best.token_cost:
                     break
                 best = candidate
         return best
@@ -111,7 +111,7 @@ class _Search:
         computed = _estimates(layer, data.check.inputs) > thresholds
         quality = Quality.of(computed, data.check.fires)
         layer = replace(layer, thresholds=thresholds.numpy())
-        return _Candidate(layer, quality, data.token_bytes(layer.num_bytes, quality.computed))
+        return _Candidate(layer, quality, data.token_cost(layer, quality.computed))
 
 
 def _larger(size: int, most: int) -> int | None:

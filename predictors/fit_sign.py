@@ -14,11 +14,11 @@ from predictors.thresholds import MarginFit, least_margin
 def fit_sign(data: LayerData, target_recall: float) -> tuple[SignLayer, Quality]:
     """The sign predictor of a layer that reaches the target recall, and how good it is.
 
-    Of the signs alone and signs with sizes, the one with which a token reads fewer bytes: its own
+    Of the signs alone and signs with sizes, the one with which a token pays less: for its own bytes
     and those of the gate rows that it lets through.
     """
     found = [_fit(data, target_recall, num_planes) for num_planes in (1, 2)]
-    return min(found, key=lambda pair: data.token_bytes(pair[0].num_bytes, pair[1].computed))
+    return min(found, key=lambda pair: data.token_cost(pair[0], pair[1].computed))
 
 
 def _fit(data: LayerData, target_recall: float, num_planes: int) -> tuple[SignLayer, Quality]:

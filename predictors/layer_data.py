@@ -16,6 +16,9 @@ from model.errors import ArtifactError
 from model.files.checkpoint import Checkpoint
 from model.weights.ffn import load_gate, load_up
 from numba_kernels.load.convert import to_float32
+from predictors.lowrank import LowRankLayer
+from predictors.read_prices import IN_BYTES, ReadPrices
+from predictors.sign import SignLayer
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64
@@ -41,7 +44,7 @@ class LayerData:
 
     `rows` are those that decide whether neurons fire: the gate's, and with drelu up's after them.
     The predictor is fitted to the first, its thresholds reach their recall on the second, and the
-    third says how good it is.
+    third says how good it is. `prices` are those of what a token reads.
     """
 
     gate: Tensor
@@ -50,10 +53,16 @@ class LayerData:
     fit: Split
     calibrate: Split
     check: Split
+    prices: ReadPrices = IN_BYTES
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, config: ModelConfig, layer: int, inputs: np.ndarray
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        layer: int,
+        inputs: np.ndarray,
+        prices: ReadPrices = IN_BYTES,
     ) -> "LayerData":
         """Read a layer's gate and apply it to its recorded `inputs` (R, d), float16 bits.
 
@@ -78,13 +87,21 @@ class LayerData:
         is_fit = place < _FIT_SHARE
         is_calibrate = ~is_fit & (place < _FIT_SHARE + _CALIBRATE_SHARE - 1e-6)
         is_check = ~is_fit & ~is_calibrate
-        splits = (Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check))
+        fit, calibrate, check = (
+            Split(x[chosen], z[chosen]) for chosen in (is_fit, is_calibrate, is_check)
+        )
         gate_bytes = gate.shape[0] * row_bytes(config, gate.shape[1], "gate")
-        return cls(gate, rows, gate_bytes, *splits)
+        return cls(gate, rows, gate_bytes, fit, calibrate, check, prices)
 
-    def token_bytes(self, predictor_bytes: int, computed: float) -> float:
-        """Bytes that a token reads: the predictor's, and those of the gate rows it lets through."""
-        return predictor_bytes + computed * self.gate_bytes
+    def token_cost(self, layer: SignLayer | LowRankLayer, computed: float) -> float:
+        """What a token pays for: the predictor, and the gate rows that it lets through."""
+        own = self.prices.of(layer) * layer.num_bytes
+        return own + self.prices.listed * computed * self.gate_bytes
+
+    @property
+    def gates_cost(self) -> float:
+        """What a token pays for all gates, without a predictor."""
+        return self.prices.gates * self.gate_bytes
 
 
 def _products(x: Tensor, bits: np.ndarray, bias: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -29,3 +29,9 @@ class Quality:
             computed=num_computed / computed.numel(),
             active=num_fires / fires.numel(),
         )
+
+    @classmethod
+    def of_all(cls, fires: Tensor) -> Quality:
+        """Where all neurons are computed. Shapes: (T, N) bool."""
+        active = int(fires.sum()) / fires.numel()
+        return cls(recall=1.0, precision=active, computed=1.0, active=active)

@@ -1,6 +1,7 @@
 """Makes the predictors of a model, layer by layer, from what the profiler recorded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from model.config.model_config import ModelConfig
@@ -12,6 +13,7 @@ from predictors.inputs import LayerInputs
 from predictors.layer_data import LayerData
 from predictors.predictor_file import AnyLayer, Predictors
 from predictors.quality import Quality
+from predictors.read_prices import ReadPrices
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {
@@ -21,13 +23,30 @@ _FITS: dict[str, tuple[_Fit, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A layer's predictor, None for none, and how good it is.
+
+    share_of_gates: what a token pays with it, of what all gates cost
+    """
+
+    layer: AnyLayer | None
+    quality: Quality
+    share_of_gates: float
+
+
 def train_predictors(
-    model_path: Path, config: ModelConfig, inputs: LayerInputs, kind: str, target_recall: float
-) -> Iterator[tuple[AnyLayer, Quality]]:
+    model_path: Path,
+    config: ModelConfig,
+    inputs: LayerInputs,
+    kind: str,
+    target_recall: float,
+    measure: Callable[[], ReadPrices],
+) -> Iterator[Fitted]:
     """Yield each layer's predictor and how good it is on tokens that it was not fitted to.
 
-    `kind` "best" takes, for each layer, the kind that reads the fewest bytes a token. What a gate
-    row takes depends on its format, `config.dtype`.
+    `kind` "best" takes, for each layer, what costs a token least by the prices that `measure`
+    finds: one of the kinds, or no predictor. A gate row's bytes follow its format, `config.dtype`.
     Errors:  UsageError, CheckpointError, ArtifactError
     """
     if kind not in _FITS:
@@ -39,17 +58,21 @@ def train_predictors(
             f"this model's activation is {config.activation_fn}, none of whose outputs is zero: "
             "there is nothing to predict; use --mode dense"
         )
-    checkpoint = Checkpoint(model_path)
+    checkpoint, prices = Checkpoint(model_path), measure()
     for layer in range(config.num_layers):
-        data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer])
-        found = [fit(data, target_recall) for fit in _FITS[kind]]
-        yield min(found, key=lambda pair: data.token_bytes(pair[0].num_bytes, pair[1].computed))
+        data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer], prices)
+        found = [_fitted(data, *fit(data, target_recall)) for fit in _FITS[kind]]
+        if kind == "best":
+            found.append(Fitted(None, Quality.of_all(data.check.fires), 1.0))
+        yield min(found, key=lambda fitted: fitted.share_of_gates)
 
 
-def gather(
-    made: list[tuple[AnyLayer, Quality]], inputs: LayerInputs, target_recall: float
-) -> Predictors:
+def _fitted(data: LayerData, layer: AnyLayer, quality: Quality) -> Fitted:
+    return Fitted(layer, quality, data.token_cost(layer, quality.computed) / data.gates_cost)
+
+
+def gather(made: Sequence[Fitted], inputs: LayerInputs, target_recall: float) -> Predictors:
     """All layers together, ready to be written."""
-    layers = [layer for layer, _ in made]
-    qualities = [quality for _, quality in made]
+    layers = [fitted.layer for fitted in made]
+    qualities = [fitted.quality for fitted in made]
     return Predictors(layers, "ffn_input", qualities, target_recall, inputs.text_digest)

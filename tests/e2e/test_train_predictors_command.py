@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from model.files.locate import DEMO_DIRECTORY
 from predictors.inputs import LayerInputs, write_inputs
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import predictors_path, read_predictors
+from predictors.read_prices import ReadPrices
 from predictors.sign import SignLayer
 from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import add_tokenizer
@@ -103,7 +105,10 @@ def write_random_inputs(model: Path, file: Path, num_tokens: int = 400) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sign", "lowrank", "best"])
-def test_what_is_said_is_what_is_written(run: Run, demo: Path, tmp_path: Path, kind: str) -> None:
+def test_what_is_said_is_what_is_written(
+    run: Run, demo: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costly_gates(monkeypatch)
     out = tmp_path / "new" / "predictors"
     found = last_line(
         run("train-predictors", demo, "--kind", kind, "--recall", "0.95", "--out", out, "--json")
@@ -128,7 +133,35 @@ def test_what_is_said_is_what_is_written(run: Run, demo: Path, tmp_path: Path, k
         assert precision > active and active < computed < 1
 
 
-def test_best_takes_the_cheaper_one(run: Run, demo: Path, tmp_path: Path) -> None:
+def test_best_leaves_layers_out_where_gates_cost_less(
+    run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = ReadPrices(gates=1e-3)
+    monkeypatch.setattr("predictors.read_prices.measure_prices", lambda *_: prices)
+    out = tmp_path / "predictors"
+    found = last_line(run("train-predictors", small, "--kind", "best", "--out", out, "--json"))
+    written = read_predictors(out, ModelIdentity.of(small), read_config(small))
+    assert all(layer is None for layer in written.layers)
+    assert found["time_of_gates"] == 1 and set(found["computed"]) == {1.0}
+    assert set(found["recall"]) == {1.0} and found["precision"] == found["active"]
+
+
+def test_prices_are_measured_here(run: Run, small: Path, tmp_path: Path) -> None:
+    """What they are is this machine's; that each work is done is what can be said."""
+    out = run("train-predictors", small, "--kind", "sign", "--out", tmp_path / "p")[1]
+    assert float(re.search(r"takes ([\d.]+) of the time of all gates here", out)[1]) > 0  # type: ignore[index]
+
+
+def costly_gates(patch: pytest.MonkeyPatch) -> None:
+    """Costs are bytes then, and no layer is left without a predictor."""
+    prices = ReadPrices(gates=100.0)
+    patch.setattr("predictors.read_prices.measure_prices", lambda *_: prices)
+
+
+def test_best_takes_the_cheaper_one(
+    run: Run, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costly_gates(monkeypatch)
     reports = {
         kind: last_line(
             run("train-predictors", demo, "--kind", kind, "--out", tmp_path / kind, "--json")
@@ -149,7 +182,7 @@ def test_plain_output(run: Run, small: Path, tmp_path: Path) -> None:
     status, out, err = run("train-predictors", small, "--out", tmp_path / "p")
     assert (status, err) == (0, "")
     assert "recall" in out and "lowrank" in out
-    assert "MB a token" in out and len(out.splitlines()) == 5
+    assert "MB a token" in out and len(out.splitlines()) == 6
     assert out.splitlines()[-1].startswith(f"{tmp_path / 'p'}:")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from predictors.layer_data import LayerData, Split
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer
 from predictors.quality import Quality
+from predictors.read_prices import IN_BYTES, ReadPrices, measure_prices
 from predictors.sign import SignLayer
 from tests.patched_models import load_model
 from tests.tiny_models import make_tiny
@@ -101,6 +103,35 @@ def test_smaller_gates_pay_for_smaller_predictors() -> None:
     assert small[0].num_bytes < large[0].num_bytes
     assert small[1].computed > large[1].computed
     assert min(small[1].recall, large[1].recall) > TARGET - 0.02
+
+
+def test_prices_choose_the_size() -> None:
+    """What two bits save of gates is worth it where gates cost much, not where bits do."""
+    data = SyntheticLayer().data()
+    prices = {
+        "bytes": IN_BYTES,
+        "bits cost": ReadPrices(signs=(1.0, 50.0)),
+        "gates cost": ReadPrices(listed=50.0),
+    }
+    found = {
+        name: fit_sign(replace(data, prices=each), TARGET)[0].num_weight_planes
+        for name, each in prices.items()
+    }
+    assert found["bits cost"] == 1 and found["gates cost"] == 2
+    sizes = [
+        fit_lowrank(replace(data, prices=ReadPrices(lowrank=each)), TARGET)[0]
+        for each in ((1e-3, 1e-3), (1e-3, 1.0), (30.0, 30.0))
+    ]
+    assert sizes[1].down.dtype == np.uint16
+    assert sizes[2].hidden_size < sizes[0].hidden_size
+
+
+@pytest.mark.parametrize("dtype", ["float16", "q4"])
+def test_all_that_is_priced_is_measured(dtype: str, tmp_path: Path) -> None:
+    config = read_config(make_tiny("llama-relu", tmp_path, dtype="float16"))
+    one = measure_prices(replace(config, hidden_size=64, dtype=dtype), 1)  # type: ignore[arg-type]
+    found = [one.gates, one.listed, *one.signs, *one.lowrank]
+    assert all(0 < price < np.inf for price in found)
 
 
 def fit_in(dtype: str, data: LayerData, patch: pytest.MonkeyPatch) -> tuple[AnyLayer, Quality]:
