@@ -65,6 +65,31 @@ def test_a_service_that_swaps_is_slow_not_lost(
             watch.check([0], 0)
 
 
+def test_a_watch_of_another_wait_knows_the_same_processes(
+    watch: ActorWatch, child: psutil.Process
+) -> None:
+    """One that is gone is lost at the first look, long before its silence tells."""
+    apart = watch.apart()
+    apart.check([0], 0)
+    child.kill()
+    child.wait()
+    for each in (watch, apart):
+        with pytest.raises(ServiceLost, match="the cpu0 service died"):
+            each.check([0], 0)
+
+
+def test_a_ping_from_another_process_is_a_loss(
+    watch: ActorWatch, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray has put it in the place of the one that loaded the service."""
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: child.pid)
+    watch.check([0], 0)
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: child.pid + 1)
+    with pytest.raises(ServiceLost, match="the cpu0 service died"):
+        watch.check([0], 0)
+
+
 def test_the_system_tells_state_and_faults(child: psutil.Process) -> None:
     state, num_faults = service_process._state_and_major_faults(child.pid)
     assert state in "RS" and num_faults >= 0

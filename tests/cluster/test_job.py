@@ -91,11 +91,14 @@ def test_jobs_share_a_system(
 
 
 def resumes(head: Head, requests: Path, out: Path, answers: list[dict[str, Any]]) -> None:
-    """A later job attaches by name alone and completes a file that was cut off within a line."""
+    """Whoever comes later attaches by name alone and completes a file cut off within a line.
+
+    A job's command, without the job around it: that costs as much again.
+    """
     running = head.actors()
     out.write_bytes(out.read_bytes()[:-20])
     resume = ("--requests", str(requests), "--out", str(out), "--system", "shared", "--resume")
-    status, log = head.run(*GENERATE, *resume)
+    status, log = head.run_beside(*GENERATE, *resume)
     assert status == 0, log
     assert "1 requests answered, 0 with an error, 8 were there already" in log
     found = read_lines(out)
