@@ -209,6 +209,25 @@ def test_those_for_whom_there_is_no_room_wait(
         assert all_pages_are_free(driver)
 
 
+def test_one_that_waits_can_be_cancelled_before_there_is_room(tiny: Tiny) -> None:
+    context = 4000  # some seconds of decoding
+    options = {"num_slots": 1, "kv_positions": context}
+    with batching(tiny("llama-gqa"), context=context, **options) as (_, driver):
+        running = ask(driver, greedy([1], context - 2, "runs"))
+        while not driver.load().num_running:
+            threading.Event().wait(0.001)
+        waiting = ask(driver, greedy([2], 5, "waits"))
+        while not driver.load().num_waiting:
+            threading.Event().wait(0.001)
+        driver.cancel("waits")
+        result = waiting.end()
+        assert (result.finish_reason, result.ids) == ("cancelled", [])
+        assert (driver.load().num_running, driver.load().num_waiting) == (1, 0)
+        driver.cancel("runs")
+        assert running.end().finish_reason == "cancelled"
+        assert all_pages_are_free(driver)
+
+
 def test_an_answer_ends_with_the_context(tiny: Tiny) -> None:
     """What it gave up to there is what a larger context gives, alone and in company."""
     with batching(tiny("llama-gqa"), context=96) as (_, driver):

@@ -294,6 +294,12 @@ def test_what_was_typed_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match="cannot be used"):
         history.open_history()
     assert not (tmp_path / "elsewhere").exists()
+    path.unlink()
+    path.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        with pytest.raises(UsageError, match="is no file of yours"):
+            history.open_history()
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert history.history_path() == tmp_path / ".local/state/hotcold/chat-history"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ui import connections
-from ui.connections import ConnectionLimits
+from ui.connections import Connection, ConnectionLimits, Connections
 from ui.serving import LoadingGate, ServerThread
 
 _PATIENCE_S = 30.0
@@ -154,6 +154,18 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         client = connect()
         client.sendall(HEAD + b"\r\nabc")
         assert ended.wait(_PATIENCE_S)
+
+
+def test_more_to_send_is_no_sign_that_a_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait begins anew where less is left to be sent, not where more is."""
+    sending = Connection.__new__(Connection)
+    sending._all = Connections(ConnectionLimits(send_s=10.0))
+    sending.waits_for, sending.since, sending._mark = "send", 0.0, 100
+    left = 200
+    monkeypatch.setattr(sending, "_wait", lambda: ("send", left))
+    assert not sending.look(9.0) and sending.look(10.0)
+    left = 199
+    assert not sending.look(11.0) and not sending.look(20.9) and sending.look(21.0)
 
 
 def test_an_answer_that_nobody_reads_is_not_kept() -> None:

@@ -177,6 +177,8 @@ def test_embeddings_of_both_kinds() -> None:
     assert answer["prompt_eval_count"] == sum(counts)
     one = post(recording, "/api/embed", input="a", dimensions=1).json()
     assert one["embeddings"] == [[1.0]]
+    every = post(recording, "/api/embed", input="a", dimensions=0).json()
+    assert every["embeddings"] == answer["embeddings"][:1]
     older = post(recording, "/api/embeddings", prompt="a").json()
     assert older == {"embedding": [3.0, 4.0 * counts[0]]}
     post(recording, "/api/embed", input="word " * 999)

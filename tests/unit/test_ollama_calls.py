@@ -23,6 +23,7 @@ def test_calls_are_told_whole_with_arguments_as_objects() -> None:
     recording = Recording(*events)
     whole = post(recording, "/api/chat", stream=False, **asked).json()
     assert arguments_of(whole["message"]) == expected
+    assert [call["function"]["index"] for call in whole["message"]["tool_calls"]] == [0, 1]
     assert whole["message"]["content"] == "Well." and whole["done_reason"] == "stop"
     assert recording.requests[0].grammar is not None
     streamed = [line["message"] for line in lines(post(Recording(*events), "/api/chat", **asked))]

@@ -257,6 +257,23 @@ async def test_one_that_fails_takes_no_other_with_it(house: House) -> None:
     assert house.starts == ["start a", "start b", "end b", "start b"]
 
 
+@house(room=2)
+async def test_one_that_fails_is_ended_once_another_has_loaded(house: House) -> None:
+    """One starts or ends at a time; requests for it wait from the moment that it is lost."""
+    assert await house.ask("b") == "b"
+    house.may_load.clear()
+    asked = asyncio.create_task(house.ask("a"))
+    await until(lambda: house.log[-1] == "start a")
+    dropped = asyncio.create_task(house.loader.drop(house.of["b"], "the driver died"))
+    await until(lambda: house.log[-1].startswith("lost"))
+    assert house.loaded == ""
+    await asyncio.sleep(0.05)  # in which it would be ended
+    house.may_load.set()
+    assert await asked == "a"
+    await dropped
+    assert house.log[-3:] == ["lost (the driver died) b", "loaded a", "end b"]
+
+
 @house(room=1)
 async def test_all_are_listed_and_counted(house: House) -> None:
     assert await house.ask("b") == "b"

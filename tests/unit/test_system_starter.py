@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from actors.protocol.options import SystemOptions
 from actors.system import System
 from jobs.kept import records
 from jobs.kept.folder import own_folder
+from jobs.kept.identity import identity_of
 from jobs.serve.plans import ModelPlan
 from jobs.serve.starter import SystemStarter
 from model.errors import ServiceError
@@ -123,3 +126,38 @@ def test_nothing_starts_any_more_once_it_is_closed(made: Made) -> None:
     with pytest.raises(ServiceError, match="the server is being stopped"):
         starter.start(backend)
     assert not system.has_started and found() == [] and server.open == []
+
+
+def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that looks at the files then finds the system that has written them."""
+    starter, backend, _, _ = made
+    start: Any = System.start
+
+    def writing(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> Any:
+        (tmp_path / "written").touch()
+        return start(config, on_progress)
+
+    monkeypatch.setattr(System, "start", writing)
+    starter._plans["demo"] = replace(starter._plans["demo"], model=str(tmp_path))
+    starter.start(backend)
+    (record,) = records.running(own_folder())
+    asked = identity_of(str(tmp_path), SystemOptions())
+    assert record.identity == json.loads(json.dumps(asked))
+    assert [name for name, *_ in record.identity["files"]] == ["written"]
+
+
+def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    starter, backend, _, system = made
+    failure = ServiceError("the driver died")
+
+    def fail(method: str) -> Any:
+        raise failure
+
+    monkeypatch.setattr(system, "begin", fail)
+    starter.start(backend)
+    assert starter.lost() == []  # it has just been given up
+    monkeypatch.setattr(Backend, "is_loaded", True)
+    assert starter.lost() == [(backend, failure)]
+    assert starter.lost() == []
