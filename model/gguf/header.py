@@ -71,11 +71,6 @@ class ArrayValue:
         """Whether its items are strings."""
         return self.kind == _STRING
 
-    @property
-    def holds_whole_numbers(self) -> bool:
-        """Whether its items are whole numbers."""
-        return self.kind in _SCALARS and _SCALARS[self.kind] not in "fd" and self.kind != _BOOL
-
 
 class HeaderReader:
     """Reads a mapped file from its start on.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jobs.cli import main
-from model.bundles import pack
+from model.bundles import pack, verify
 from model.bundles.bundle_file import BundleFile, header_block, read_bundle_file
 from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from model.bundles.pack import write_bundles
@@ -84,6 +84,24 @@ def test_each_neuron_is_where_the_file_says(tmp_path: Path, name: str, dtype: st
         assert rest.tobytes()[len(up) :].startswith(weights.down[row].tobytes())
         assert rest.size % 512 == gate.size % 512 == 0
     assert damaged_bundles(found) == []
+
+
+@pytest.mark.parametrize("at_once", [1, 7, -1])
+def test_a_damaged_neuron_is_named_wherever_it_lies(
+    model: Model, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """The last of a layer too, which may be read alone."""
+    geometry, content = model.geometry, bytearray(model.write())
+    rows = at_once % geometry.num_neurons
+    monkeypatch.setattr(verify, "_READ_BYTES", rows * geometry.bundle_bytes)
+    places = [(0, 0), (0, geometry.num_neurons - 1), (geometry.num_layers - 1, 3)]
+    for layer, place in places:
+        first = geometry.first_byte + layer * geometry.layer_bytes
+        content[first + place * geometry.bundle_bytes] ^= 4
+    model.file.write_bytes(content)
+    order = model.read().order
+    expected = [(layer, int(order[layer, place])) for layer, place in places]
+    assert sorted(damaged_bundles(model.read())) == sorted(expected)
 
 
 class Stopped(Exception):

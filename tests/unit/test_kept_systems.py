@@ -360,3 +360,30 @@ def test_a_conversation_whose_system_has_just_ended_has_its_own(
     told = CliRunner().invoke(chat, input="/bye\n")
     assert (told.exit_code, started) == (0, [DEMO_DIRECTORY])
     assert "it has just ended, so this command starts its own" in told.output
+
+
+def test_how_long_a_system_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("ui.own.time", SimpleNamespace(monotonic=lambda: now))
+    backend: Any = SimpleNamespace(is_idle=True, used_at=0.0, attend=lambda count: None)
+    stay, served, endless = (Stay(backend, keep_s) for keep_s in (10.0, None, -1.0))
+    now = 104.0
+    assert (stay.idle_s, stay.left_s) == (4.0, 6.0)
+    backend.used_at = 103.0
+    assert stay.left_s == 9.0
+    backend.is_idle = False
+    assert (stay.idle_s, stay.left_s) == (0.0, 10.0)
+    backend.is_idle = True
+    now = 120.0
+    assert stay.left_s == 0.0  # not less: it ends at the next look
+    stay.attend(1)
+    now = 121.0
+    assert stay.left_s == 9.0
+    stay.ask(None)
+    assert stay.left_s == 9.0
+    stay.ask(30.0)
+    assert stay.left_s == 29.0
+    stay.ask(1e300)
+    assert stay.left_s == 1e9 - 1
+    served.ask(5.0)  # a command of whoever serves does not end it
+    assert served.left_s is None and endless.left_s is None

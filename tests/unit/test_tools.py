@@ -53,6 +53,7 @@ LLAMA = (
     + PLAIN
 )
 OTHER = "{% if tools %}<tool_call>\n<function=name>{% endif %}" + PLAIN
+BOTH = OTHER.replace("tool_call>", 'tool_call>"arguments"')
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
 
 
@@ -76,7 +77,7 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     assert "Write" not in _template(HERMES).render(TALK[:2])
 
 
-@pytest.mark.parametrize("template", [PLAIN, OTHER])
+@pytest.mark.parametrize("template", [PLAIN, OTHER, BOTH])
 def test_others_are_told_in_words(template: str) -> None:
     text = _template(template).render(TALK, tools=TOOLS)
     system, user, assistant, result = text.split("<system>")[1].replace(
