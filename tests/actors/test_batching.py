@@ -211,8 +211,10 @@ def test_those_for_whom_there_is_no_room_wait(
 
 def test_one_that_waits_can_be_cancelled_before_there_is_room(tiny: Tiny) -> None:
     context = 4000  # some seconds of decoding
-    options = {"num_slots": 1, "kv_positions": context}
-    with batching(tiny("llama-gqa"), context=context, **options) as (_, driver):
+    with batching(tiny("llama-gqa"), context=context, num_slots=1, kv_positions=context) as (
+        _,
+        driver,
+    ):
         running = ask(driver, greedy([1], context - 2, "runs"))
         while not driver.load().num_running:
             threading.Event().wait(0.001)

@@ -120,8 +120,8 @@ def tensors() -> Iterator[tuple[str, Draft]]:
     for offset in (1, 31, size, size - 32, 1 << 40, 1 << 63, HUGE, HUGE - 31):
         yield f"offset-{offset:x}", changed(offset=offset)
     yield "overlap", changed(offset=rest[0].offset)
-    *others, last = GOOD.tensors
-    moved = replace(last, offset=last.offset + 1)  # into room of its own
+    *others, end = GOOD.tensors
+    moved = replace(end, offset=end.offset + 1)  # into room of its own
     yield "unaligned", replace(GOOD, tensors=(*others, moved), data=GOOD.data + bytes(32))
     yield "tensor-twice", replace(GOOD, tensors=(first, *GOOD.tensors))
     yield "tensor-unnamed", changed(name="")
