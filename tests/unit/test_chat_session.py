@@ -229,6 +229,9 @@ def test_a_saved_conversation_goes_on(tmp_path: Path) -> None:
     assert screen.told == [f"4 messages of {path}"] and screen.beginnings[3] == "b"
     assert asked(running)[1] == ["S", "a", "echo of a", "c"]
     assert talk.system_prompt == "S"
+    (tmp_path / "note").write_text("a note")  # for a question of the conversation before
+    _, _, running = typed(f"/file {tmp_path / 'note'}", f"/load {path}", "d")
+    assert asked(running)[0][-1] == "d"
 
 
 def test_saving_replaces_nothing_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -134,6 +135,26 @@ def test_a_record_outlives_who_has_handed_it_on(base: Path) -> None:
         holder.kill()
         holder.wait()
         assert records.running(folder) == []
+
+
+def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders.own_folder()
+    claim = claimed(folder, "model")
+    lock = fcntl.flock
+
+    def replaced(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_SH:  # of whoever looks, and has opened the record of before
+            claim.publish(pid=claim.record.pid + 1)
+        lock(descriptor, how)
+
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", replaced)
+        assert [one.name for one in records.running(folder)] == ["model"]
+    claim.leave()
+    claim.listener.close()
 
 
 def test_what_is_damaged_is_nobody(base: Path) -> None:

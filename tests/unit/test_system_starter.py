@@ -161,3 +161,18 @@ def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Backend, "is_loaded", True)
     assert starter.lost() == [(backend, failure)]
     assert starter.lost() == []
+
+
+def test_neurons_are_packed_before_a_system_starts(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter, backend, server, system = made
+
+    def fail(config: SystemConfig) -> None:
+        assert config is CONFIG
+        raise ServiceError("no room for the bundles")
+
+    monkeypatch.setattr("jobs.serve.starter.require_bundles", fail)
+    with pytest.raises(ServiceError, match="no room for the bundles"):
+        starter.start(backend)
+    assert not system.has_started and found() == [] and server.open == []
