@@ -18,6 +18,7 @@ from numba_kernels.formats import (
 )
 from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.vector_ir import (
+    FLOAT_THREES,
     NEVER,
     dot_row,
     dot_tokens2,
@@ -94,9 +95,9 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
 def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; no checks.
 
-    `count` rows are whole blocks of tiles. The first token reads them, as fast as memory gives, the
-    others find them in the cache. There are at least as many tokens as a tile has. For compiled
-    code alone; see the overload below.
+    `count` rows are whole blocks of tiles. The first token reads them, as fast as memory gives, or
+    they are read through; then they are in the cache. There are at least as many tokens as a tile
+    has. For compiled code alone; see the overload below.
     """
     raise NotImplementedError("_tiles() is for compiled code")
 
@@ -106,7 +107,9 @@ def _overload_tiles(weights, row, count, x, out, column):  # type: ignore[no-unt
     if tiles_of(weights).fewest_tokens == NEVER:
         return _no_tiles
     row_format = format_of(weights.dtype)
-    return _quantized_tiles(row_format.bits == 8) if row_format else _float_panels
+    if row_format:
+        return _quantized_tiles(row_format.bits == 8)
+    return _float_panels if FLOAT_THREES else _float_pairs
 
 
 def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
@@ -155,6 +158,20 @@ def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyp
             else:
                 tile_panel(weights, row + first, x, t, out, column + first)
                 t += tokens
+
+
+def _float_pairs(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
+    num_tokens = out.shape[0]
+    rows, tokens, tiles = tile_shape(weights)
+    begin = num_tokens % tokens
+    if begin == 0:  # a token takes longer than reading without AVX-512
+        read_rows(weights, row, count)
+    for t in range(begin):
+        for r in range(count):
+            out[t, column + r] = dot_row(weights, row + r, x, t)
+    for first in range(0, count, rows * tiles):
+        for t in range(begin, num_tokens, tokens):
+            tile_panel(weights, row + first, x, t, out, column + first)
 
 
 @njit(nogil=True, cache=True)

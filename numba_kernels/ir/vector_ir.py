@@ -52,9 +52,8 @@ _TILES = {
     False: (Tiles(3, 2, 8, 4), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
-# Of a block of float rows, for tokens that the tiles above do not divide: as many rows in all.
-_THREES = {True: Tiles(8, 3, 3, 4), False: Tiles(2, 3, 12, 4)}
-FLOAT_THREES = _THREES[has_feature("avx512f")]
+# Of a block of float rows, for tokens that four do not divide: as many rows in all.
+FLOAT_THREES = Tiles(8, 3, 3, 4) if has_feature("avx512f") else None
 
 _BIT = ir.IntType(1)
 _INDEX = types.int64
@@ -238,9 +237,11 @@ def tile_panel(typingctx, weights, row, x, token, out, column):
 
 @intrinsic
 def tile_panel3(typingctx, weights, row, x, token, out, column):
-    """`tile_panel` for three tokens."""
+    """`tile_panel` for three tokens, where there are FLOAT_THREES."""
+    threes = FLOAT_THREES
+    assert threes
     signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
-    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_THREES))
+    return signature, codegen_of(lambda given: _emit_panel(given, threes))
 
 
 @intrinsic
