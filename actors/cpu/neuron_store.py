@@ -24,7 +24,7 @@ from numba_kernels.storage.layer_slots import (
     settle_reads,
 )
 from numba_kernels.storage.neuron_file import GATE, REST, RowBytes
-from numba_kernels.storage.neuron_slots import EPOCH, new_slots
+from numba_kernels.storage.neuron_slots import EPOCH, forget_slots, new_slots
 from numba_kernels.storage.read_ahead import new_read_ahead
 from numba_kernels.storage.stored_neurons import GATES, NUM_OPTIONS, SLOTS, StoredNeurons
 
@@ -69,6 +69,7 @@ class NeuronStore:
         self.stored = self._new_stored(num_slots, share, num_threads, predictors)
         self._asked_layer = _NO_LAYER
         self._reads.start(self.stored.slots, (self._slot_rows, own_gates))
+        self._try_layers()
         try:
             if self._has_gates:
                 self._load_gates(on_bytes)
@@ -187,6 +188,14 @@ class NeuronStore:
 
     def _layer_rows(self) -> Sequence[tuple[int, int]]:
         return list(pairwise(self._weights.offsets.tolist()))
+
+    def _try_layers(self) -> None:
+        """Go through what prompts need, so that none waits until it is compiled."""
+        ask_for_layer(self.stored, 0, self._base, 0, READ_BYTES, MOST_GAP)
+        copy_layer(self.stored.slots, self._slot_rows, 0, self._base, 0, 0)
+        await_layer(self.stored)
+        settle_reads(self.stored)
+        forget_slots(self.stored.slots)
 
     def ask_for_layer(self, layer: int) -> None:
         """Let the layer be read for `layer_arrays`, while something else is done.
