@@ -32,7 +32,7 @@ from placement.profile import ActivationProfile
 
 # More than counted of each process, as measured after long prompts: of a service, and of Ray's own
 # processes and the command's together.
-_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 100 << 20
+_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
 _GIB = 1 << 30
 
 
