@@ -26,7 +26,13 @@ SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
-    ("height", "width", "numbers"), [(1, 608, EVERY), (23, 608, EVERY), (51, 2112, SOME)]
+    ("height", "width", "numbers"),
+    [
+        (1, 608, EVERY),
+        (23, 608, EVERY),
+        (51, 2112, SOME),
+        (419, 608, (2, 3, 4, 7, 32)),  # several blocks of rows, smaller ones, and rows left over
+    ],
 )
 def test_rows(
     backend: SimpleNamespace, kind: str, height: int, width: int, numbers: Sequence[int]
