@@ -142,7 +142,11 @@ def _attention(
     config: ModelConfig, weights: AttentionWeights, layer: int, x: torch.Tensor
 ) -> torch.Tensor:
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = _linear(x, weights.qkv[layer], weights.qkv_bias[layer]).view(len(x), -1, size)
+    parts = [_linear(x, part, weights.qkv_bias[layer][:0]) for part in weights.qkv.parts(layer)]
+    qkv = torch.cat(parts, dim=1)
+    if weights.qkv_bias.size:
+        qkv += _double(weights.qkv_bias[layer])
+    qkv = qkv.view(len(x), -1, size)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)  # each (T, heads, hd)
     q = _rope(config, layer, _qk_norm(config, q, weights.q_norm_weight[layer]))
     k = _rope(config, layer, _qk_norm(config, k, weights.k_norm_weight[layer]))

@@ -18,6 +18,7 @@ from model.weights.tensor_reader import Touch
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.decode.rows import split_range
 from numba_kernels.load.convert import row_lengths
+from numba_kernels.serve.dense_ffn import DenseFfnArrays
 from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, new_scratch
 from numba_kernels.serve.mailbox import (
     COUNT_FFN,
@@ -43,7 +44,7 @@ class CpuService(Service):
         name: str,
         index: int,
         num_threads: int,
-        arrays: FfnArrays,
+        arrays: FfnArrays | DenseFfnArrays,
         function: Activation,
         buckets: np.ndarray | None = None,
     ) -> None:
@@ -60,15 +61,23 @@ class CpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        dtypes = self.arrays.gate.dtype, self.arrays.down.dtype
+        dtypes = self.weight_dtypes()
         self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
         self._places = layout.bundles(self._arena)[self.index]
-        tokens = min(KERNEL_TOKENS, layout.max_tokens)
-        most = int(np.diff(self.arrays.offsets).max(initial=0))
         by_layer = np.split(self.buckets, self.arrays.offsets[1:-1])
         sizes = np.array([np.bincount(layer, minlength=NUM_BUCKETS) for layer in by_layer])
-        self._scratch = new_scratch(self.num_threads, tokens, most, layout.width)
+        self.make_scratch(min(KERNEL_TOKENS, layout.max_tokens), layout.width)
         self._buckets = NeuronBuckets(self.buckets, sizes.astype(np.uint32))
+
+    def weight_dtypes(self) -> tuple[np.dtype, ...]:
+        """Those of the matrices."""
+        assert isinstance(self.arrays, FfnArrays)
+        return self.arrays.gate.dtype, self.arrays.down.dtype
+
+    def make_scratch(self, num_tokens: int, width: int) -> None:
+        """Make work space for kernels of so many tokens, `width` numbers each."""
+        most = int(np.diff(self.arrays.offsets).max(initial=0))
+        self._scratch = new_scratch(self.num_threads, num_tokens, most, width)
 
     def prepare_prompts(self) -> None:
         """See `Service.prepare_prompts`."""
@@ -146,13 +155,14 @@ class CpuService(Service):
         )
         self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays | DenseFfnArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""
         return self.arrays, layer
 
     def _ship(self, layer: int, number: int) -> None:
         """Lay the neurons of a round into the arena; the reply says how many rounds there are."""
         arrays = self.arrays
+        assert isinstance(arrays, FfnArrays), "a GPU's neurons are by themselves"
         begin, end = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
         bundle = BundleLayout.of(
             arrays.gate,

@@ -14,6 +14,7 @@ of its own: cores then share nothing but the input, which matters where they sha
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from actors.protocol.step_sizes import ProductChoice
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors
 from numba_kernels.formats import CHUNK, is_quantized, row_items
+from numba_kernels.layer_rows import LayerRows
 from placement.threads.pinning import pin_thread
 
 _HALVES = (np.uint16, np.int16)
@@ -172,6 +174,27 @@ class MatrixProducts:
                 self._add_bias(torch.from_numpy(bias), out)
         return [out for _, _, out in matrices]
 
+    def layer_linear(
+        self,
+        x: torch.Tensor,
+        rows: LayerRows,
+        layer: int,
+        bias: np.ndarray,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`linear` with a layer's rows, which may be in two formats."""
+        parts = rows.parts(layer)
+        if len(parts) == 1:
+            return self.linear(x, parts[0], bias, out)
+        out = torch.empty(x.shape[0], rows.num_rows) if out is None else out
+        first = 0
+        for part in parts:
+            place = out[:, first : first + len(part)]
+            product = self.linear(x, part, bias[first : first + len(part)])
+            self.then_rows(len(x), partial(_copy_rows, product, place))
+            first += len(part)
+        return out
+
     def combine(self, h: torch.Tensor, rows: np.ndarray, out: torch.Tensor) -> None:
         """out = h @ rows, rows weighted and summed, once it has been run.
 
@@ -199,3 +222,8 @@ class MatrixProducts:
 
     def _add_bias(self, bias: torch.Tensor, out: torch.Tensor) -> None:
         self.then_rows(out.shape[0], lambda first, last: out[first:last].add_(bias))
+
+
+def _copy_rows(source: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
+    """target[first:last] = source[first:last]."""
+    target[first:last] = source[first:last]

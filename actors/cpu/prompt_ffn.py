@@ -21,6 +21,7 @@ from numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
+from numba_kernels.serve.dense_ffn import DenseFfnArrays
 from numba_kernels.serve.layer_ffn import FfnArrays
 
 # Up to this share of neurons that fire, one by one is faster than products over all
@@ -30,7 +31,7 @@ _FEW = 0.18
 
 def prompt_ffn(
     products: MatrixProducts,
-    arrays: FfnArrays,
+    arrays: FfnArrays | DenseFfnArrays,
     layer: int,
     x: np.ndarray,
     function: Activation,
@@ -51,7 +52,7 @@ def prompt_ffn(
     def part(array: np.ndarray) -> np.ndarray:
         return array[first:last] if array.shape[0] else array
 
-    up, down = part(arrays.up), part(arrays.down)
+    up = part(arrays.up)
     tokens, h = torch.from_numpy(x), torch.empty(x.shape[0], last - first)
     factors = torch.empty(x.shape[0], up.shape[0])
     gate_product = part(arrays.gate), part(arrays.gate_bias), h
@@ -80,14 +81,20 @@ def prompt_ffn(
             products.run()
         if counts is not None:
             torch.from_numpy(counts).add_((h != 0).sum(dim=0))
-        if skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
+        if isinstance(arrays, DenseFfnArrays):
+            if scales_later:
+                products.linears(tokens, [up_product])
+                products.then_rows(len(x), scale)
+            products.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
+        elif skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
             own_up = up if scales_later else up[:0]
-            _add_fired(products, own_up, part(arrays.up_bias), down, x, h.numpy(), out)
+            own_down = part(arrays.down)
+            _add_fired(products, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
         else:
             if scales_later:
                 products.linears(tokens, [up_product])
                 products.then_rows(len(x), scale)
-            products.combine(h, down, torch.from_numpy(out))
+            products.combine(h, part(arrays.down), torch.from_numpy(out))
         if arrays.down_bias.shape[1]:
             products.then_rows(len(x), add_bias)
 

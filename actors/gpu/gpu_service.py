@@ -6,6 +6,7 @@ service's work in this one's threads. `actors.gpu.cuda.service` is the same serv
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,8 @@ class GpuService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
-        dtypes = (matrix.dtype for matrix in (self.arrays.qkv, self.arrays.out, self.arrays.head))
+        qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
+        dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
         self._products = LateProducts(self.num_threads, dtypes, self.thread_cores, layout.products)
         if self._hot is not None:
             self._hot.work_within(self)
@@ -85,7 +87,7 @@ class GpuService(Service):
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
-            qkv=np.zeros((tokens, self.arrays.qkv.shape[1]), np.float32),
+            qkv=np.zeros((tokens, qkv.num_rows), np.float32),
             heads=np.zeros((tokens, attention_size), np.float32),
             scores=np.zeros((self.num_threads, most_positions), np.float32),
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),
@@ -187,7 +189,7 @@ def cache_array(config: ModelConfig, cache: CacheSpec, num_layers: int) -> np.nd
     return aligned_empty(shape, dtype, huge_pages=False)
 
 
-def position_arrays(config: ModelConfig, cache: CacheSpec) -> dict[str, np.ndarray]:
+def position_arrays(config: ModelConfig, cache: CacheSpec) -> dict[str, Any]:
     """What layers need to know of positions: those of `AttentionArrays`, by their names.
 
     rope_tables (R, P, 2, half) float32 cosines and sines; layer_ropes, windows (L,) int32

@@ -181,7 +181,7 @@ def dense_attention(
         return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        qkv = products.linear(x, arrays.qkv[layer], arrays.qkv_bias[layer])
+        qkv = products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer])
         heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
         out = products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
         out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)

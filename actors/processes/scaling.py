@@ -22,6 +22,7 @@ from actors.setup.connection import Connection
 from actors.setup.shards import arena_layout, changed_specs
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
+from model.weights.down_outputs import num_units
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import memory_need
 
@@ -38,7 +39,7 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
     """
     driver = services.driver
     with services.changing:
-        system = scaled_system(services.system, num_cpu_actors)
+        system = scaled_system(services.system, num_cpu_actors, services.config)
         if num_cpu_actors == services.system.num_cpu_actors:
             return services.system
         old = services.connection
@@ -107,7 +108,7 @@ class CpuServiceChange:
             services.exchange.renew(0, failure)
 
 
-def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
+def scaled_system(system: SystemConfig, num_cpu_actors: int, config: ModelConfig) -> SystemConfig:
     """The same system with another number of CPU services. Errors: UsageError."""
     if system.hosts:
         raise UsageError("a system on several hosts cannot be scaled while it serves; start anew")
@@ -115,6 +116,11 @@ def scaled_system(system: SystemConfig, num_cpu_actors: int) -> SystemConfig:
         raise UsageError(
             "a system with neurons on storage cannot be scaled while it serves; "
             "start anew with --cpu-actors"
+        )
+    if system.down_by_outputs and num_cpu_actors > num_units(config):
+        raise UsageError(
+            f"{num_cpu_actors} CPU services are too many for this model's FFN as its file has it, "
+            f"{num_units(config)} are the most; start anew with --cpu-actors {num_cpu_actors}"
         )
     if not 1 <= num_cpu_actors <= system.num_threads:
         raise UsageError(

@@ -151,6 +151,19 @@ class ServiceActor:
         ids = spec.neuron_ids or []
         if spec.storage is not None:
             return self._stored_loader(config, spec.storage)
+        if spec.down_by_outputs:
+            from actors.cpu.dense_service import load_dense_service
+
+            return lambda on_bytes: load_dense_service(
+                path,
+                config,
+                spec.index,
+                spec.num_threads,
+                ids[0],
+                spec.index == 1,
+                on_bytes,
+                touch,
+            )
         return lambda on_bytes: load_cpu_service(
             path,
             config,

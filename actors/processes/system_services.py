@@ -32,12 +32,11 @@ from actors.setup.auto_mode import AUTO_RECALL
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
 from actors.setup.preflight import system_need
-from actors.setup.shards import arena_layout, service_specs
+from actors.setup.shards import arena_layout, served_config, service_specs
 from actors.setup.threshold_mode import threshold_note
 from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError
 from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
 from numba_kernels.serve.mailbox import OPERATION, STOP
 from placement.memory import require_memory
 
@@ -71,7 +70,7 @@ class SystemServices:
         self.spawn, self.spawn_relay = spawn, spawn_relay
         config = read_config(system.model_path)
         checkpoint = Checkpoint(Path(system.model_path))
-        self.config = stored_config(checkpoint, config, system.weight_dtype)
+        self.config = served_config(system, config)
         specs = service_specs(system, self.config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None
@@ -80,8 +79,9 @@ class SystemServices:
         self.policy = RecoveryPolicy()
         self.connection = Connection(system, specs, handles, self.policy)
         self.stage = "starting services"
+        by_layer = dict(self.config.mean_row_bytes)
         # What is otherwise than was wanted, or in the model's files, or computed.
-        read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise()
+        read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise(by_layer)
         notes = read_otherwise, threshold_note(system, self.config)
         self.notes: tuple[str, ...] = tuple(note for note in notes if note)
         self.device_name = "cpu"  # of the GPU service

@@ -42,6 +42,7 @@ class SystemConfig:
     predictors_path: str = ""  # of the predicted modes
     auto_mode: bool = False  # `mode` is compared with the model's default once all is loaded
     thresholds_path: str = ""  # of the mode "threshold"
+    down_by_outputs: bool = False  # CPU services hold down projections as the file has them
     has_down_norms: bool = False  # services keep the lengths of down rows, which thresholds need
     plan_path: str = ""  # where neurons go; dealt in turn without one
     device: str = "cpu"  # of the GPU service: "cpu" or "cuda"
@@ -102,6 +103,7 @@ class ServiceSpec:
     neuron_ids: list[np.ndarray] | None = None  # one int32 array a layer
     weight_dtype: str = ""  # as of SystemConfig
     has_down_norms: bool = False  # as of SystemConfig
+    down_by_outputs: bool = False  # the neurons are a run then, cut at multiples of a block
     model_digest: str = ""  # of the model's files when the system started; "": any
     has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any

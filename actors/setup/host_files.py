@@ -67,7 +67,8 @@ def require_room(spec: ServiceSpec, num_bytes: int) -> None:
 def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: HotcoldError of a damaged checkpoint."""
     checkpoint = Checkpoint(Path(spec.model_path))
-    config = stored_config(checkpoint, config, spec.weight_dtype)
+    has_gpu, by_outputs = spec.gpu is not None, spec.down_by_outputs
+    config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, by_outputs)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
         return spec.storage.cache_bytes

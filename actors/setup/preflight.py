@@ -21,7 +21,7 @@ from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.auto_mode import auto_mode
 from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
 from actors.setup.placement_choice import find_plan
-from actors.setup.shards import arena_layout, num_kv_pages
+from actors.setup.shards import arena_layout, can_keep_outputs, num_kv_pages, served_config
 from actors.setup.storage import fit_storage, has_bundles, more_process_bytes
 from actors.setup.storage_shares import stored_bytes
 from actors.setup.threshold_mode import thresholds_file
@@ -60,13 +60,30 @@ def prepare_system(
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    storage = _storage(path, system, config, options, extra_bytes)
-    if storage is not None:
-        return replace(system, storage=storage), config
+    keeps = options.plan is None and can_keep_outputs(system, config)
+    by_outputs = replace(system, down_by_outputs=keeps)
+    served = served_config(by_outputs, config)
+    if not _fits(by_outputs, served, options, extra_bytes):
+        storage = _storage(path, system, config, options, extra_bytes)
+        if storage is not None:
+            return replace(system, storage=storage), config
+    system, config = by_outputs, served
     check_memory(path, system, config, options, extra_bytes)
+    if system.down_by_outputs:  # services hold runs of neurons, all alike
+        return system, config
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     plan = find_plan(path, system, config, *budgets, options.plan)
     return replace(system, plan_path=plan), config
+
+
+def _fits(
+    system: SystemConfig, config: ModelConfig, options: SystemOptions, extra_bytes: int
+) -> bool:
+    """Whether all of the system is within --cpu-memory and what is free; so too without a limit."""
+    limit = options.cpu_memory_bytes
+    if limit is None:
+        return True
+    return system_need(system, config).total_bytes + extra_bytes <= min(limit, free_bytes())
 
 
 def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
@@ -112,14 +129,11 @@ def _storage(
     options: SystemOptions,
     extra_bytes: int,
 ) -> NeuronStorage | None:
-    """What stays in memory under a --cpu-memory that is too little for all; None: all does."""
-    if options.cpu_memory_bytes is None:
-        return None
+    """What stays in memory under a --cpu-memory that is too little for all; None: nothing can."""
+    assert options.cpu_memory_bytes is not None
     free = min(options.cpu_memory_bytes, free_bytes())
     need = system_need(system, config)
     need = replace(need, process_bytes=need.process_bytes + extra_bytes)
-    if need.total_bytes <= free:
-        return None
     found = fit_storage(path, need, system, config, free)
     if found is not None and options.plan is not None:
         raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.weights.check import stored_config
+from model.weights.down_outputs import UNIT, has_down_outputs, num_units
 from placement.machine.survey import usable_cores
 from placement.machine.sysfs import read_cpu_quota, read_numa_nodes
 from placement.threads.numa import nodes_with_memory, thread_counts
@@ -73,6 +77,26 @@ def _cold_shards(
     ]
 
 
+def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
+    """Ids of one layer for each service: runs of them, where all neurons are computed.
+
+    They are cut at multiples of UNIT. Service s has threads[s] threads, and about so large a share,
+    a UNIT at least: there are as many.
+    Dtypes:  int32
+    """
+    units, count = -(-num_neurons // UNIT), len(threads)
+    cuts = [0]
+    for service in range(1, count):
+        share = units * sum(threads[:service]) // sum(threads)
+        cuts.append(min(max(share, cuts[-1] + 1), units - count + service))
+    ends = [min(UNIT * cut, num_neurons) for cut in (*cuts, units)]
+    return [np.arange(*span, dtype=np.int32) for span in pairwise(ends)]
+
+
+def _runs(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
+    return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
+
+
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
     """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
 
@@ -82,7 +106,10 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     threads = service_threads(system)
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
-    cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
+    if system.down_by_outputs:
+        cold = _runs(threads, config)
+    else:
+        cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
     gpu = ServiceSpec(
         "gpu",
         0,
@@ -107,11 +134,14 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
     The GPU service `gpu` keeps its neurons; all others are dealt to the new CPU services in turn.
     """
     threads = service_threads(system)
-    _, cold = cold_neurons(system, config, None, gpu.neuron_ids)
+    if system.down_by_outputs:
+        shards = _runs(threads, config)
+    else:
+        shards = _cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
     gpu = replace(gpu, share=host_share(system, threads, None))
     if gpu.gpu is not None:
         gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))
-    return [gpu, *_cpu_specs(system, gpu, threads, _cold_shards(threads, None, cold))]
+    return [gpu, *_cpu_specs(system, gpu, threads, shards)]
 
 
 def _cpu_specs(
@@ -126,6 +156,7 @@ def _cpu_specs(
             system.model_path,
             weight_dtype=gpu.weight_dtype,
             has_down_norms=gpu.has_down_norms,
+            down_by_outputs=system.down_by_outputs,
             neuron_ids=shard,
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
@@ -134,6 +165,31 @@ def _cpu_specs(
         )
         for i, shard in enumerate(shards)
     ]
+
+
+def served_config(system: SystemConfig, config: ModelConfig) -> ModelConfig:
+    """`config` with the formats in which the system's services hold matrices.
+
+    Errors:  CheckpointError, UsageError
+    """
+    checkpoint, by_layer = Checkpoint(Path(system.model_path)), system.device != "cuda"
+    by_outputs = system.down_by_outputs
+    return stored_config(checkpoint, config, system.weight_dtype, by_layer, by_outputs)
+
+
+def can_keep_outputs(system: SystemConfig, config: ModelConfig) -> bool:
+    """Whether down projections can stay as the file has them, a row for each output.
+
+    They can where all neurons are computed, by services that hold runs of them.
+    Errors:  CheckpointError
+    """
+    return (
+        system.mode == "dense"
+        and system.device == "cpu"
+        and not system.weight_dtype
+        and system.num_cpu_actors <= num_units(config)
+        and has_down_outputs(Checkpoint(Path(system.model_path)), config)
+    )
 
 
 def _storage_share(system: SystemConfig) -> NeuronStorage | None:

@@ -79,6 +79,9 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     other_dtypes: tuple[tuple[MatrixKind, WeightDtype], ...] = ()
+    # Bytes of a row, on average, of those kinds that are in one format in some layers, in another
+    # in others; `other_dtypes` names the first.
+    mean_row_bytes: tuple[tuple[MatrixKind, float], ...] = ()
 
     def dtype_of(self, kind: MatrixKind) -> WeightDtype:
         """The format of a kind of matrices."""

@@ -62,6 +62,11 @@ def row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> int:
     return row_items(dtype, width) * dtype.itemsize
 
 
+def mean_row_bytes(config: ModelConfig, width: int, kind: MatrixKind) -> float:
+    """Return `row_bytes`, or their mean over all rows where not all layers have one format."""
+    return dict(config.mean_row_bytes).get(kind) or row_bytes(config, width, kind)
+
+
 def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
     """Return `config` as it would be loaded with --dtype `dtype`, "" for as it says.
 
@@ -72,7 +77,7 @@ def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
     if wanted is None:
         return config
     require_whole_groups(wanted, config.hidden_size, config.attention_size, config.embed_size)
-    return replace(config, dtype=dtype_name(wanted), other_dtypes=())
+    return replace(config, dtype=dtype_name(wanted), other_dtypes=(), mean_row_bytes=())
 
 
 def require_whole_groups(dtype: np.dtype, *widths: int) -> None:

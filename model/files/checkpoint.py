@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,6 +90,13 @@ class Checkpoint:
         stored = self.dtype(name)  # which refuses what cannot be read
         return file.loaded_dtype(full_name) if isinstance(file, GgufWeights) else stored
 
+    def own_dtype(self, name: str) -> np.dtype:
+        """Return the dtype that suits the tensor by itself, whatever other layers' are in."""
+        full_name = self.full_name(name)
+        file = self._files[full_name]
+        stored = self.dtype(name)
+        return file.own_dtype(full_name) if isinstance(file, GgufWeights) else stored
+
     def is_by_neurons(self, name: str) -> bool:
         """Whether a down projection's tensor has a row for each neuron, as weights in memory do."""
         full_name = self.full_name(name)
@@ -128,10 +135,13 @@ class Checkpoint:
         bits = self._files[full_name].array(full_name)
         return bits.view(dtype) if bits.dtype == np.uint8 else bits
 
-    def read_otherwise(self) -> str:
-        """Say in a line which stored formats are others in memory; "" where none is."""
+    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+        """Say in a line which stored formats are others in memory; "" where none is.
+
+        In the kinds of matrices `by_layer` each has the format that suits itself.
+        """
         files = {id(file): file for file in self._files.values()}.values()
-        lines = [file.read_otherwise() for file in files if isinstance(file, GgufWeights)]
+        lines = [file.read_otherwise(by_layer) for file in files if isinstance(file, GgufWeights)]
         return "; ".join(filter(None, lines))
 
     def release(self, name: str) -> None:

@@ -6,7 +6,7 @@ another order or with one added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,23 @@ class GgufWeights:
         kind = self._model.info(self._places[name].name).type
         return self._loaded.get(self._places[name].role, kind.loaded or np.dtype(np.float32))
 
+    def own_dtype(self, name: str) -> np.dtype:
+        """Return what the matrix's rows would be in memory if no layer had another format."""
+        return self._model.info(self._places[name].name).type.loaded or np.dtype(np.float32)
+
     def is_by_neurons(self, name: str) -> bool:
         """Whether the matrix has a row for each column of the checkpoint's."""
         return self._places[name].module == _DOWN_T
 
-    def read_otherwise(self) -> str:
-        """Say in a line which of the file's formats become others in memory; "" where none do."""
+    def read_otherwise(self, by_layer: Collection[str] = ()) -> str:
+        """Say in a line which of the file's formats become others in memory; "" where none do.
+
+        In the roles `by_layer` each tensor is read as suits itself.
+        """
         changes: dict[tuple[str, str], int] = {}
         for place in self._places.values():
             kind = self._model.info(place.name).type
-            into = self._loaded.get(place.role)
+            into = kind.loaded if place.role in by_layer else self._loaded.get(place.role)
             if into is None or kind.dtype is None or not is_blocks(kind.dtype):
                 continue
             if is_quantized(into) and kind.name not in _AS_STORED[into]:

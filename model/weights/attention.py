@@ -12,8 +12,10 @@ from model.config.families.tensor_names import LayerNames
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import requested_dtype
 from model.files.checkpoint import Checkpoint
+from model.weights.layer_rows import empty_rows, tensor_places
 from model.weights.norms import norm_weight
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from numba_kernels.layer_rows import LayerRows
 
 
 @dataclass
@@ -28,7 +30,7 @@ class AttentionWeights:
 
     norm_weight: np.ndarray  # (L, d) float32, or (L, 0)
     norm_bias: np.ndarray  # (L, d) float32, or (L, 0)
-    qkv: np.ndarray  # (L, (H + 2 KV) hd, d) bits
+    qkv: LayerRows  # of (H + 2 KV) hd rows a layer, of d bits
     qkv_bias: np.ndarray  # (L, (H + 2 KV) hd) float32, or (L, 0)
     out: np.ndarray  # (L, d, H hd) bits
     out_bias: np.ndarray  # (L, d) float32, or (L, 0)
@@ -58,9 +60,11 @@ def load_attention(
         return read_attention(reader, config)
 
 
-def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeights:
-    """`load_attention` by a reader of the caller's."""
-    weights = _empty_attention(reader, config, config.num_layers)
+def read_attention(
+    reader: TensorReader, config: ModelConfig, by_layer: bool = True
+) -> AttentionWeights:
+    """`load_attention` by a reader of the caller's; matrices in one format without `by_layer`."""
+    weights = _empty_attention(reader, config, range(config.num_layers), by_layer)
     for layer in range(config.num_layers):
         _load_layer(reader, config, weights, layer)
     return weights
@@ -69,13 +73,17 @@ def read_attention(reader: TensorReader, config: ModelConfig) -> AttentionWeight
 def attention_layers(reader: TensorReader, config: ModelConfig) -> Iterator[AttentionWeights]:
     """Read layer after layer into one buffer: arrays of one layer, which the next one overwrites.
 
-    For weights that go elsewhere, so that a process never holds all of them.
+    All layers' matrices have the formats of one. For weights that go elsewhere, so that a process
+    never holds all of them.
     Errors:  those of `load_attention`
     """
-    one = _empty_attention(reader, config, 1)
+    one, times = _empty_attention(reader, config, range(1), by_layer=False), config.num_layers
     # Every layer's place is the same place.
+    arrays = {name: array for name, array in vars(one).items() if name != "qkv"}
+    first, second, *spans = one.qkv
     every = AttentionWeights(
-        **{name: _repeated(array, config.num_layers) for name, array in vars(one).items()}
+        qkv=LayerRows(first, second, *(_repeated(span, times) for span in spans)),
+        **{name: _repeated(array, times) for name, array in arrays.items()},
     )
     for layer in range(config.num_layers):
         _load_layer(reader, config, every, layer)
@@ -87,21 +95,23 @@ def _repeated(array: np.ndarray, times: int) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(array, shape, (0, *array.strides[1:]))
 
 
-def _empty_attention(reader: TensorReader, config: ModelConfig, layers: int) -> AttentionWeights:
-    """Return arrays for so many layers; refuse a checkpoint of more layers than the config's."""
+def _empty_attention(
+    reader: TensorReader, config: ModelConfig, layers: range, by_layer: bool
+) -> AttentionWeights:
+    """Return arrays for the layers; refuse a checkpoint of more layers than the config's."""
     names, hidden = tensor_names(config), config.hidden_size
     reader.refuse(f"{names.of_layer(config.num_layers).out}.weight")
     first = names.of_layer(0)
 
     def vectors(size: int, present: bool) -> np.ndarray:
-        return np.empty((layers, size if present else 0), np.float32)
+        return np.empty((len(layers), size if present else 0), np.float32)
 
     return AttentionWeights(
         norm_weight=vectors(hidden, config.has_norm),
         norm_bias=vectors(hidden, config.has_norm and config.norm_bias),
-        qkv=reader.matrix((layers, config.qkv_rows, hidden), f"{first.qkv[0]}.weight"),
+        qkv=empty_projections(reader, config, layers, by_layer),
         qkv_bias=vectors(config.qkv_rows, config.attention_bias),
-        out=reader.matrix((layers, hidden, config.attention_size), f"{first.out}.weight"),
+        out=reader.matrix((len(layers), hidden, config.attention_size), f"{first.out}.weight"),
         out_bias=vectors(hidden, config.out_bias),
         ffn_norm_weight=vectors(hidden, config.has_ffn_norm),
         ffn_norm_bias=vectors(hidden, config.has_ffn_norm and config.norm_bias),
@@ -109,6 +119,21 @@ def _empty_attention(reader: TensorReader, config: ModelConfig, layers: int) -> 
         q_norm_weight=vectors(config.q_norm_size, True),
         k_norm_weight=vectors(config.k_norm_size, True),
     )
+
+
+def empty_projections(
+    reader: TensorReader, config: ModelConfig, layers: range, by_layer: bool
+) -> LayerRows:
+    """Return arrays for q, k and v of the layers; `by_layer` as of `empty_rows`."""
+    names = tensor_names(config)
+    tensors = [
+        [
+            (f"{name}.weight", num_rows)
+            for name, num_rows in zip(names.of_layer(layer).qkv, config.qkv_sizes, strict=True)
+        ]
+        for layer in layers
+    ]
+    return empty_rows(reader, tensors, config.hidden_size, by_layer)
 
 
 def _load_layer(
@@ -156,10 +181,11 @@ def _load_projections(
     hidden = config.hidden_size
     order = _fused_row_ids(config) if config.fused_qkv == "grouped" else None
     first = 0
-    for name, num_rows in zip(names.qkv, config.qkv_sizes, strict=True):
+    places = tensor_places(weights.qkv, layer, config.qkv_sizes)
+    for name, num_rows, place in zip(names.qkv, config.qkv_sizes, places, strict=True):
         part = slice(first, first + num_rows)
         first += num_rows
-        reader.rows(f"{name}.weight", num_rows, weights.qkv[layer, part], order)
+        reader.rows(f"{name}.weight", num_rows, place, order)
         if config.attention_bias:
             bias = reader.vector(f"{name}.bias", (num_rows,))
             weights.qkv_bias[layer, part] = bias if order is None else bias[order]

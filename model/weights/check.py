@@ -13,7 +13,8 @@ from model.config.families import tensor_names
 from model.config.model_config import MatrixKind, ModelConfig
 from model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
 from model.files.checkpoint import Checkpoint
-from model.weights.attention import AttentionWeights, read_attention
+from model.weights.attention import AttentionWeights, empty_projections, read_attention
+from model.weights.down_outputs import empty_down_outputs
 from model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
 from model.weights.ffn import FfnWeights, read_ffn
 from model.weights.tensor_reader import TensorReader
@@ -34,11 +35,19 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         read_head(reader, config)
 
 
-def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") -> ModelConfig:
+def stored_config(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: str = "",
+    by_layer: bool = True,
+    down_by_outputs: bool = False,
+) -> ModelConfig:
     """Return `config` with the dtypes that matrices are loaded in: `dtype`, or as they are stored.
 
     Stored is what the checkpoint's first projection is; config.json may name another dtype, or
-    none, and is then read as float32. Other kinds of matrices may be in others.
+    none, and is then read as float32. Other kinds of matrices may be in others; with `by_layer`,
+    which a GPU does not have, a kind's matrices too (`model.weights.layer_rows`). With
+    `down_by_outputs` down projections have those of `model.weights.down_outputs`.
     Errors:  CheckpointError where that tensor is missing or of an unsupported format;
              UsageError for a dtype that cannot be had
     """
@@ -50,8 +59,15 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") 
         "down": f"{layer.down}.weight",
         "head": head_name(checkpoint, config),
     }
+    means: dict[MatrixKind, float] = {}
     with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
         loaded = {kind: reader.loaded_dtype(name) for kind, name in firsts.items()}
+        projections = empty_projections(reader, config, range(config.num_layers), by_layer)
+        loaded["qkv"] = projections.first.dtype
+        if down_by_outputs:
+            down = empty_down_outputs(reader, config, config.ffn_size)
+            means["down"] = down.nbytes / (config.num_layers * config.ffn_size)
+            loaded["down"] = down.first.dtype
     if checkpoint.quantized_dtype is None:
         widths = config.hidden_size, config.attention_size, config.embed_size
         for found in set(loaded.values()):
@@ -59,19 +75,22 @@ def stored_config(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "") 
     own = dtype_name(loaded["qkv"])
     names = {kind: dtype_name(found) for kind, found in loaded.items()}
     others = tuple((kind, name) for kind, name in names.items() if name != own)
-    return replace(config, dtype=own, other_dtypes=others)
+    if projections.second.size:
+        means["qkv"] = projections.nbytes / (config.num_layers * config.qkv_rows)
+    return replace(config, dtype=own, other_dtypes=others, mean_row_bytes=tuple(means.items()))
 
 
 def weight_shapes(
     checkpoint: Checkpoint, config: ModelConfig, neuron_ids: Sequence[np.ndarray], dtype: str = ""
 ) -> tuple[AttentionWeights, HeadWeights, FfnWeights]:
-    """What loading would return, in shape and dtype; matrices take no memory and hold zeros.
+    """What a GPU loads, in shape and dtype; matrices take no memory and hold zeros.
 
     Errors:  CheckpointError, UsageError as of loading
     """
     with _HeaderReader(checkpoint, dtype=requested_dtype(dtype)) as reader:
         ffn = read_ffn(reader, config, neuron_ids, include_down_bias=True)
-        return read_attention(reader, config), read_head(reader, config), ffn
+        attention = read_attention(reader, config, by_layer=False)
+        return attention, read_head(reader, config), ffn
 
 
 class _HeaderReader(TensorReader):
@@ -92,6 +111,9 @@ class _HeaderReader(TensorReader):
         self, name: str, num_rows: int, dst: np.ndarray, row_ids: np.ndarray | None = None
     ) -> None:
         self.require_rows(name, num_rows, row_width(dst.dtype, dst.shape[1]))
+
+    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
+        self.require_rows(name, len(dst), width)
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
         self.require_columns(name, row_width(dst.dtype, dst.shape[1]), num_columns)

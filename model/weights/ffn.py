@@ -107,12 +107,13 @@ def read_ffn(
     config: ModelConfig,
     neuron_ids: Sequence[np.ndarray],
     include_down_bias: bool,
+    has_down: bool = True,
 ) -> FfnWeights:
-    """`load_ffn` by a reader of the caller's."""
+    """`load_ffn` by a reader of the caller's; `down` has no rows without `has_down`."""
     ids = _checked_ids(config, neuron_ids)
-    weights = _empty_ffn(reader, config, ids, include_down_bias)
+    weights = _empty_ffn(reader, config, ids, include_down_bias, has_down=has_down)
     for layer in range(config.num_layers):
-        _load_layer(reader, config, weights, layer)
+        _load_layer(reader, config, weights, layer, has_down)
     return weights
 
 
@@ -154,6 +155,7 @@ def _empty_ffn(
     ids: list[np.ndarray],
     include_down_bias: bool,
     has_rows: bool = True,
+    has_down: bool = True,
 ) -> FfnWeights:
     names = tensor_names(config).of_layer(0)
     offsets = np.concatenate([[0], np.cumsum([layer_ids.size for layer_ids in ids])])
@@ -171,7 +173,7 @@ def _empty_ffn(
         neuron_ids=np.concatenate(ids).astype(np.int32),
         gate=matrix(names.gate, num_rows),
         up=matrix(names.up, num_rows if config.has_gate else 0),
-        down=matrix(names.down, num_rows),
+        down=matrix(names.down, num_rows if has_down else 0),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
         down_bias=np.empty((config.num_layers, hidden if has_down_bias else 0), np.float32),
@@ -187,13 +189,20 @@ def _first_up_row(config: ModelConfig) -> int:
     return config.ffn_size if config.fused_gate_up else 0
 
 
-def _load_layer(reader: TensorReader, config: ModelConfig, weights: FfnWeights, layer: int) -> None:
+def _load_layer(
+    reader: TensorReader,
+    config: ModelConfig,
+    weights: FfnWeights,
+    layer: int,
+    has_down: bool = True,
+) -> None:
     names = tensor_names(config).of_layer(layer)
     part = slice(int(weights.offsets[layer]), int(weights.offsets[layer + 1]))
     ids = weights.neuron_ids[part]
     size = config.ffn_size
     reader.rows(f"{names.gate}.weight", _stored_rows(config), weights.gate[part], ids)
-    reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
+    if has_down:
+        reader.columns(f"{names.down}.weight", size, weights.down[part], ids)
     if config.has_gate:
         rows = ids + np.int32(_first_up_row(config))
         reader.rows(f"{names.up}.weight", _stored_rows(config), weights.up[part], rows)

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
+from model.config.weight_formats import mean_row_bytes, row_bytes
 from model.files.checkpoint import Checkpoint
 from numba_kernels.formats import row_width
 
@@ -40,13 +40,13 @@ def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 def attention_bytes(config: ModelConfig) -> int:
     """Return the bytes of `AttentionWeights` of all layers, norms and biases included."""
     hidden = config.hidden_size
-    matrices = config.qkv_rows * row_bytes(config, hidden, "qkv")
+    matrices = config.qkv_rows * mean_row_bytes(config, hidden, "qkv")
     matrices += hidden * row_bytes(config, config.attention_size, "out")
     num_norms = config.has_norm + config.has_ffn_norm
     vectors = num_norms * hidden * (1 + config.norm_bias)
     vectors += config.has_output_norms * hidden + config.q_norm_size + config.k_norm_size
     vectors += config.qkv_rows * config.attention_bias + hidden * config.out_bias
-    return config.num_layers * (matrices + 4 * vectors)
+    return round(config.num_layers * (matrices + 4 * vectors))
 
 
 def head_bytes(config: ModelConfig) -> int:
@@ -60,11 +60,11 @@ def head_bytes(config: ModelConfig) -> int:
 def ffn_bytes(config: ModelConfig, num_neurons_total: int) -> int:
     """Return the bytes of `FfnWeights` with so many neurons, counted over all layers."""
     num_first = 2 if config.has_gate else 1
-    rows = num_first * row_bytes(config, config.hidden_size, "gate")
-    rows += row_bytes(config, config.hidden_size, "down")
+    rows: float = num_first * row_bytes(config, config.hidden_size, "gate")
+    rows += mean_row_bytes(config, config.hidden_size, "down")
     per_neuron = rows + 4 * num_first * config.ffn_bias + 4
     down_bias = config.num_layers * config.hidden_size * 4 * config.ffn_bias
-    return num_neurons_total * per_neuron + down_bias
+    return round(num_neurons_total * per_neuron) + down_bias
 
 
 def kv_cache_bytes(config: ModelConfig, num_positions: int, kv_item_bytes: int) -> int:

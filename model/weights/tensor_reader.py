@@ -90,6 +90,12 @@ class TensorReader:
             raise self._already_quantized(wanted, self.checkpoint.format_name(name))
         return wanted
 
+    def own_dtype(self, name: str) -> np.dtype:
+        """Return the dtype that a matrix would be loaded in if no other layer had such a one."""
+        if self._dtype is not None or self.checkpoint.quantized_dtype is not None:
+            return self.loaded_dtype(name)
+        return self.checkpoint.own_dtype(name)
+
     def _already_quantized(self, wanted: np.dtype, stored: str) -> UsageError:
         return UsageError(
             f"--dtype {option_name(wanted)}: {self.checkpoint.path} is quantized to {stored} "
@@ -97,14 +103,18 @@ class TensorReader:
         )
 
     def matrix(
-        self, shape: tuple[int, ...], name: str, offsets: np.ndarray | None = None
+        self,
+        shape: tuple[int, ...],
+        name: str,
+        offsets: np.ndarray | None = None,
+        dtype: np.dtype | None = None,
     ) -> np.ndarray:
         """Return a new array of `shape` weights for `rows` or `columns` of a tensor to fill.
 
         It holds shape[0] matrices, or one of two dimensions; or, with `offsets`, stacked ones of
-        the rows offsets[i] to offsets[i + 1].
+        the rows offsets[i] to offsets[i + 1]. Its dtype is `dtype`, or `loaded_dtype`.
         """
-        dtype = self.loaded_dtype(name)
+        dtype = self.loaded_dtype(name) if dtype is None else dtype
         array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
         if self._touch is not None and array.size:
             stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
@@ -198,6 +208,19 @@ class TensorReader:
             return
         ids = np.arange(num_rows, dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
+
+    def row_parts(self, name: str, width: int, dst: np.ndarray, first: int) -> None:
+        """Copy a part of all rows of a matrix of blocks, from column `first` on.
+
+        Shapes:  the tensor (N, width) weights, dst (N, C) weights in its own format; `first` at the
+                 begin of a block
+        """
+        self.require_rows(name, len(dst), width)
+        src = self.checkpoint.array(name)
+        begin = row_items(src.dtype, first)
+        end = begin + row_items(src.dtype, row_width(dst.dtype, dst.shape[1]))
+        ids = np.arange(len(dst), dtype=np.int32)
+        self._run(name, quantized_rows(src[:, begin:end], dst, ids), *_rows_of(dst))
 
     def columns(self, name: str, num_columns: int, dst: np.ndarray, column_ids: np.ndarray) -> None:
         """Copy columns of a matrix into the rows of `dst`; some tensors have rows for columns.

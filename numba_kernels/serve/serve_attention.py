@@ -18,6 +18,7 @@ from numba_kernels.decode.attention import (
 from numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, prepared
+from numba_kernels.layer_rows import LayerRows
 from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.mailbox import (
     ATTENTION,
@@ -31,10 +32,10 @@ from numba_kernels.serve.mailbox import (
     meet,
     next_request,
 )
-from numba_kernels.serve.work_stealing import next_block, work_stealing_rows
+from numba_kernels.serve.work_stealing import next_block, work_stealing_layer, work_stealing_rows
 
-_QKV, _HEADS, _OUT, _PROJECT, _HEAD = range(5)
-NUM_COUNTERS = 5
+_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD = range(6)
+NUM_COUNTERS = 6
 
 
 class AttentionArrays(NamedTuple):
@@ -50,7 +51,7 @@ class AttentionArrays(NamedTuple):
     attention_norm_weight: np.ndarray
     q_norm_weight: np.ndarray
     k_norm_weight: np.ndarray
-    qkv: np.ndarray
+    qkv: LayerRows
     qkv_bias: np.ndarray
     out: np.ndarray
     out_bias: np.ndarray
@@ -232,11 +233,9 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     qkv, mixed = scratch.qkv[:num_tokens], wires.mixed[:num_tokens]
     _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
     _layer_norm_before(residual, layer, shape, arrays, normed)
-    weights = arrays.qkv[layer]
-    x = prepared(weights, normed, scratch.inputs, thread)
-    work_stealing_rows(
-        scratch.counters[_QKV], thread, num_threads, weights, arrays.qkv_bias[layer], x,
-        residual[:0], qkv,
+    work_stealing_layer(
+        scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
+        arrays.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
     )  # fmt: skip
     meet(wires.cells, service, num_threads)
     if norm_whole(thread, num_threads, layer, shape, arrays, qkv):
@@ -250,7 +249,7 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     added = residual[:0] if adds_late(shape) else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
-        added, mixed,
+        added, mixed, 0,
     )  # fmt: skip
     meet(wires.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
@@ -276,13 +275,13 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
         vectors = scratch.projected[:count]
         work_stealing_rows(
             scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
-            normed[:0], vectors,
+            normed[:0], vectors, 0,
         )  # fmt: skip
         meet(wires.cells, service, num_threads)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
-        wires.logits[:count],
+        wires.logits[:count], 0,
     )  # fmt: skip
     if shape.logit_softcap > 0:
         meet(wires.cells, service, num_threads)

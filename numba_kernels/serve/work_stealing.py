@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.decode.rows import block_products, split_range
+from numba_kernels.decode.vectors import prepared
 from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
@@ -40,25 +41,48 @@ def block_rows(weights):
 
 
 @njit(nogil=True, cache=True)
-def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out):
-    """out[t, n] = weights[n] . x[t] + bias[n] + addend[t, n], of the rows that this thread takes.
+def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out, column):
+    """out[t, n] = weights[n - column] . x[t] + bias[n] + addend[t, n], of the rows it takes.
 
-    `bias` and `addend` may be empty. `x` is what `prepared` gave for as many tokens as `out` (T, N)
-    has. Checks nothing.
+    The rows' products are columns of `out` (T, N), from `column` on. `bias` and `addend` may be
+    empty. `x` is what `prepared` gave for T tokens. Checks nothing.
     """
     size = block_rows(weights)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
-        first, last = split_range(out.shape[1], part, num_threads, 4)
+        first, last = split_range(weights.shape[0], part, num_threads, 4)
         begin = first + next_block(counters, part) * size
         while begin < last:
             end = min(begin + size, last)
-            block_products(weights, x, out, begin, end, begin)
+            block_products(weights, x, out, begin, end, column + begin)
             for t in range(out.shape[0]):
                 if bias.shape[0]:
-                    for n in range(begin, end):
+                    for n in range(column + begin, column + end):
                         out[t, n] += bias[n]
                 if addend.shape[0]:
-                    for n in range(begin, end):
+                    for n in range(column + begin, column + end):
                         out[t, n] += addend[t, n]
             begin = first + next_block(counters, part) * size
+
+
+@njit(nogil=True, cache=True)
+def work_stealing_layer(
+    counters, thread, num_threads, rows, layer, bias, x, inputs, addend, out
+):  # fmt: skip
+    """`work_stealing_rows` of a layer's `LayerRows`; `counters` has a kind for each format.
+
+    x (T, d) float32 is prepared for either in the thread's part of `inputs`.
+    """
+    begin, end = rows.first_rows[layer]
+    column = end - begin
+    if begin < end:
+        weights = rows.first[begin:end]
+        vectors = prepared(weights, x, inputs, thread)
+        work_stealing_rows(counters[0], thread, num_threads, weights, bias, vectors, addend, out, 0)
+    begin, end = rows.second_rows[layer]
+    if begin < end:
+        weights = rows.second[begin:end]
+        vectors = prepared(weights, x, inputs, thread)
+        work_stealing_rows(
+            counters[1], thread, num_threads, weights, bias, vectors, addend, out, column
+        )

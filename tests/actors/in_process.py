@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 
 from actors.cpu.cpu_service import load_cpu_service
+from actors.cpu.dense_service import load_dense_service
 from actors.driver.engine import Engine
 from actors.exchange.call_exchange import Question
 from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
@@ -168,6 +169,19 @@ class InProcessSystem:
         )
 
     def _cpus(self) -> list[Service]:
+        if self.specs is not None and self.specs[1].down_by_outputs:
+            return [
+                load_dense_service(
+                    self.path,
+                    self.config,
+                    spec.index,
+                    spec.num_threads,
+                    (spec.neuron_ids or [])[0],
+                    spec.index == 1,
+                    lambda num_bytes: None,
+                )
+                for spec in self.specs[1:]
+            ]
         return [
             load_cpu_service(
                 self.path,

@@ -169,7 +169,7 @@ def test_what_fails_before_the_change_changes_nothing(
         if what[1] == "use_products":  # as if they had been agreed on while new services loaded
             monkeypatch.setattr(
                 "actors.processes.scaling.scaled_system",
-                lambda config, count: replace(config, num_cpu_actors=count, products=None),
+                lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
             )
             assert services.system.products is not None
         with monkeypatch.context() as patch:

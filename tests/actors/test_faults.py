@@ -143,7 +143,7 @@ def test_a_lost_service_changes_no_token(eight: Eight, capfd: pytest.CaptureFixt
 def test_a_service_that_answers_nan_is_replaced(eight: Eight, service: int) -> None:
     def spoil(host: Any) -> None:
         arrays = host._service.arrays
-        matrix = arrays.qkv if host.spec.index == 0 else arrays.down
+        matrix = arrays.qkv.first if host.spec.index == 0 else arrays.down
         matrix[:] = 0x7E00  # a float16 NaN, as bits
 
     before = list(eight.pids().values())

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actors.setup.preflight import read_model
+from actors.processes.scaling import scaled_system
+from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.protocol.options import SystemOptions
+from actors.setup.preflight import prepare_system, read_model
+from actors.setup.shards import service_specs
+from actors.system import System
+from model.errors import UsageError
 from model.reference import reference_logits
+from model.sampling import SamplingParams
+from tests.actors.batching import Asking
 from tests.actors.in_process import InProcessSystem
 from tests.gguf_files import LlamaFile
-from tests.unit.test_gguf_model import tiny
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import IDS as IDS_OF_LOGITS
+from tests.unit.test_gguf_model import file_of, logits_of, tiny
 
 IDS = np.array([3, 7, 1, 90, 55, 20, 3, 3, 64, 17])
+MODEL_IDS = np.array(IDS_OF_LOGITS)  # of `logits_of`
 
 
 @pytest.mark.parametrize(
@@ -37,3 +51,49 @@ def test_few_bits_beside_q8(kinds: tuple[str, str], names: tuple[str, str], tmp_
     # What 8 bits of the vectors cost; random blocks of six bits have scales of any size and sign.
     most = 0.03 if "Q6_K" in kinds else 0.02
     assert np.abs(one_by_one - wanted).max() == pytest.approx(0, abs=most * spread)
+
+
+@pytest.mark.parametrize("num_services", [1, 2])
+@pytest.mark.parametrize("kinds", [MIXED, {"blk.1.ffn_down": "Q6_K", "ffn_down": "Q4_0"}])
+def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: Path) -> None:
+    """Values and down projections in six bits in one layer, in four in the other."""
+    path, model = tmp_path / "tiny.gguf", tiny()
+    held = file_of(model, path, kinds)
+    options = SystemOptions(context_length=128, num_cpu_actors=num_services)
+    system, config = prepare_system(path, options)
+    assert system.down_by_outputs and dict(config.mean_row_bytes)
+    ids = np.random.default_rng(2).integers(0, 101, 48)
+    wanted = logits_of(model, held)  # of transformers, for the module's own ids
+    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
+        one_by_one = running.logits("dense", MODEL_IDS, (1,))
+        for size in (4, 10):
+            assert np.array_equal(one_by_one, running.logits("dense", MODEL_IDS, (size,)))
+        by_kernels, by_products = (running.logits("dense", ids, (size,)) for size in (16, 48))
+        assert {"gpu", "cpu0"} <= set(running.python_answers)
+    spread = float(np.abs(wanted).max())
+    assert np.abs(one_by_one - wanted).max() < 0.03 * spread
+    assert np.abs(by_kernels - by_products).max() < 0.03 * spread
+
+
+def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:
+    """A killed service comes back with its run of neurons; others come for more and fewer."""
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(max_position_embeddings=1024), path, MIXED)
+    system, config = prepare_system(path, SystemOptions(context_length=512, num_cpu_actors=2))
+    assert system.down_by_outputs
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = [np.random.default_rng(size).integers(0, 101, size).tolist() for size in (5, 20, 300)]
+    requests = [GenerateRequest(sampling, prompt_ids=ids) for ids in prompts]
+    with System.start(system) as running:
+        alone = [running.complete(request).ids for request in requests]
+        asked = [Asking(partial(running.complete, request)) for request in requests]
+        os.kill(running.call("processes")["cpu1"], signal.SIGKILL)
+        assert [one.end().ids for one in asked] == alone
+        assert running.call("scale", 1).num_cpu_actors == 1
+        fewer = [running.complete(request).ids for request in requests]
+        asked = [Asking(partial(running.complete, request)) for request in requests]
+        os.kill(running.call("processes")["cpu0"], signal.SIGKILL)
+        assert [one.end().ids for one in asked] == fewer
+    many = SystemConfig(str(path), num_threads=8, down_by_outputs=True)
+    with pytest.raises(UsageError, match=r"3 CPU services are too many .* 2 are the most"):
+        scaled_system(many, 3, config)

@@ -159,7 +159,7 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
     head = load_head(checkpoint, config)
     embedding = load_embedding(checkpoint, config)
     wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_1, "Q6_K": Q6}.get(kind, Q8)
-    assert {a.dtype for a in (attention.qkv, attention.out, ffn.gate, ffn.up)} == {wanted}
+    assert {a.dtype for a in (attention.qkv.first, attention.out, ffn.gate, ffn.up)} == {wanted}
     assert ffn.down.dtype == Q8
     layer = "model.layers.1."
     parts = [held[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -169,7 +169,7 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
         error = np.abs(to_float32(found) - values).max()
         assert error == 0 if exact else error <= np.abs(values).max() / 220
 
-    check(attention.qkv[1], np.concatenate(parts))
+    check(attention.qkv.matrix(1), np.concatenate(parts))
     check(attention.out[1], held[f"{layer}self_attn.o_proj.weight"])
     check(ffn.gate[512:], held[f"{layer}mlp.gate_proj.weight"])
     check(ffn.up[512:], held[f"{layer}mlp.up_proj.weight"])
@@ -200,7 +200,7 @@ def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
     config = read_model(path)
     found = {kind: config.dtype_of(kind) for kind in ("qkv", "out", "gate", "down", "head")}
     assert found == {
-        "qkv": "q8", "out": "q4", "gate": "q8", "down": "float16", "head": "float16"
+        "qkv": "q4", "out": "q4", "gate": "q8", "down": "float16", "head": "float16"
     }  # fmt: skip
     checkpoint = Checkpoint(path)
     attention, head = load_attention(checkpoint, config), load_head(checkpoint, config)
@@ -209,7 +209,7 @@ def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
     assert head_bytes(config) == sum(array.nbytes for array in vars(head).values())
     sizes = [array.nbytes for name, array in vars(ffn).items() if name != "offsets"]
     assert ffn_bytes(config, 1024) == sum(sizes)
-    keys = to_float32(attention.qkv[1])[256:384]
+    keys = to_float32(attention.qkv.parts(1)[0])[256:384]
     assert np.array_equal(keys, held["model.layers.1.self_attn.k_proj.weight"])
     assert read_model(path, "q4").other_dtypes == ()
 

@@ -66,7 +66,7 @@ def test_matrices_are_quantized_row_by_row(
         own = names.of_layer(layer)
         part = slice(int(ffn.offsets[layer]), int(ffn.offsets[layer + 1]))
         for found, expected in [
-            (attention.qkv[layer], to_float32(plain.qkv[layer])),
+            (attention.qkv.matrix(layer), to_float32(plain.qkv.matrix(layer))),
             (attention.out[layer], floats(checkpoint, f"{own.out}.weight")),
             (ffn.gate[part], floats(checkpoint, f"{own.gate}.weight")),
             (ffn.down[part], floats(checkpoint, f"{own.down}.weight").T),
@@ -233,7 +233,8 @@ def test_a_system_is_told_the_dtype(tmp_path: Path) -> None:
         host.load()
         arrays = vars(host._require_service())["arrays"]
         kinds = ("qkv", "out", "head") if spec.index == 0 else ("gate", "down")
-        assert all(getattr(arrays, kind).dtype == Q4 for kind in kinds)
+        matrices = [getattr(arrays, kind) for kind in kinds]
+        assert all(getattr(matrix, "first", matrix).dtype == Q4 for matrix in matrices)
         assert host.loaded_bytes() > 0
     for spec in service_specs(SystemConfig(str(path)), stored):
         assert spec.weight_dtype == ""

@@ -231,7 +231,7 @@ def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
     edited(tmp_path, "llama-relu", edit)
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
     weights = load_attention(checkpoint, config)
-    assert weights.qkv.dtype == np.uint16
+    assert weights.qkv.first.dtype == np.uint16
     expected = to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))
     np.testing.assert_allclose(to_float32(weights.out[2]), expected, rtol=1e-3)
     assert load_head(checkpoint, config).head.dtype == np.int16

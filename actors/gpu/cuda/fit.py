@@ -81,7 +81,8 @@ def fit_system(
     free = device.used_bytes() + device.free_bytes()
     budget = system.gpu_memory_bytes or free - RESERVE_BYTES
     room = min(budget, free) - device.used_bytes() - LATE_BYTES
-    stored = stored_config(Checkpoint(Path(system.model_path)), config, system.weight_dtype)
+    checkpoint = Checkpoint(Path(system.model_path))
+    stored = stored_config(checkpoint, config, system.weight_dtype, by_layer=False)
     sizes = _Sizes.of(system, stored, device)
     wanted = _wanted(system, config)
     guess = room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from model.weights.attention import AttentionWeights
 from model.weights.check import weight_shapes
 from model.weights.embedding import HeadWeights
 from model.weights.memory import aligned_empty
+from numba_kernels.layer_rows import one_format
 from numba_kernels.serve.serve_attention import AttentionArrays
 
 
@@ -49,9 +51,13 @@ class CudaLoading:
         arrays = None if self._is_whole else self._host_arrays()
 
         def keep(layer: int, weights: AttentionWeights) -> None:
+            if arrays is None:
+                return
             for name, array in vars(weights).items():
-                if arrays is not None and layer < getattr(arrays, name).shape[0]:
+                if name != "qkv" and layer < getattr(arrays, name).shape[0]:
                     getattr(arrays, name)[layer] = array[0]
+            if layer < len(arrays.qkv.first_rows):
+                arrays.qkv.matrix(layer)[:] = weights.qkv.matrix(0)
 
         head = self._model.fill(on_bytes, keep)
         if arrays is not None:
@@ -81,8 +87,13 @@ class CudaLoading:
         none = [np.empty(0, np.int32)] * config.num_layers
         checkpoint = Checkpoint(Path(spec.model_path))
         attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
-        found = {}
+        rows = attention.qkv.matrix(0)
+        found: dict[str, Any] = {
+            "qkv": one_format(aligned_empty((layers, *rows.shape), rows.dtype))
+        }
         for name, array in vars(attention).items():
+            if name == "qkv":
+                continue
             count = config.num_layers if "norm" in name else layers
             found[name] = aligned_empty((count, *array.shape[1:]), array.dtype)
         return AttentionArrays(

@@ -174,7 +174,7 @@ class CudaModel:
         upload(norms.k_weight, weights.k_norm_weight[0])
         if part is None:
             return
-        upload(part.qkv.data, _bits(weights.qkv[0]))
+        upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
         upload(part.qkv_bias, weights.qkv_bias[0])
         upload(part.out.data, _bits(weights.out[0]))
         upload(part.out_bias, weights.out_bias[0])
@@ -220,7 +220,7 @@ class CudaModel:
         pages = cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
         kind = np.float32 if cache.dtype == "float32" else np.uint16
         return AttentionPart(
-            qkv=self._matrix(weights.qkv[0]),
+            qkv=self._matrix(weights.qkv.matrix(0)),
             qkv_bias=self._like(weights.qkv_bias[0]),
             out=self._matrix(weights.out[0]),
             out_bias=self._like(weights.out_bias[0]),

@@ -1,0 +1,81 @@
+"""The CPU service where all neurons are always computed: down projections as the file has them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from actors.cpu.cpu_service import CpuService
+from actors.telemetry.snapshot import bucket_of
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.down_outputs import read_down_outputs
+from model.weights.ffn import read_ffn
+from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from numba_kernels.decode.activations import activation
+from numba_kernels.serve.dense_ffn import DenseFfnArrays, new_dense_scratch, serve_dense_ffn
+
+
+class DenseCpuService(CpuService):
+    """`CpuService` over `DenseFfnArrays`: a run of neurons, the same of every layer."""
+
+    def weight_dtypes(self) -> tuple[np.dtype, ...]:
+        """See `CpuService`."""
+        assert isinstance(self.arrays, DenseFfnArrays)
+        down = self.arrays.down
+        return self.arrays.gate.dtype, down.first.dtype, down.second.dtype
+
+    def make_scratch(self, num_tokens: int, width: int) -> None:
+        """See `CpuService`."""
+        num_neurons = int(self.arrays.offsets[1])
+        self._dense_scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run the compiled loop; see `numba_kernels.serve.dense_ffn`."""
+        return int(
+            serve_dense_ffn(
+                thread,
+                self.num_threads,
+                self.index,
+                np.int32(seen),
+                self.wires,
+                self.arrays,
+                self._dense_scratch,
+                self._buckets,
+                self.function,
+            )
+        )
+
+
+def load_dense_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    neurons: np.ndarray,
+    include_down_bias: bool,
+    on_bytes: OnBytes,
+    touch: Touch | None = None,
+) -> DenseCpuService:
+    """Read the run `neurons` of every layer; as `actors.cpu.cpu_service.load_cpu_service`.
+
+    Shapes:  neurons (N,), ascending without a gap
+    Dtypes:  neurons int32
+    Errors:  CheckpointError
+    """
+    first, last = int(neurons[0]), int(neurons[-1]) + 1
+    ids = [neurons] * config.num_layers
+    with TensorReader(Checkpoint(path), on_bytes, touch=touch) as reader:
+        weights = read_ffn(reader, config, ids, include_down_bias, has_down=False)
+        down = read_down_outputs(reader, config, first, last)
+    arrays = DenseFfnArrays(
+        offsets=weights.offsets,
+        gate=weights.gate,
+        up=weights.up,
+        down=down,
+        gate_bias=weights.gate_bias,
+        up_bias=weights.up_bias,
+        down_bias=weights.down_bias,
+    )
+    buckets = bucket_of(np.concatenate(ids), config.ffn_size)
+    function = activation(config.activation_fn, config.activation_threshold)
+    return DenseCpuService(f"cpu{index - 1}", index, num_threads, arrays, function, buckets)

@@ -1,0 +1,58 @@
+"""Down projections as files have them, a row for each output: for neurons that all are computed.
+
+By neurons (`model.weights.ffn`) the numbers of ggml's blocks have to be quantized again, because
+blocks lie along outputs' rows. As they are, they keep their bits and take no more of them.
+"""
+
+from __future__ import annotations
+
+from model.config.families import tensor_names
+from model.config.model_config import ModelConfig
+from model.files.checkpoint import Checkpoint
+from model.weights.layer_rows import empty_rows, tensor_places
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.formats import is_blocks
+from numba_kernels.layer_rows import LayerRows
+
+UNIT = 256  # neurons, at multiples of which rows are cut: whole blocks of every format
+
+
+def num_units(config: ModelConfig) -> int:
+    """Return how many parts a layer's neurons can be cut into at most."""
+    return -(-config.ffn_size // UNIT)
+
+
+def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the model's down projections are rows of blocks for outputs.
+
+    Errors:  CheckpointError for a tensor that is missing or of an unsupported format
+    """
+    names = [_name(config, layer) for layer in range(config.num_layers)]
+    return all(
+        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
+    )
+
+
+def empty_down_outputs(reader: TensorReader, config: ModelConfig, num_neurons: int) -> LayerRows:
+    """Return arrays for all layers' rows of so many neurons' weights."""
+    tensors = [[(_name(config, layer), config.hidden_size)] for layer in range(config.num_layers)]
+    return empty_rows(reader, tensors, num_neurons, by_layer=True)
+
+
+def read_down_outputs(
+    reader: TensorReader, config: ModelConfig, first: int, last: int
+) -> LayerRows:
+    """Read what the neurons first..last-1 of every layer add to each output.
+
+    `first` is a multiple of UNIT, `last` too or the number of neurons.
+    Errors:  CheckpointError for a tensor that is missing, misshapen or not finite
+    """
+    rows = empty_down_outputs(reader, config, last - first)
+    for layer in range(config.num_layers):
+        (place,) = tensor_places(rows, layer, [config.hidden_size])
+        reader.row_parts(_name(config, layer), config.ffn_size, place, first)
+    return rows
+
+
+def _name(config: ModelConfig, layer: int) -> str:
+    return f"{tensor_names(config).of_layer(layer).down}.weight"

@@ -1,0 +1,97 @@
+"""The FFN of neurons that are all computed: against float64, by any threads, in any company."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from numba_kernels.decode.activations import activation
+from numba_kernels.layer_rows import LayerRows
+from numba_kernels.load.convert import to_float32
+from numba_kernels.serve.dense_ffn import DenseFfnArrays, dense_layer_ffn, new_dense_scratch
+from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from tests.kernels.arrays import random_floats
+from tests.kernels.quantized_rows import random_rows
+
+LAYERS, NEURONS, WIDTH = 2, 512, 256
+
+
+def arrays_of(has_up: bool, has_bias: bool) -> DenseFfnArrays:
+    """Gates in q4_1; down rows in q4_1 in the first layer and in q6 in the second one."""
+    rows = LAYERS * NEURONS
+
+    def quantized(seed: int, kind: str, height: int, width: int) -> np.ndarray:
+        return random_rows(seed, kind, height, width).rows
+
+    def biases(*shape: int) -> np.ndarray:
+        return random_floats(9, *shape) if has_bias else np.empty((*shape[:-1], 0), np.float32)
+
+    gate = quantized(1, "q4_1", rows, WIDTH)
+    return DenseFfnArrays(
+        offsets=np.array([0, NEURONS, rows]),
+        gate=gate,
+        up=quantized(2, "q4_1", rows, WIDTH) if has_up else gate[:0],
+        down=LayerRows(
+            quantized(3, "q4_1", WIDTH, NEURONS),
+            quantized(4, "q6", WIDTH, NEURONS),
+            np.array([[0, WIDTH], [WIDTH, WIDTH]]),
+            np.array([[0, 0], [0, WIDTH]]),
+        ),
+        gate_bias=biases(rows),
+        up_bias=biases(rows) if has_up else np.empty(0, np.float32),
+        down_bias=biases(LAYERS, WIDTH),
+    )
+
+
+def computed(
+    arrays: DenseFfnArrays, name: str, layer: int, x: np.ndarray, num_threads: int
+) -> np.ndarray:
+    """What so many threads answer, each in its own time."""
+    scratch = new_dense_scratch(num_threads, 8, NEURONS, WIDTH)
+    out = np.full_like(x, np.nan)
+    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
+
+    def run(thread: int) -> None:
+        dense_layer_ffn(
+            thread, num_threads, cells, 0, layer, x, arrays, scratch, activation(name), out
+        )
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(run, range(num_threads)))
+    return out
+
+
+def expected(arrays: DenseFfnArrays, layer: int, x: np.ndarray) -> np.ndarray:
+    """silu(gate) * up, down, in float64; a two-matrix FFN without up."""
+    part = slice(layer * NEURONS, (layer + 1) * NEURONS)
+
+    def products(rows: np.ndarray, vectors: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        found = vectors @ to_float32(rows).astype(np.float64).T
+        return found + bias if bias.size else found
+
+    gates = products(arrays.gate[part], x.astype(np.float64), arrays.gate_bias[part])
+    h = gates / (1 + np.exp(-gates))
+    if arrays.up.size:
+        h *= products(arrays.up[part], x.astype(np.float64), arrays.up_bias[part])
+    return products(arrays.down.matrix(layer), h, arrays.down_bias[layer])
+
+
+@pytest.mark.parametrize(("has_up", "has_bias"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_all_neurons_in_the_files_formats(layer: int, has_up: bool, has_bias: bool) -> None:
+    arrays, x = arrays_of(has_up, has_bias), random_floats(5, 5, WIDTH)
+    found, wanted = computed(arrays, "silu", layer, x, 1), expected(arrays, layer, x)
+    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_bits_in_any_company_by_any_threads(layer: int) -> None:
+    arrays, x = arrays_of(True, True), random_floats(6, 8, WIDTH)
+    alone = np.concatenate([computed(arrays, "silu", layer, row[None], 1) for row in x])
+    for num_tokens in (1, 2, 3, 5, 8):
+        for num_threads in (1, 2, 3):
+            together = computed(arrays, "silu", layer, x[:num_tokens], num_threads)
+            assert together.tobytes() == alone[:num_tokens].tobytes()

@@ -1,0 +1,148 @@
+"""Matrices in the formats of their own layers: to the bit, in any part, and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.protocol.options import SystemOptions
+from actors.setup.preflight import prepare_system
+from actors.setup.shards import neuron_runs
+from model.config.build import read_config
+from model.errors import ArtifactError, CheckpointError
+from model.files.checkpoint import Checkpoint
+from model.weights.attention import load_attention
+from model.weights.down_outputs import has_down_outputs, read_down_outputs
+from model.weights.sizes import attention_bytes, ffn_bytes
+from model.weights.tensor_reader import TensorReader
+from numba_kernels.formats import Q4, Q4_1, Q6, Q8
+from numba_kernels.load.convert import to_float32
+from tests.unit.test_gguf_model import BLOCKS, file_of, tiny
+
+# As files of four bits have them: what matters most, in half of the layers, in six.
+MIXED = {
+    "blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K",
+    "token_embd": "Q6_K", "output.": "Q6_K",
+}  # fmt: skip
+DOWN = "model.layers.{}.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    held = file_of(tiny(), path, {"ffn_down": kind})
+    config = read_config(path)
+    assert has_down_outputs(Checkpoint(path), config)
+    with TensorReader(Checkpoint(path)) as reader:
+        whole = read_down_outputs(reader, config, 0, 512)
+        parts = [read_down_outputs(reader, config, first, first + 256) for first in (0, 256)]
+    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_1, "Q6_K": Q6}.get(kind, Q8)
+    assert whole.first.dtype == wanted and not whole.second.size
+    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL")
+    for layer in range(2):
+        values = held[DOWN.format(layer)]
+        error = np.abs(to_float32(whole.matrix(layer)) - values).max()
+        assert error == 0 if is_exact else error <= np.abs(values).max() / 220
+        found = np.concatenate([to_float32(part.matrix(layer)) for part in parts], axis=1)
+        assert np.array_equal(found, to_float32(whole.matrix(layer)))
+
+
+def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    held = file_of(tiny(), path, MIXED)
+    system, config = prepare_system(path, SystemOptions(context_length=64))
+    assert system.down_by_outputs
+    attention = load_attention(Checkpoint(path), config)
+    with TensorReader(Checkpoint(path)) as reader:
+        down = read_down_outputs(reader, config, 0, 512)
+    assert (attention.qkv.first.dtype, attention.qkv.second.dtype) == (Q4_1, Q6)
+    assert [len(attention.qkv.parts(layer)) for layer in (0, 1)] == [2, 1]
+    assert {down.matrix(0).dtype, down.matrix(1).dtype} == {Q6, Q4_1}
+    values = held["model.layers.0.self_attn.v_proj.weight"]
+    assert np.array_equal(to_float32(attention.qkv.parts(0)[1]), values)
+    assert np.array_equal(to_float32(down.matrix(0)), held[DOWN.format(0)])
+    assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
+    gates = 2 * 512 * 2 * 256 * 5 // 8  # gate and up rows of both layers
+    assert ffn_bytes(config, 1024) == gates + 4 * 1024 + down.nbytes
+    by_layer = dict(config.mean_row_bytes)
+    assert Checkpoint(path).read_otherwise(by_layer) == ""
+    assert Checkpoint(path).read_otherwise() == "Q4_K, Q6_K: read as 8 bits a weight"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [
+        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),  # no order of two
+        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q6, Q4_1)),
+        ({"attn_q": "Q4_0", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),  # three
+        ({"attn_q": "F16", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q8, Q8)),  # vectors differ
+    ],
+)
+def test_two_formats_or_one(
+    kinds: dict[str, str], wanted: tuple[np.dtype, np.dtype], tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    held = file_of(tiny(), path, kinds | {"attn_output": "Q4_K"})
+    qkv = load_attention(Checkpoint(path), read_config(path)).qkv
+    assert (qkv.first.dtype, qkv.second.dtype) == wanted
+    found = np.concatenate([to_float32(part) for part in qkv.parts(1)])
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    values = np.concatenate([held[name] for name in names])
+    assert np.abs(found - values).max() <= np.abs(values).max() / 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({"mode": "exact"}, {"ffn_": "Q4_0"}),  # which skips where activations are zero
+        ({"weight_dtype": "q8"}, {"ffn_": "F32"}),
+        ({}, {"ffn_": "F16"}),  # nothing is quantized again
+        ({"plan": Path("plan.json")}, {"ffn_": "Q4_0"}),
+    ],
+)
+def test_where_rows_are_neurons(
+    changes: dict[str, Any], kinds: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, kinds)
+    plain, _ = prepare_system(path, SystemOptions(context_length=64))
+    assert plain.down_by_outputs == (kinds == {"ffn_": "Q4_0"})
+    try:
+        system, _ = prepare_system(path, SystemOptions(context_length=64, **changes))
+    except ArtifactError as error:  # the plan, which was not looked for otherwise
+        assert "plan" in changes and "plan.json" in str(error)
+    else:
+        assert not system.down_by_outputs
+
+
+@pytest.mark.parametrize(
+    ("num_neurons", "threads", "sizes"),
+    [
+        (512, [1, 1], [256, 256]),
+        (2048, [2], [2048]),
+        (2048, [3, 1], [1536, 512]),
+        (700, [1, 1, 1], [256, 256, 188]),
+        (768, [1, 1, 9], [256, 256, 256]),
+        (12288, [8, 4, 4], [6144, 3072, 3072]),
+    ],
+)
+def test_runs_of_neurons(num_neurons: int, threads: list[int], sizes: list[int]) -> None:
+    runs = neuron_runs(num_neurons, threads)
+    assert np.array_equal(np.concatenate(runs), np.arange(num_neurons))
+    assert all(run[0] % 256 == 0 and run.dtype == np.int32 for run in runs)
+    assert [run.size for run in runs] == sizes
+
+
+def test_misshapen_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(intermediate_size=256), path, {"ffn_down": "Q4_K"})
+    config = read_config(path)
+    wider = type(config)(**{**vars(config), "ffn_size": 512})
+    with (
+        TensorReader(Checkpoint(path)) as reader,
+        pytest.raises(CheckpointError, match="has shape"),
+    ):
+        read_down_outputs(reader, wider, 0, 512)
