@@ -16,7 +16,9 @@ from pydoc_data.topics import topics
 import click
 import numpy as np
 
-from actors.setup.preflight import read_model
+from actors.protocol.options import SystemOptions
+from actors.setup.preflight import prepare_system, read_model
+from actors.setup.shards import service_specs
 from benchmarks.quality_models import (
     running,
     scores,
@@ -56,8 +58,10 @@ class Hotcold:
     """hotcold's services in this process; steps of few tokens, as decoding has."""
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
+        options = SystemOptions(mode="dense", context_length=context, num_threads=threads)
+        specs = service_specs(*prepare_system(path, options))
         self.system = InProcessSystem(
-            path, num_threads=threads, kv_dtype="float16", num_positions=context
+            path, num_threads=threads, kv_dtype="float16", num_positions=context, specs=specs
         )
         self.engine = self.system.engine("dense")
 

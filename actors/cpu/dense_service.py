@@ -12,7 +12,13 @@ from model.weights.down_outputs import read_down_outputs
 from model.weights.ffn import read_ffn
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from numba_kernels.decode.activations import activation
-from numba_kernels.serve.dense_ffn import DenseFfnArrays, new_dense_scratch, serve_dense_ffn
+from numba_kernels.serve.dense_ffn import (
+    DenseFfnArrays,
+    computes_all,
+    new_dense_scratch,
+    serve_dense_ffn,
+)
+from numba_kernels.serve.mailbox import FFN, OPERATION
 
 
 class DenseCpuService(CpuService):
@@ -44,6 +50,13 @@ class DenseCpuService(CpuService):
                 self.function,
             )
         )
+
+    def answer_in_python(self) -> None:
+        """See `CpuService`. Errors: ValueError where some neurons are chosen: it has no rows."""
+        request = self.wires.requests[self.index]
+        if request[OPERATION] == FFN and not computes_all(request):
+            raise ValueError(f"{self.name} computes all neurons, and was asked for some")
+        super().answer_in_python()
 
 
 def load_dense_service(

@@ -42,7 +42,9 @@ def calibrate(
     windows = Windows.of(text, prompts, config, max_tokens)
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
     started = time.monotonic()
-    system = replace(system, has_down_norms=True)
+    # Thresholds choose neurons, so down rows are neurons.
+    system = replace(system, has_down_norms=True, down_by_outputs=False)
+    config = read_model(path, options.weight_dtype)
     with running_system(system) as running, calibration_bar(config, windows) as step:
         run = Calibration(running, path, config, windows, step)
         calibrated, found = run.run(target_kld or DEFAULT_KLD, text)

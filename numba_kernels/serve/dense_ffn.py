@@ -25,6 +25,7 @@ from numba_kernels.serve.mailbox import (
     LAST_GATES,
     LAYER,
     NUM_COMPUTED,
+    NUM_IDS,
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
@@ -33,6 +34,7 @@ from numba_kernels.serve.mailbox import (
     finish_request,
     meet,
     next_request,
+    read_thresholds,
 )
 from numba_kernels.serve.work_stealing import (
     new_block_counters,
@@ -150,14 +152,25 @@ def _count_all(service, layer, buckets, wires):
 
 
 @njit(nogil=True, cache=True)
+def computes_all(request):
+    """Whether an FFN request (words,) wants all neurons, whatever their activation."""
+    told = read_thresholds(request)
+    return request[NUM_IDS] < 0 and told.gate < 0 and told.product < 0
+
+
+@njit(nogil=True, cache=True)
 def serve_dense_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, function):
-    """`numba_kernels.serve.serve_ffn.serve_ffn` of neurons that are all computed."""
+    """`numba_kernels.serve.serve_ffn.serve_ffn` of neurons that are all computed.
+
+    Requests that choose among them are Python's, which refuses them.
+    """
     request, reply = wires.requests[service], wires.replies[service]
     while True:
         number = next_request(wires.cells, service, seen)
         started = now_ns()
         num_tokens = request[NUM_TOKENS]
-        if request[OPERATION] == FFN and num_tokens <= scratch.num_tokens:
+        is_own = request[OPERATION] == FFN and computes_all(request)
+        if is_own and num_tokens <= scratch.num_tokens:
             layer = request[LAYER]
             dense_layer_ffn(
                 thread, num_threads, wires.cells, service, layer, wires.ffn_input[:num_tokens],

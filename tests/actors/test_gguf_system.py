@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from actors.processes.scaling import scaled_system
+from actors.protocol.failures import AnswerFailed
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.options import SystemOptions
 from actors.setup.preflight import prepare_system, read_model
@@ -73,6 +74,17 @@ def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: P
     spread = float(np.abs(wanted).max())
     assert np.abs(one_by_one - wanted).max() < 0.03 * spread
     assert np.abs(by_kernels - by_products).max() < 0.03 * spread
+
+
+def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, MIXED)
+    system, config = prepare_system(path, SystemOptions(context_length=128))
+    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
+        for mode, size in (("exact", 1), ("exact", 40)):
+            with pytest.raises(AnswerFailed, match="computes all neurons, and was asked for some"):
+                running.logits(mode, np.arange(40), (size,))
+        assert np.isfinite(running.logits("dense", IDS, (1,))).all()
 
 
 def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:
