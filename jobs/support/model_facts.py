@@ -16,6 +16,8 @@ from model.files.artifact import ModelIdentity, artifact_path
 from model.files.checkpoint import Checkpoint
 from model.published_sparsity import published_firing_share
 from model.text.tokenizer import Tokenizer
+from model.weights.check import stored_config
+from model.weights.down_outputs import has_down_outputs
 from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
 from placement.memory import weight_bytes
 from placement.profile import PROFILE_FILE, read_profile
@@ -31,6 +33,8 @@ def facts_of(path: Path) -> dict[str, Any]:
     config, checkpoint = read_model(path), Checkpoint(path)
     tokenizer = Tokenizer.from_model(path)
     mode = default_mode(config)
+    by_outputs = mode == "dense" and has_down_outputs(checkpoint, config)
+    served = stored_config(checkpoint, config, down_by_outputs=by_outputs)
     return {
         "path": str(path),
         "name": config.name,
@@ -46,7 +50,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_BYTES),
         "stored_bytes": stored_bytes(checkpoint),
         "dtype": config.dtype,
-        "weight_bytes": weight_bytes(config),
+        "weight_bytes": weight_bytes(served),
         "quantized_bytes": _quantized_bytes(path),
         "activation_fn": config.activation_fn,
         "has_gate": config.has_gate,
