@@ -34,11 +34,6 @@ class LayerRows(NamedTuple):
         return part
 
     @property
-    def num_rows(self) -> int:
-        """Rows of a layer."""
-        return int(np.diff(self.first_rows[0])[0] + np.diff(self.second_rows[0])[0])
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return int(self.first.nbytes + self.second.nbytes)

@@ -186,7 +186,7 @@ class MatrixProducts:
         parts = rows.parts(layer)
         if len(parts) == 1:
             return self.linear(x, parts[0], bias, out)
-        out = torch.empty(x.shape[0], rows.num_rows) if out is None else out
+        out = torch.empty(x.shape[0], sum(map(len, parts))) if out is None else out
         first = 0
         for part in parts:
             place = out[:, first : first + len(part)]

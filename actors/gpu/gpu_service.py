@@ -83,11 +83,13 @@ class GpuService(Service):
             self._hot.prepare(layout)
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
-        attention_size = self.shape.num_heads * self.shape.head_dim
+        shape = self.shape
+        attention_size = shape.num_heads * shape.head_dim
+        kv_size = shape.num_kv_heads * shape.head_dim
         self._scratch = AttentionScratch(
             residual=np.zeros((self.num_threads, tokens, width), np.float32),
             normed=np.zeros((self.num_threads, tokens, width), np.float32),
-            qkv=np.zeros((tokens, qkv.num_rows), np.float32),
+            qkv=np.zeros((tokens, attention_size + 2 * kv_size), np.float32),
             heads=np.zeros((tokens, attention_size), np.float32),
             scores=np.zeros((self.num_threads, most_positions), np.float32),
             projected=np.zeros((tokens, self.arrays.project_out.shape[0]), np.float32),

@@ -13,7 +13,7 @@ from numba_kernels.own_cache import own_folder
 from placement.machine.description import Machine
 from placement.machine.measure_layout import MachineLayout
 
-_VERSION = 2  # another way to measure gets another number
+_VERSION = 3  # another way to measure gets another number
 
 
 def cache_path() -> Path:
@@ -46,16 +46,19 @@ def write_cached(layout: MachineLayout, machine: Machine) -> None:
 
 
 def with_free_bytes(machine: Machine, layout: MachineLayout) -> Machine:
-    """The same machine with what is free by `layout`.
+    """The same machine with what there is and what is free by `layout`.
 
     Errors:  LookupError where it has other nodes or GPUs than `layout`
     """
-    nodes = {node.name: node.free_bytes for node in layout.nodes}
+    nodes = {node.name: (node.total_bytes, node.free_bytes) for node in layout.nodes}
     gpus = {f"gpu{gpu.device_id}": gpu.free_bytes for gpu in layout.gpus}
     if len(nodes) != len(machine.nodes) or len(gpus) != len(machine.gpus):
         raise LookupError("another number of nodes or GPUs")
     return replace(
         machine,
-        nodes=tuple(replace(node, free_bytes=nodes[node.name]) for node in machine.nodes),
+        nodes=tuple(
+            replace(node, total_bytes=nodes[node.name][0], free_bytes=nodes[node.name][1])
+            for node in machine.nodes
+        ),
         gpus=tuple(replace(gpu, free_bytes=gpus[gpu.name]) for gpu in machine.gpus),
     )

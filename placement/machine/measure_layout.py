@@ -35,8 +35,11 @@ class MachineLayout:
 
     @property
     def key(self) -> str:
-        """What a measurement holds for: processor, cores and memories of nodes, GPUs."""
-        nodes = [(node.name, node.cores, node.total_bytes) for node in self.nodes]
+        """What a measurement holds for: processor, cores of nodes, GPUs.
+
+        Memories' sizes are no part of it: those of virtual machines grow and shrink while they run.
+        """
+        nodes = [(node.name, node.cores) for node in self.nodes]
         gpus = [(gpu.device_id, gpu.name, gpu.total_bytes) for gpu in self.gpus]
         text = json.dumps([self.cpu_name, nodes, gpus])
         return hashlib.sha256(text.encode()).hexdigest()
