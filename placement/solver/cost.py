@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
+from model.config.weight_formats import mean_row_bytes, row_bytes
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
@@ -70,7 +70,7 @@ class RowBytes:
     def of(cls, config: ModelConfig) -> RowBytes:
         """The rows of `config`, in its dtypes."""
         first = row_bytes(config, config.hidden_size, "gate")
-        down = row_bytes(config, config.hidden_size, "down")
+        down = round(mean_row_bytes(config, config.hidden_size, "down"))
         return cls(first, first if config.has_gate else 0, down)
 
 

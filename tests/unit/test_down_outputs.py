@@ -20,6 +20,7 @@ from model.weights.sizes import attention_bytes, ffn_bytes
 from model.weights.tensor_reader import TensorReader
 from numba_kernels.formats import Q4, Q4_1, Q6, Q8
 from numba_kernels.load.convert import to_float32
+from placement.solver.cost import RowBytes
 from tests.unit.test_gguf_model import BLOCKS, file_of, tiny
 
 # As files of four bits have them: what matters most, in half of the layers, in six.
@@ -67,9 +68,19 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
     gates = 2 * 512 * 2 * 256 * 5 // 8  # gate and up rows of both layers
     assert ffn_bytes(config, 1024) == gates + 4 * 1024 + down.nbytes
+    assert RowBytes.of(config).down == round(down.nbytes / 1024)
     by_layer = dict(config.mean_row_bytes)
     assert Checkpoint(path).read_otherwise(by_layer) == ""
     assert Checkpoint(path).read_otherwise() == "Q4_K, Q6_K: read as 8 bits a weight"
+
+
+def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> None:
+    """A hidden size that is no multiple of 256, as Gemma's, beside down projections in Q6_K."""
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(hidden_size=320), path, {"ffn_down": "Q6_K"})
+    system, config = prepare_system(path, SystemOptions(context_length=64))
+    assert system.down_by_outputs and config.dtype_of("down") == "q6"
+    assert RowBytes.of(config).down == 320 * 210 // 256
 
 
 @pytest.mark.parametrize(
