@@ -18,8 +18,8 @@ from model.weights.tensor_reader import Touch
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.decode.rows import split_range
 from numba_kernels.load.convert import row_lengths
-from numba_kernels.serve.dense_ffn import DenseFfnArrays
-from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, new_scratch
+from numba_kernels.serve.dense_ffn import DenseFfnArrays, DenseFfnScratch
+from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, FfnScratch, new_scratch
 from numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
@@ -38,6 +38,9 @@ from numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 
 class CpuService(Service):
     """Computes the partial FFN output of its neurons."""
+
+    loop = staticmethod(serve_ffn)  # that a thread runs; see `numba_kernels.serve.serve_ffn`
+    _scratch: FfnScratch | DenseFfnScratch
 
     def __init__(
         self,
@@ -94,9 +97,9 @@ class CpuService(Service):
         self._products.close()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop; see `numba_kernels.serve.serve_ffn`."""
+        """Run the compiled loop over `arrays`."""
         return int(
-            serve_ffn(
+            self.loop(
                 thread,
                 self.num_threads,
                 self.index,

@@ -24,6 +24,8 @@ from numba_kernels.serve.mailbox import FFN, OPERATION
 class DenseCpuService(CpuService):
     """`CpuService` over `DenseFfnArrays`: a run of neurons, the same of every layer."""
 
+    loop = staticmethod(serve_dense_ffn)
+
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """See `CpuService`."""
         assert isinstance(self.arrays, DenseFfnArrays)
@@ -33,23 +35,7 @@ class DenseCpuService(CpuService):
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """See `CpuService`."""
         num_neurons = int(self.arrays.offsets[1])
-        self._dense_scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
-
-    def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop; see `numba_kernels.serve.dense_ffn`."""
-        return int(
-            serve_dense_ffn(
-                thread,
-                self.num_threads,
-                self.index,
-                np.int32(seen),
-                self.wires,
-                self.arrays,
-                self._dense_scratch,
-                self._buckets,
-                self.function,
-            )
-        )
+        self._scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
 
     def answer_in_python(self) -> None:
         """See `CpuService`. Errors: ValueError where some neurons are chosen: it has no rows."""

@@ -81,19 +81,17 @@ def prompt_ffn(
             products.run()
         if counts is not None:
             torch.from_numpy(counts).add_((h != 0).sum(dim=0))
+        by_neurons = isinstance(arrays, FfnArrays)
+        few = by_neurons and skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel()
+        if scales_later and not few:
+            products.linears(tokens, [up_product])
+            products.then_rows(len(x), scale)
         if isinstance(arrays, DenseFfnArrays):
-            if scales_later:
-                products.linears(tokens, [up_product])
-                products.then_rows(len(x), scale)
             products.layer_linear(h, arrays.down, layer, out[:0, 0], torch.from_numpy(out))
-        elif skip_silent and int(torch.count_nonzero(h)) <= _FEW * h.numel():
-            own_up = up if scales_later else up[:0]
-            own_down = part(arrays.down)
+        elif few:
+            own_up, own_down = up if scales_later else up[:0], part(arrays.down)
             _add_fired(products, own_up, part(arrays.up_bias), own_down, x, h.numpy(), out)
         else:
-            if scales_later:
-                products.linears(tokens, [up_product])
-                products.then_rows(len(x), scale)
             products.combine(h, part(arrays.down), torch.from_numpy(out))
         if arrays.down_bias.shape[1]:
             products.then_rows(len(x), add_bias)

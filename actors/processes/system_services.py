@@ -70,7 +70,7 @@ class SystemServices:
         self.spawn, self.spawn_relay = spawn, spawn_relay
         config = read_config(system.model_path)
         checkpoint = Checkpoint(Path(system.model_path))
-        self.config = served_config(system, config)
+        self.config = served_config(system, checkpoint, config)
         specs = service_specs(system, self.config)
         shares_arena = system.exchange == "arena"  # with whoever is on this process's node
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None

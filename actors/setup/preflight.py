@@ -60,9 +60,10 @@ def prepare_system(
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    keeps = options.plan is None and can_keep_outputs(system, config)
+    checkpoint = Checkpoint(path)
+    keeps = options.plan is None and can_keep_outputs(system, checkpoint, config)
     by_outputs = replace(system, down_by_outputs=keeps)
-    served = served_config(by_outputs, config)
+    served = served_config(by_outputs, checkpoint, config)
     if not _fits(by_outputs, served, options, extra_bytes):
         storage = _storage(path, system, config, options, extra_bytes)
         if storage is not None:

@@ -167,17 +167,16 @@ def _cpu_specs(
     ]
 
 
-def served_config(system: SystemConfig, config: ModelConfig) -> ModelConfig:
+def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """`config` with the formats in which the system's services hold matrices.
 
     Errors:  CheckpointError, UsageError
     """
-    checkpoint, by_layer = Checkpoint(Path(system.model_path)), system.device != "cuda"
-    by_outputs = system.down_by_outputs
+    by_layer, by_outputs = system.device != "cuda", system.down_by_outputs
     return stored_config(checkpoint, config, system.weight_dtype, by_layer, by_outputs)
 
 
-def can_keep_outputs(system: SystemConfig, config: ModelConfig) -> bool:
+def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay as the file has them, a row for each output.
 
     They can where all neurons are computed, by services that hold runs of them.
@@ -188,7 +187,7 @@ def can_keep_outputs(system: SystemConfig, config: ModelConfig) -> bool:
         and system.device == "cpu"
         and not system.weight_dtype
         and system.num_cpu_actors <= num_units(config)
-        and has_down_outputs(Checkpoint(Path(system.model_path)), config)
+        and has_down_outputs(checkpoint, config)
     )
 
 

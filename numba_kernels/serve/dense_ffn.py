@@ -122,12 +122,12 @@ def dense_layer_ffn(
     vectors = prepared(gate, x, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_GATE], thread, num_threads, gate, part_of(arrays.gate_bias, begin, end),
-        vectors, none, gates, 0,
+        vectors, none, gates, np.int64(0),
     )  # fmt: skip
     if has_up:
         work_stealing_rows(
             scratch.counters[_UP], thread, num_threads, arrays.up[begin:end],
-            part_of(arrays.up_bias, begin, end), vectors, none, ups, 0,
+            part_of(arrays.up_bias, begin, end), vectors, none, ups, np.int64(0),
         )  # fmt: skip
     meet(cells, service, num_threads)
     first, last = split_range(end - begin, thread, num_threads, _GROUP)

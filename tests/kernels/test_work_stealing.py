@@ -26,7 +26,9 @@ NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 @njit(nogil=True)
 def _run(counters, thread, num_threads, weights, bias, x, room, addend, out):
     vectors = prepared(weights, x, room, thread)
-    work_stealing_rows(counters, thread, num_threads, weights, bias, vectors, addend, out, 0)
+    work_stealing_rows(
+        counters, thread, num_threads, weights, bias, vectors, addend, out, np.int64(0)
+    )
 
 
 class Case:
