@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 # Their places are the numbers by which kernels know them.
-FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6")
+FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6", "q4_k")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 QUANT_GROUP = 32
 # Weights of which a row has whole blocks, and their bytes: values, scales and maybe minima.
-QUANT_BLOCKS = {"q8": (32, 34), "q4": (32, 18), "q4_1": (32, 20), "q6": (256, 210)}
+QUANT_BLOCKS = {
+    "q8": (32, 34),
+    "q4": (32, 18),
+    "q4_1": (32, 20),
+    "q6": (256, 210),
+    "q4_k": (256, 144),
+}
 
 
 @dataclass(frozen=True)

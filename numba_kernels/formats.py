@@ -1,21 +1,29 @@
 """Formats of weights, told apart by the dtype of the arrays that hold them.
 
 float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
-`Q4_1` and `Q6` hold bytes of quantized rows: a row's weights stand in groups of 32 that share one
-scale, or in Q6 in halves of such groups.
+`Q4_1`, `Q4_K` and `Q6` hold bytes of quantized rows: a row's weights stand in groups of 32 that
+share one scale, or in Q6 in halves of such groups.
 
     Q8:   weight = scale * value           value int8 in -127..127
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
     Q4_1: weight = scale * nibble + minimum
+    Q4_K: weight = block's scale * group's scale * nibble + block's minimum * group's minimum
+          group's scale and minimum 0..63
     Q6:   weight = block's scale * half's scale * (value - 32)    value 0..63, half's scale int8
 
-These are the numbers that ggml's Q8_0, Q4_0, Q4_1 and Q6_K hold. A row is its values, then its
-scales (float16, one a group, little-endian), then in Q4_1 its minima (the same); in Q6 its values,
-then the scales of halves (int8: of each chunk those of first halves, then of second ones), then a
-float16 for each block of 8 groups, so a row of Q6 is a multiple of 256 weights, and is no row of a
-down projection: nothing adds such rows up. Values stand in chunks of 16 groups (the last may have
-fewer, g), step by step: step j of a chunk holds four bytes of group 0, four of group 1, and so on,
-so that a vector of 16 32-bit lanes has one group in each lane.
+These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K hold. A row is its values, then
+its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same).
+
+In Q4_K and Q6 blocks of 8 groups share float16 numbers, which end the row: of each block its scale,
+and in Q4_K its minimum. So a row is a multiple of 256 weights, and is no row of a down projection:
+nothing adds such rows up. Between values and these stand, chunk by chunk, in Q6 the int8 scales of
+first halves, then of second ones; in Q4_K a byte for each of g groups with the low nibbles of its
+scale and, high, of its minimum, then g / 2 bytes: the upper two bits of both for group i, and above
+them those of group i + g / 2.
+
+Values stand in chunks of 16 groups (the last may have fewer, g), step by step: step j of a chunk
+holds four bytes of group 0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one
+group in each lane.
 
     8 bits: 8 steps; byte b of step j is value 4 j + b of its group
     4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
@@ -42,6 +50,7 @@ SCALE_BYTES = 2
 Q8 = np.dtype([("q8", np.uint8)])
 Q4 = np.dtype([("q4", np.uint8)])
 Q4_1 = np.dtype([("q4_1", np.uint8)])
+Q4_K = np.dtype([("q4_k", np.uint8)])
 Q6 = np.dtype([("q6", np.uint8)])
 FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 
@@ -49,17 +58,19 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 class RowFormat(NamedTuple):
     """How a quantized row stores its weights: values of so many bits, scales, maybe minima.
 
-    A group has a scale and maybe a minimum, float16; or, in a block of several groups, an int8 for
-    each of its halves, and the block a float16 that scales them.
+    A group has a scale and maybe a minimum, float16; or, in a block of several groups, small whole
+    numbers instead, and the block a float16 that they are multiplied with.
     """
 
     bits: int
     has_min: bool = False
     block_groups: int = 1  # of which a row has whole ones
+    group_bits: int = 0  # of a group's small whole numbers
+    has_halves: bool = False  # whether each half of a group has a scale of its own
 
     @property
-    def has_halves(self) -> bool:
-        """Whether each half of a group has a scale of its own."""
+    def in_blocks(self) -> bool:
+        """Whether several groups share float16 numbers; nothing adds up such rows."""
         return self.block_groups > 1
 
     @property
@@ -75,15 +86,16 @@ class RowFormat(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        halves = 2 * self.block_groups if self.has_halves else 0
-        return self.block_weights * self.bits // 8 + halves + self.factor_bytes
+        bits = self.block_groups * (QUANT_GROUP * self.bits + self.group_bits)
+        return bits // 8 + self.factor_bytes
 
 
 ROW_FORMATS: dict[np.dtype, RowFormat] = {
     Q8: RowFormat(8),
     Q4: RowFormat(4),
     Q4_1: RowFormat(4, has_min=True),
-    Q6: RowFormat(6, block_groups=8),
+    Q4_K: RowFormat(4, has_min=True, block_groups=8, group_bits=2 * 6),
+    Q6: RowFormat(6, block_groups=8, group_bits=2 * 8, has_halves=True),
 }
 QUANTIZED = tuple(ROW_FORMATS)
 

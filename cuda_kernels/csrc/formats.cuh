@@ -10,11 +10,11 @@
 SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
 SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
 SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
-SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6, that a float16 scales together
+SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6 and Q4_K, that share float16 numbers
 SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
-DEVICE constexpr bool has_min(int format) { return format == Q4_1; }
+DEVICE constexpr bool has_min(int format) { return format == Q4_1 || format == Q4_K; }
 DEVICE constexpr bool has_halves(int format) { return format == Q6; }
 DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
 DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
@@ -136,22 +136,45 @@ DEVICE const u16* minima_of(const u8* row, int width) {
     return scales_of<FORMAT>(row, width) + width / GROUP;
 }
 
+// The scale (KIND 0) or the minimum (1) of a group of Q4_K, six bits that a block's float16 scales.
+template <int KIND>
+DEVICE float six_bit_factor(const u8* row, int width, int group) {
+    int groups = width / GROUP, chunk = group / CHUNK_GROUPS, lane = group % CHUNK_GROUPS;
+    int size = chunk_size(chunk, groups), half = size / 2;
+    const u8* factors = row + value_bytes<Q4_K>(width);
+    const u16* blocks = reinterpret_cast<const u16*>(factors + groups / 2 * 3);
+    const u8* own = factors + chunk * (CHUNK_GROUPS / 2 * 3);
+    u32 low = load(own + lane), top = load(own + size + lane % half);
+    u32 number = (low >> 4 * KIND & 15) | (top >> (4 * (lane / half) + 2 * KIND) & 3) << 4;
+    float block = half_to_float(load(blocks + 2 * (group / BLOCK_GROUPS) + KIND));
+    return block * static_cast<float>(number);
+}
+
 // The scale of a group of a row, and its minimum: 0 where the format has none.
 template <int FORMAT>
 DEVICE float group_scale(const u8* row, int width, int group) {
+    if constexpr (FORMAT == Q4_K) return six_bit_factor<0>(row, width, group);
     return half_to_float(load(scales_of<FORMAT>(row, width) + group));
 }
 template <int FORMAT>
 DEVICE float group_min(const u8* row, int width, int group) {
     if constexpr (!has_min(FORMAT)) return 0.0f;
+    if constexpr (FORMAT == Q4_K) return six_bit_factor<1>(row, width, group);
     return half_to_float(load(minima_of<FORMAT>(row, width) + group));
 }
 
-// The scales, or minima, of `valid` groups from `group` on, a multiple of four; zeros for the
-// others.
-template <bool VECTOR>
-DEVICE void quarter_factors(const u16* factors, int group, int valid, float (&out)[QUARTER]) {
-    if constexpr (VECTOR) {
+// The scales, or minima (KIND 1), of `valid` groups from `group` on, a multiple of four; zeros for
+// the others.
+template <int FORMAT, bool VECTOR, int KIND>
+DEVICE void quarter_factors(
+    const u8* row, int width, int group, int valid, float (&out)[QUARTER]) {
+    const u16* factors = KIND ? minima_of<FORMAT>(row, width) : scales_of<FORMAT>(row, width);
+    if constexpr (FORMAT == Q4_K) {
+#pragma unroll
+        for (int q = 0; q < QUARTER; ++q) {
+            out[q] = q < valid ? six_bit_factor<KIND>(row, width, group + q) : 0.0f;
+        }
+    } else if constexpr (VECTOR) {
         uint2 four = load(reinterpret_cast<const uint2*>(factors + group));
         out[0] = half_to_float(static_cast<u16>(four.x & 0xffff));
         out[1] = half_to_float(static_cast<u16>(four.x >> 16));

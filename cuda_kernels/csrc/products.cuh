@@ -76,8 +76,8 @@ DEVICE void add_float_products(
     }
 }
 
-// Signed bytes of the low nibbles, and of the high ones: of Q4 16 times the nibbles less 8, of Q4_1
-// the nibbles. `unit_scale` is what makes values of them.
+// Signed bytes of the low nibbles, and of the high ones: of Q4 16 times the nibbles less 8; the
+// nibbles where there are minima. `unit_scale` is what makes values of them.
 template <int FORMAT>
 DEVICE int low_nibbles(u32 word) {
     if constexpr (has_min(FORMAT)) return static_cast<int>(word & 0x0f0f0f0fu);
@@ -153,10 +153,10 @@ DEVICE void add_quantized_products(
 #pragma unroll
             for (int q = 0; q < QUARTER; ++q) scales[r][q] = minima[r][q] = 0.0f;
             if (rows.is_active(r)) {
-                const u16* factors = scales_of<FORMAT>(rows.row(r), in.width);
-                quarter_factors<VECTOR>(factors, group, valid, scales[r]);
+                const u8* row = rows.row(r);
+                quarter_factors<FORMAT, VECTOR, 0>(row, in.width, group, valid, scales[r]);
                 if constexpr (has_min(FORMAT)) {
-                    quarter_factors<VECTOR>(factors + groups, group, valid, minima[r]);
+                    quarter_factors<FORMAT, VECTOR, 1>(row, in.width, group, valid, minima[r]);
                 }
             }
         }

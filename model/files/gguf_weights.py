@@ -22,13 +22,20 @@ from model.errors import CheckpointError, shown
 from model.files.safetensors_file import TensorEntry
 from model.gguf.file import open_gguf
 from model.gguf.tensor_types import TensorType
-from numba_kernels.formats import Q4, Q4_1, Q6, Q8, ROW_FORMATS, is_blocks, is_quantized
+from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8, ROW_FORMATS, is_blocks, is_quantized
 
 # Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
 _DOWN_T = "ffn_down_t"
 # What each format of rows holds without being quantized again, and in no more bits.
-_AS_STORED = {Q8: ("Q8_0",), Q4: ("Q4_0",), Q4_1: ("Q4_1", "Q4_K"), Q6: ("Q6_K",)}
+_AS_STORED = {
+    Q8: ("Q8_0",),
+    Q4: ("Q4_0",),
+    Q4_1: ("Q4_1", "Q4_K"),
+    Q4_K: ("Q4_K",),
+    Q6: ("Q6_K",),
+}
+_SUMMED = {Q4_K: Q4_1, Q6: Q8}  # what rows become that are added up
 # Of which the configuration was made.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -151,8 +158,8 @@ class GgufWeights:
             role: _common(types, role == "down" and role in by_outputs)
             for role, types in kinds.items()
         }
-        if common.get("down") == Q6:
-            common["down"] = Q8  # nothing adds up rows of Q6
+        if "down" in common:
+            common["down"] = _SUMMED.get(common["down"], common["down"])
         if config.tied_embeddings and "tokens" in common:
             common.setdefault("head", common["tokens"])
         return common | {role: common[of] for role, of in _TOGETHER.items() if of in common}
@@ -164,6 +171,8 @@ def _common(types: set[TensorType], is_turned: bool) -> np.dtype:
     dtypes = {dtype for dtype in found if dtype is not None}
     if len(dtypes) == 1:
         return dtypes.pop()
+    if dtypes == {Q4_1, Q4_K}:
+        return Q4_1
     return Q8 if any(is_quantized(dtype) for dtype in dtypes) else np.dtype(np.float32)
 
 

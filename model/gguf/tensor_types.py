@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import BLOCK_FORMATS, Q4, Q4_1, Q6, Q8, block_dtype
+from numba_kernels.formats import BLOCK_FORMATS, Q4, Q4_1, Q4_K, Q6, Q8, block_dtype
 
 _F32, _F16, _BF16 = (np.dtype(kind) for kind in (np.float32, np.uint16, np.int16))
 
@@ -54,7 +54,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     8: _blocks("Q8_0", Q8),
     10: _blocks("Q2_K", Q8),
     11: _blocks("Q3_K", Q8),
-    12: _blocks("Q4_K", Q4_1),
+    12: _blocks("Q4_K", Q4_K),
     13: _blocks("Q5_K", Q8),
     14: _blocks("Q6_K", Q6),
     20: _blocks("IQ4_NL", Q8),

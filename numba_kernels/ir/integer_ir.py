@@ -189,7 +189,7 @@ class _Products:
 
     def add_scaled(self, chunk: Chunk, counts: list[Vec]) -> None:
         """Add a chunk's integer sums to the totals, with its scales and minima."""
-        row_scales = [chunk.scales(row) for row in self.rows]
+        factors = [chunk.factors(row) for row in self.rows]
         scales = [
             chunk.load(chunk.at(vector.scales, 4 * CHUNK_GROUPS), F32) for vector in self.vectors
         ]
@@ -203,14 +203,15 @@ class _Products:
             row, vector = self.pairs[pair]
             if self.multiply.offset:
                 count = count - (sums[vector] << self.multiply.offset.bit_length() - 1)
-            scale = row_scales[row][half] * scales[vector]
+            scale = factors[row].scales[half] * scales[vector]
             self.totals[pair].set(count.astype(F32).fma(scale, self.totals[pair].get()))
         if not self.format.has_min:
             return
-        minima = [chunk.factors(row.minima) for row in self.rows if row.minima is not None]
         scaled = [count.astype(F32) * scale for count, scale in zip(sums, scales, strict=True)]
         for total, (row, vector) in zip(self.totals, self.pairs, strict=True):
-            total.set(minima[row].fma(scaled[vector], total.get()))
+            minima = factors[row].minima
+            assert minima is not None
+            total.set(minima.fma(scaled[vector], total.get()))
 
     def _add_rest(self, rest: Rest) -> None:
         self.add_scaled(rest.chunk, self._rest_counts(rest))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numba_kernels.formats import CHUNK, QUANT_GROUP, SCALE_BYTES
+from numba_kernels.formats import CHUNK, QUANT_GROUP
 from numba_kernels.ir.arguments import Array
 from numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
 from numba_kernels.ir.integer_ir import emit_products
@@ -41,11 +41,7 @@ class Weights:
         start = self.array.at(index)
         if not self.format:
             return start
-        scales = start + self.groups * (QUANT_GROUP * self.format.bits // 8)
-        if self.format.has_halves:
-            return Row(start, scales, blocks=scales + self.groups * 2)
-        minima = scales + self.groups * SCALE_BYTES
-        return Row(start, scales, minima if self.format.has_min else None)
+        return Row.at(self.format, start, self.groups)
 
     def products(self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any] = ()) -> list[Vec]:
         """Every row times every vector, row by row; rows in `ahead` are prefetched in step.

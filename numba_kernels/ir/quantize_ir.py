@@ -81,8 +81,8 @@ def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bflo
     each, high = {8: (4, 0), 6: (4, 16), 4: (8, 4)}[bits]
 
     def body(chunk: Chunk) -> None:
-        scales = chunk.scales(row)
-        minima = [] if row.minima is None else [chunk.factors(row.minima)]
+        found = chunk.factors(row)
+        scales, minima = found.scales, [] if found.minima is None else [found.minima]
         target = chunk.at(out, CHUNK * item_bytes)
         for number in range(PACKED_STEPS[bits]):
             for part, packed in enumerate(packed_steps(chunk, bits, row, number)):
@@ -203,8 +203,9 @@ class ScaledSum:
 
     def _factors(self, chunk: Chunk) -> tuple[list[Vec], list[Vec]]:
         """The rows' scales, times their factors where there are no minima, and minima."""
-        scales = [chunk.factors(row.scales) for row in self.rows]
-        minima = [chunk.factors(row.minima) for row in self.rows if row.minima is not None]
+        found = [chunk.factors(row) for row in self.rows]
+        scales = [factors.scales[0] for factors in found]
+        minima = [factors.minima for factors in found if factors.minima is not None]
         if not minima:
             scales = [s * factor for s, factor in zip(scales, self.factors, strict=True)]
         return scales, minima

@@ -14,7 +14,14 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, ROW_FORMATS, SCALE_BYTES, RowFormat
+from numba_kernels.formats import (
+    CHUNK,
+    CHUNK_GROUPS,
+    QUANT_GROUP,
+    ROW_FORMATS,
+    SCALE_BYTES,
+    RowFormat,
+)
 from numba_kernels.ir.target import LANES, has_feature
 from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, for_range, shaped
 
@@ -41,15 +48,35 @@ def row_bytes(row_format: RowFormat, num_groups: Vec) -> Vec:
 
 @dataclass(frozen=True)
 class Row:
-    """A quantized row: where its values, its scales and, if it has any, its minima are.
+    """A quantized row of so many groups: where its values and its factors are.
 
-    Where halves of groups have scales, those are int8, and `blocks` is where what scales them is.
+    The factors of groups are float16, `second` where their minima are; or small whole numbers, and
+    `second` is where the float16 of blocks are.
     """
 
+    format: RowFormat
     values: Ptr
-    scales: Ptr
-    minima: Ptr | None = None
-    blocks: Ptr | None = None
+    first: Ptr
+    second: Ptr
+
+    @classmethod
+    def at(cls, row_format: RowFormat, start: Ptr, groups: Vec) -> Row:
+        """The row of so many groups that begins at `start`."""
+        first = start + groups * (QUANT_GROUP * row_format.bits // 8)
+        bytes_a_block = row_format.block_groups * row_format.group_bits // 8
+        second = first + groups // row_format.block_groups * (bytes_a_block or SCALE_BYTES)
+        return cls(row_format, start, first, second)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a chunk's values are multiplied with, and what is added, float32.
+
+    scales: of its groups, or of their first and of their second halves; minima: None without any
+    """
+
+    scales: list[Vec]
+    minima: Vec | None = None
 
 
 @dataclass(frozen=True)
@@ -86,29 +113,39 @@ class Chunk:
             return at.load(dtype, LANES, align=1)
         return at.load_masked(dtype, self.mask)
 
-    def factors(self, start: Ptr) -> Vec:
-        """The scales, or minima, of a row's groups, as float32."""
+    def factors(self, row: Row) -> Factors:
+        """The factors of a row's groups."""
+        if not row.format.in_blocks:
+            minima = self._halves(row.second) if row.format.has_min else None
+            return Factors([self._halves(row.first)], minima)
+        at = self.at(row.first, CHUNK_GROUPS * row.format.group_bits // 8)
+        blocks = self._of_blocks(row)
+        if row.format.has_halves:
+            halves = [self._bytes(at), self._bytes(at + self.num_lanes)]
+            return Factors([half.astype(I32).astype(F32) * blocks[0] for half in halves])
+        scales, minima = (
+            numbers.astype(I32, signed=False).astype(F32) * block
+            for numbers, block in zip(self._six_bits(at), blocks, strict=True)
+        )
+        return Factors([scales], minima)
+
+    def _halves(self, start: Ptr) -> Vec:
+        """The float16 of a row's groups, as float32."""
         at = self.at(start, FACTOR_BYTES)
         if self.mask is None or has_feature("avx512bw"):
             return self.load(at, HALF).astype(F32)
         return self._few_halves(at).astype(F32)
 
-    def scales(self, row: Row) -> list[Vec]:
-        """The scales of a row's groups, or of their first and of their second halves, float32."""
-        if row.blocks is None:
-            return [self.factors(row.scales)]
-        per_block = self._of_blocks(self.at(row.blocks, SCALE_BYTES * _CHUNK_BLOCKS))
-        first = self.at(row.scales, 2 * CHUNK_GROUPS)
-        halves = [self._bytes(at) for at in (first, first + self.num_lanes)]
-        return [half.astype(I32).astype(F32) * per_block for half in halves]
-
-    def _of_blocks(self, at: Ptr) -> Vec:
-        """The float16 of each lane's block, as float32; 0 in lanes without one."""
+    def _of_blocks(self, row: Row) -> list[Vec]:
+        """The float16 of each lane's block, as float32, one or two; 0 in lanes without one."""
+        count = row.format.factor_bytes // SCALE_BYTES
+        at = self.at(row.second, row.format.factor_bytes * _CHUNK_BLOCKS)
         if self.mask is None:
-            two = at.load(HALF, _CHUNK_BLOCKS, align=1).astype(F32)
-            return two.take([lane // BLOCK_LANES for lane in range(LANES)])
-        one = at.load(HALF, align=1).astype(F32).spread(LANES)
-        return self.mask.where(one, 0)
+            found = at.load(HALF, count * _CHUNK_BLOCKS, align=1).astype(F32)
+            places = [count * (lane // BLOCK_LANES) for lane in range(LANES)]
+            return [found.take([place + i for place in places]) for i in range(count)]
+        each = [(at + SCALE_BYTES * i).load(HALF, align=1).astype(F32) for i in range(count)]
+        return [self.mask.where(one.spread(LANES), 0) for one in each]
 
     def _bytes(self, at: Ptr) -> Vec:
         """A byte a lane. A part of a chunk has one block."""
@@ -116,6 +153,14 @@ class Chunk:
             return at.load(I8, LANES, align=1)
         few = at.load(I8, BLOCK_LANES, align=1)
         return few.take(range(LANES), few)
+
+    def _six_bits(self, at: Ptr) -> tuple[Vec, Vec]:
+        """Two numbers of six bits a lane: low nibbles of both, then their upper two bits."""
+        low = self._bytes(at)
+        upper = (at + self.num_lanes).load(I8, LANES // 2 if self.mask is None else 4, align=1)
+        tops = (upper & 15).take(range(2 * upper.lanes), upper >> 4 & 15)
+        tops = tops if self.mask is None else tops.take(range(LANES), tops)
+        return low & 15 | (tops & 3) << 4, low >> 4 & 15 | (tops & 12) << 2
 
     def _few_halves(self, at: Ptr) -> Vec:
         """A float16 a lane by words of two, where the CPU has masked loads of words alone."""

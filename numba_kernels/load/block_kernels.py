@@ -47,10 +47,10 @@ def _half(block, at):
 def _scale_and_min(block, at, group):
     """The 6-bit scale and minimum of a group of Q4_K and Q5_K, from 12 bytes."""
     if group < 4:
-        return block[at + group] & 63, block[at + 4 + group] & 63
+        return int32(block[at + group] & 63), int32(block[at + 4 + group] & 63)
     low = block[at + 4 + group]
     high_scale, high_min = block[at + group - 4] >> 6, block[at + group] >> 6
-    return (low & 15) | (high_scale << 4), (low >> 4) | (high_min << 4)
+    return int32((low & 15) | (high_scale << 4)), int32((low >> 4) | (high_min << 4))
 
 
 @njit(nogil=True, cache=True)
@@ -248,6 +248,41 @@ def repack_q6_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
             if part == 0:
                 blocks[2 * number], blocks[2 * number + 1] = block[208], block[209]
                 if block[209] & 0x7C == 0x7C:
+                    worst = NOT_FINITE
+    return worst
+
+
+@njit(nogil=True, cache=True)
+def repack_q4_k_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
+    """Blocks of Q4_K as rows of Q4_K, to the bit; a block's minimum, which ggml subtracts, negated.
+
+    Returns DONE or NOT_FINITE; checks no shapes.
+    """
+    codes = np.empty(_GROUP, np.uint8)
+    num_groups, worst = width // _GROUP, DONE
+    for row in range(row_ids.shape[0]):
+        start = row_ids[row] * src_step
+        target = dst[row * dst_step :]
+        factors = target[width // 2 :]
+        blocks = factors[num_groups // 2 * 3 :]
+        for group in range(num_groups):
+            number, part = group // 8, group % 8
+            block = src[start + number * num_bytes :][:num_bytes]
+            nibbles, shift = 16 + part // 2 * 32, part % 2 * 4
+            for k in range(_GROUP):
+                codes[k] = (block[nibbles + k] >> shift) & 15
+            store_q4(codes, target, group, num_groups)
+            first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+            lanes = min(_CHUNK_GROUPS, num_groups - first)
+            of_chunk, lane = factors[first // 2 * 3 :], group - first
+            scale, least = _scale_and_min(block, 4, part)
+            of_chunk[lane] = (scale & 15) | ((least & 15) << 4)
+            upper, place = (scale >> 4) | (least >> 4 << 2), lanes + lane % (lanes // 2)
+            of_chunk[place] = upper if lane < lanes // 2 else of_chunk[place] | (upper << 4)
+            if part == 0:
+                blocks[4 * number], blocks[4 * number + 1] = block[0], block[1]
+                blocks[4 * number + 2], blocks[4 * number + 3] = block[2], block[3] ^ 0x80
+                if block[1] & 0x7C == 0x7C or block[3] & 0x7C == 0x7C:
                     worst = NOT_FINITE
     return worst
 

@@ -1,8 +1,9 @@
 """Rows of ggml's blocks, as GGUF files have them, into rows that kernels compute with.
 
-Q4_0 becomes Q4, Q4_1 becomes Q4_1, and Q4_0, Q5_0, Q8_0 and IQ4_NL become Q8, to the bit: values
-and scales stay. Q4_K becomes Q4_1 with its scales and minima, which are products of two numbers,
-rounded to float16. All other blocks become floats, which are quantized again.
+Q4_0 becomes Q4, Q4_1 becomes Q4_1, Q4_K becomes Q4_K, Q6_K becomes Q6, and Q4_0, Q5_0, Q8_0 and
+IQ4_NL become Q8, to the bit: values and scales stay. Q4_K also becomes Q4_1 with its scales and
+minima, which are products of two numbers, rounded to float16. All other blocks become floats, which
+are quantized again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
+    Q4_K,
     Q6,
     Q8,
     QUANTIZED,
@@ -24,6 +26,7 @@ from numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     dequantize_kernel,
     repack_kernel,
+    repack_q4_k_kernel,
     repack_q6_kernel,
     repack_with_min_kernel,
 )
@@ -36,9 +39,11 @@ _EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
     block_dtype("Q8_0"): (Q8,),
     block_dtype("IQ4_NL"): (Q8,),
     block_dtype("Q4_1"): (Q4_1,),
+    block_dtype("Q4_K"): (Q4_K,),
     block_dtype("Q6_K"): (Q6,),
 }
-_Q4_K = block_dtype("Q4_K")
+_ROUNDED = (block_dtype("Q4_K"), Q4_1)  # repacked with rounded scales and minima
+_REPACKED = {Q4_K: repack_q4_k_kernel, Q6: repack_q6_kernel}
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
@@ -79,7 +84,7 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
     if out.dtype not in QUANTIZED or out.shape != (row_ids.size, row_items(out.dtype, width)):
         raise ValueError(f"{row_ids.size} rows of {rows.dtype} {rows.shape} to {out.shape}")
     ids = np.ascontiguousarray(row_ids, np.int64)
-    if stays_exact(rows.dtype, out.dtype) or (rows.dtype, out.dtype) == (_Q4_K, Q4_1):
+    if stays_exact(rows.dtype, out.dtype) or (rows.dtype, out.dtype) == _ROUNDED:
         status = _repacked(rows, ids, out, np.int64(width))
         if status != DOES_NOT_FIT:
             return status
@@ -93,8 +98,8 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
     block = BLOCK_FORMATS[rows.dtype]
     source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
-    if out.dtype == Q6:
-        return int(repack_q6_kernel(block.num_bytes, *source, ids, *target, width))
+    if out.dtype in _REPACKED:
+        return int(_REPACKED[out.dtype](block.num_bytes, *source, ids, *target, width))
     places = block.code, block.num_bytes, *source, ids, *target, width
     if out.dtype == Q4_1:
         return int(repack_with_min_kernel(*places))

@@ -38,7 +38,7 @@ from numba_kernels.decode.ffn import (
 )
 from numba_kernels.decode.rows import add_in_order, split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.formats import CHUNK, Q6, row_width, whole_chunks
+from numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
 from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
 from numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
@@ -266,8 +266,8 @@ def sparse_ffn(
     Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
              ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS,
-             gate and up alike, down not Q6; ids int32, unique, ascending for more than one thread;
-             token_masks (A,) uint32; biases, x, out float32; strided weights are copied
+             gate and up alike, down not in blocks; ids int32, unique, ascending for more than one
+             thread; token_masks (A,) uint32; biases, x, out float32; strided weights are copied
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
@@ -279,7 +279,8 @@ def sparse_ffn(
     require(up.shape[0] in (0, num_neurons), f"up must have {num_neurons} rows")
     require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
     require(gate.dtype == up.dtype, "gate and up must have one dtype")
-    require(down.dtype != Q6, "down rows are added up, which rows of Q6 are not made for")
+    summed = down.dtype not in ROW_FORMATS or not ROW_FORMATS[down.dtype].in_blocks
+    require(summed, f"down rows are added up, which rows of {down.dtype} are not made for")
     gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
     require(

@@ -32,7 +32,7 @@ MODEL_IDS = np.array(IDS_OF_LOGITS)  # of `logits_of`
 
 
 @pytest.mark.parametrize(
-    ("kinds", "names"), [(("Q4_0", "Q4_K"), ("q4", "q4_1")), (("Q6_K", "Q6_K"), ("q6", "q6"))]
+    ("kinds", "names"), [(("Q4_0", "Q4_K"), ("q4", "q4_k")), (("Q6_K", "Q6_K"), ("q6", "q6"))]
 )
 def test_few_bits_beside_q8(kinds: tuple[str, str], names: tuple[str, str], tmp_path: Path) -> None:
     """Projections and gates in 4 or 6 bits, down rows in 8, a head in float16."""

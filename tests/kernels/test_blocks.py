@@ -10,9 +10,11 @@ from numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
+    Q4_K,
     Q6,
     Q8,
     QUANTIZED,
+    ROW_FORMATS,
     block_dtype,
     row_items,
     row_width,
@@ -36,7 +38,7 @@ from numba_kernels.load.quantize import (
 from tests.gguf_files import random_blocks
 
 NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
-FROM_FLOATS = [dtype for dtype in QUANTIZED if dtype != Q6]
+FROM_FLOATS = [dtype for dtype in QUANTIZED if not ROW_FORMATS[dtype].in_blocks]
 WIDTH, HEIGHT = 1280, 7
 
 
@@ -112,35 +114,45 @@ def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", [256, 512, WIDTH])
-def test_q6_k_stays_exact(width: int) -> None:
-    """Every value, scales of both signs, last chunks of one block and of two."""
-    raw = np.random.default_rng(3).integers(0, 256, (HEIGHT, width // 256, 210), np.uint8)
-    raw[..., 209] &= 0xBB  # no infinite scales
+@pytest.mark.parametrize(
+    ("name", "dtype", "factors"), [("Q6_K", Q6, [208]), ("Q4_K", Q4_K, [0, 2])]
+)
+def test_blocks_of_several_groups_stay_exact(
+    name: str, dtype: np.dtype, factors: list[int], width: int
+) -> None:
+    """Every value, factors of both signs, last chunks of one block and of two."""
+    num_bytes = BLOCK_FORMATS[block_dtype(name)].num_bytes
+    raw = np.random.default_rng(3).integers(0, 256, (HEIGHT, width // 256, num_bytes), np.uint8)
+    for at in factors:
+        raw[..., at + 1] &= 0xBB  # no infinite ones
     raw = raw.reshape(HEIGHT, -1)
-    rows, values = raw.view(block_dtype("Q6_K")), expected(raw, "Q6_K")
-    assert stays_exact(rows.dtype, Q6)
+    rows, values = raw.view(block_dtype(name)), expected(raw, name)
+    assert stays_exact(rows.dtype, dtype)
     ids = np.array([3, 3, 0, 6])
-    out = np.zeros((4, row_items(Q6, width)), Q6)
+    out = np.zeros((4, row_items(dtype, width)), dtype)
     assert blocks_into(rows, ids, out) == DONE
     assert np.array_equal(to_float32(out), values[ids])
     copied = np.zeros_like(out)
     assert copy_quantized(out, np.arange(4), copied) and np.array_equal(copied, out)
-    raw[3, -1] |= 0x7C
-    assert blocks_into(rows, ids, out) == NOT_FINITE
+    for at in factors:
+        spoilt = raw.copy()
+        spoilt[3, at + 1] |= 0x7C
+        assert blocks_into(spoilt.view(rows.dtype), ids, np.zeros_like(out)) == NOT_FINITE
     out.view(np.uint8)[1, -1] |= 0x7C
     assert not copy_quantized(out, np.arange(4), copied)
 
 
-def test_only_q6_k_becomes_q6() -> None:
+@pytest.mark.parametrize("dtype", [Q4_K, Q6], ids=str)
+def test_nothing_else_becomes_blocks_of_several_groups(dtype: np.dtype) -> None:
     rows, values = blocks("Q5_K")
-    out = np.zeros((HEIGHT, row_items(Q6, WIDTH)), Q6)
+    out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
     with pytest.raises(ValueError, match="quantizing float32"):
         blocks_into(rows, np.arange(HEIGHT), out)
     with pytest.raises(ValueError, match="quantizing float32"):
-        quantize_rows(values, Q6)
+        quantize_rows(values, dtype)
 
 
-def test_q4_k_keeps_its_values_and_rounds_its_scales() -> None:
+def test_q4_k_as_q4_1_keeps_its_values_and_rounds_its_scales() -> None:
     rows, values = blocks("Q4_K")
     out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
     assert blocks_into(rows, np.arange(HEIGHT), out) == DONE

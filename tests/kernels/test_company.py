@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
 
 FORMATS = [*BITS, *KINDS]
 
@@ -37,7 +37,7 @@ SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and 
 def test_rows(
     backend: SimpleNamespace, kind: str, height: int, width: int, numbers: Sequence[int]
 ) -> None:
-    if kind == "q6":
+    if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
     weights, x = random_weights(1, kind, height, width), random_floats(2, 32, width)
     alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
@@ -49,7 +49,7 @@ def test_rows(
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("skip_silent", [True, False])
 def test_ffn(backend: SimpleNamespace, kind: str, gated: bool, skip_silent: bool) -> None:
-    width = 768 if kind == "q6" else 608
+    width = 768 if kind in IN_BLOCKS else 608
     gate, up = (random_weights(seed, kind, 71, width) for seed in (3, 4))
     down = random_weights(5, "q8" if kind in KINDS and kind not in SUMMED else kind, 71, width)
     x = random_floats(6, 32, width)

@@ -21,7 +21,15 @@ from tests.kernels.nvrtc import Nvrtc, find_nvrtc
 
 TARGETS = (75, 80, 86, 89, 90, 120)
 FEW = {
-    "rows": ["F32_true_8", "BF16_true_2", "F16_false_8", "Q4_true_1", "Q4_1_true_2", "Q6_true_1"],
+    "rows": [
+        "F32_true_8",
+        "BF16_true_2",
+        "F16_false_8",
+        "Q4_true_1",
+        "Q4_1_true_2",
+        "Q6_true_1",
+        "Q4_K_true_1",
+    ],
     "gates": ["F16_true_4", "Q8_true_2", "Q4_false_1", "Q4_1_false_8"],
     "down": [
         "F32_true_2",
@@ -33,7 +41,16 @@ FEW = {
         "Q4_1_true_4",
     ],
     "attention": ["F16_true_16_8", "F32_false_32_4", "F16_false_8_1", "merge_splits"],
-    "widen": ["F32_true", "F16_false", "BF16_true", "Q8_true", "Q4_false", "Q4_1_true", "Q6_true"],
+    "widen": [
+        "F32_true",
+        "F16_false",
+        "BF16_true",
+        "Q8_true",
+        "Q4_false",
+        "Q4_1_true",
+        "Q6_true",
+        "Q4_K_true",
+    ],
 }
 _CUPY_OPTIONS = ["--device-as-default-execution-space"]  # which it always gives
 IS_ALL = os.environ.get("HOTCOLD_ALL_KERNELS") == "1"

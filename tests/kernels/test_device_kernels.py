@@ -15,7 +15,7 @@ from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
-from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
 
 PAGE = 64
 RELU = activation("relu")
@@ -165,7 +165,7 @@ def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> N
 
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
-    width = 2048 if kind == "q6" else 1280
+    width = 2048 if kind in IN_BLOCKS else 1280
     rows, _ = random_matrix(5, kind, 21, width)
     x = random_floats(6, 5, width)
     aligned = device_matrix(rows, device.to_device)
@@ -241,7 +241,7 @@ def test_no_hot_neurons(device: DeviceCalls) -> None:
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 @pytest.mark.parametrize("width", [32, 96, 512, 768, 1056])
 def test_widen(device: DeviceCalls, kind: str, width: int) -> None:
-    if kind == "q6":
+    if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
     rows, weights = random_matrix(13, kind, 9, width)
     out = device.to_device(np.zeros((4, width), np.uint16))

@@ -19,7 +19,7 @@ from numba_kernels.prompt.prompt_ffn import (
 )
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.quantized_rows import KINDS, SUMMED, quantized_vectors, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, quantized_vectors, random_rows
 
 NO_BIAS = np.empty(0, np.float32)
 
@@ -38,7 +38,7 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> tuple[np.nd
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:
     num_tokens = 37
-    if kind == "q6":
+    if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
     up, up_values = random_weights(1, kind, height, width)
     summed = "q8" if kind in KINDS and kind not in SUMMED else kind

@@ -11,6 +11,7 @@ from numba_kernels.load.convert import to_bfloat16, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import (
+    IN_BLOCKS,
     KINDS,
     KINDS_AND_WIDTHS,
     SUMMED,
@@ -75,7 +76,7 @@ def test_sparse_ffn(
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @kinds
 def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: float) -> None:
-    width = 768 if kind == "q6" else 544
+    width = 768 if kind in IN_BLOCKS else 544
     rows = random_rows(10, kind, 9, width)
     x = random_floats(11, 2, width)
     x[1, width - 1] = bad
@@ -86,7 +87,7 @@ def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: f
 
 @kinds
 def test_zeros(backend: SimpleNamespace, kind: str) -> None:
-    width = 256 if kind == "q6" else 96
+    width = 256 if kind in IN_BLOCKS else 96
     rows = random_rows(12, kind, 9, width)
     assert (backend.rows_times_vectors(rows.rows, np.zeros((3, width), np.float32)) == 0).all()
 

@@ -12,7 +12,7 @@ from numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from numba_kernels.load.convert import row_lengths, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS
-from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
 from tests.kernels.test_company import random_weights
 from tests.kernels.test_ffn import Case, make_case
 
@@ -65,7 +65,7 @@ def test_rows_of_small_neurons_are_not_read(
 
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_a_token_does_not_depend_on_its_company(backend: SimpleNamespace, kind: str) -> None:
-    width = 256 if kind == "q6" else 64
+    width = 256 if kind in IN_BLOCKS else 64
     gate, up = (random_weights(seed, kind, 333, width) for seed in (3, 4))
     down = random_weights(5, "q8" if kind in KINDS and kind not in SUMMED else kind, 333, width)
     x = np.random.default_rng(6).standard_normal((32, width), np.float32)
@@ -107,7 +107,7 @@ def test_nan_passes(backend: SimpleNamespace, num_tokens: int, place: str) -> No
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_row_lengths(kind: str) -> None:
     if kind in KINDS:
-        rows = random_rows(2, kind, 300, 256 if kind == "q6" else 96).rows
+        rows = random_rows(2, kind, 300, 256 if kind in IN_BLOCKS else 96).rows
     else:
         rows = random_weights(2, kind, 300, 96)
     expected = np.linalg.norm(to_float32(rows).astype(np.float64), axis=1)

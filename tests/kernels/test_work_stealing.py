@@ -18,7 +18,7 @@ from numba_kernels.serve.work_stealing import (
     work_stealing_rows,
 )
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.quantized_rows import KINDS, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, random_rows
 
 NO_BIAS, NO_ADDEND = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
@@ -37,7 +37,7 @@ class Case:
     num_threads = 3
 
     def __init__(self, kind: str, num_tokens: int) -> None:
-        width = 1280 if kind == "q6" else 1056
+        width = 1280 if kind in IN_BLOCKS else 1056
         size = int(block_rows(self.weights_of(kind, 1, width)))
         self.weights = self.weights_of(kind, 7 * size + 13, width)
         assert row_width(self.weights.dtype, self.weights.shape[1]) == width

@@ -18,7 +18,7 @@ from model.weights.attention import load_attention
 from model.weights.down_outputs import has_down_outputs, read_down_outputs
 from model.weights.sizes import attention_bytes, ffn_bytes
 from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import Q4, Q4_1, Q6, Q8
+from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8
 from numba_kernels.load.convert import to_float32
 from placement.solver.cost import RowBytes
 from tests.unit.test_gguf_model import BLOCKS, file_of, tiny
@@ -40,9 +40,9 @@ def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
     with TensorReader(Checkpoint(path)) as reader:
         whole = read_down_outputs(reader, config, 0, 512)
         parts = [read_down_outputs(reader, config, first, first + 256) for first in (0, 256)]
-    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_1, "Q6_K": Q6}.get(kind, Q8)
+    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q6_K": Q6}.get(kind, Q8)
     assert whole.first.dtype == wanted and not whole.second.size
-    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL")
+    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL")
     for layer in range(2):
         values = held[DOWN.format(layer)]
         error = np.abs(to_float32(whole.matrix(layer)) - values).max()
@@ -59,14 +59,14 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     attention = load_attention(Checkpoint(path), config)
     with TensorReader(Checkpoint(path)) as reader:
         down = read_down_outputs(reader, config, 0, 512)
-    assert (attention.qkv.first.dtype, attention.qkv.second.dtype) == (Q4_1, Q6)
+    assert (attention.qkv.first.dtype, attention.qkv.second.dtype) == (Q4_K, Q6)
     assert [len(attention.qkv.parts(layer)) for layer in (0, 1)] == [2, 1]
-    assert {down.matrix(0).dtype, down.matrix(1).dtype} == {Q6, Q4_1}
+    assert {down.matrix(0).dtype, down.matrix(1).dtype} == {Q6, Q4_K}
     values = held["model.layers.0.self_attn.v_proj.weight"]
     assert np.array_equal(to_float32(attention.qkv.parts(0)[1]), values)
     assert np.array_equal(to_float32(down.matrix(0)), held[DOWN.format(0)])
     assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
-    gates = 2 * 512 * 2 * 256 * 5 // 8  # gate and up rows of both layers
+    gates = 2 * 512 * 2 * 144  # gate and up rows of both layers
     assert ffn_bytes(config, 1024) == gates + 4 * 1024 + down.nbytes
     assert RowBytes.of(config).down == round(down.nbytes / 1024)
     by_layer = dict(config.mean_row_bytes)
@@ -87,7 +87,7 @@ def test_rows_of_six_bits_need_whole_blocks_of_neurons_alone(tmp_path: Path) -> 
     ("kinds", "wanted"),
     [
         ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),  # no order of two
-        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q6, Q4_1)),
+        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q6, Q4_K)),
         ({"attn_q": "Q4_0", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),  # three
         ({"attn_q": "F16", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q8, Q8)),  # vectors differ
     ],
