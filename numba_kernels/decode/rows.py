@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numba import njit
+from numba.core import types
 from numba.extending import overload
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
@@ -30,6 +31,9 @@ from numba_kernels.ir.vector_ir import (
     tile_panel,
     tile_panel3,
     tile_shape,
+    tile_stream2,
+    tile_stream3,
+    tile_stream4,
     tile_wide,
     tiles_of,
 )
@@ -95,9 +99,9 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
 def _tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; no checks.
 
-    `count` rows are whole blocks of tiles. The first token reads them, as fast as memory gives, or
-    they are read through; then they are in the cache. There are at least as many tokens as a tile
-    has. For compiled code alone; see the overload below.
+    `count` rows are whole blocks of tiles. The first tokens read them, or they are read through;
+    then they are in the cache. There are `fewest_tokens` or more. For compiled code alone; see the
+    overload below.
     """
     raise NotImplementedError("_tiles() is for compiled code")
 
@@ -143,20 +147,56 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
     return tiles
 
 
+def _first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    """`_tiles` of a block for the tokens that read it from memory; returns how many.
+
+    Of float32 one token does, which is as fast as memory gives: several at once take as long as
+    bytes that are asked for by prefetches, fewer a second. For compiled code alone; see the
+    overload below.
+    """
+    raise NotImplementedError("_first_tokens() is for compiled code")
+
+
+@overload(_first_tokens)
+def _overload_first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    return _first_alone if weights.dtype == types.float32 else _first_four
+
+
+def _first_alone(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    rows, _, tiles = tile_shape(weights)
+    for r in range(rows * tiles):
+        out[0, column + r] = dot_row(weights, row + r, x, 0)
+    return 1
+
+
+def _first_four(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    num_tokens = min(out.shape[0], 4)
+    if num_tokens == 2:
+        tile_stream2(weights, row, x, 0, out, column)
+    elif num_tokens == 3:
+        tile_stream3(weights, row, x, 0, out, column)
+    else:
+        tile_stream4(weights, row, x, 0, out, column)
+    return num_tokens
+
+
 def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
     rows, tokens, tiles = tile_shape(weights)
-    for r in range(count):
-        out[0, column + r] = dot_row(weights, row + r, x, 0)
     for first in range(0, count, rows * tiles):
-        t = 1
+        at, to = row + first, column + first
+        t = _first_tokens(weights, at, x, out, to)
         while t < num_tokens:
-            if (num_tokens - t) % tokens:
+            if t + 1 == num_tokens:
+                for r in range(rows * tiles):
+                    out[t, to + r] = dot_row(weights, at + r, x, t)
+                t += 1
+            elif (num_tokens - t) % tokens:
                 t = min(t, num_tokens - 3)  # the last tokens with some of those before them
-                tile_panel3(weights, row + first, x, t, out, column + first)
+                tile_panel3(weights, at, x, t, out, to)
                 t += 3
             else:
-                tile_panel(weights, row + first, x, t, out, column + first)
+                tile_panel(weights, at, x, t, out, to)
                 t += tokens
 
 

@@ -12,10 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from numba_kernels.ir.target import LANES, LINE_BYTES
-from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, for_range, whole_steps
+from numba_kernels.ir.vec import (
+    F32,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    Ptr,
+    Var,
+    Vec,
+    for_range,
+    room,
+    whole_steps,
+)
 
 BLOCK = 8 * LANES  # weights that go to one of two sums
 _BLOCKS_A_PART = 8  # of a panel: four vectors' parts take 16 KiB
@@ -86,7 +99,7 @@ class FloatProducts:
 
         def block(index: Vec, number: int) -> None:
             start = index + number * BLOCK
-            self._prefetch(ahead, start, BLOCK)
+            self.prefetch(ahead, start, BLOCK)
             for offset in range(0, BLOCK, LANES):
                 self.add(start + offset, LANES, sums[number])
 
@@ -101,7 +114,7 @@ class FloatProducts:
             for_range(0, paired, 2 * BLOCK, lambda index: block(index, 1))
 
         def rest(index: Vec) -> None:
-            self._prefetch(ahead, index, LANES)
+            self.prefetch(ahead, index, LANES)
             self.add(index, LANES, sums[0])
 
         for_range(paired, whole, LANES, rest)
@@ -130,7 +143,8 @@ class FloatProducts:
             for first, second, tail in zip(even, odd, tails, strict=True)
         ]
 
-    def _prefetch(self, ahead: Sequence[Ptr], index: Vec, count: int) -> None:
+    def prefetch(self, ahead: Sequence[Ptr], index: Vec, count: int) -> None:
+        """Ask for `count` columns of rows, from `index` on."""
         size = item_bytes(self.dtype)
         for row in ahead:
             for line in range(0, count * size, LINE_BYTES):
@@ -185,7 +199,7 @@ class FloatPanel:
         self._builder = xs[0].builder
         self._num_tiles = Vec.full(self._builder, num_tiles, I64)
         kind = ir.ArrayType(_FLOATS, 2 * num_tiles * self._num_sums)
-        self._waiting = Ptr(self._builder, cgutils.alloca_once(self._builder, kind))
+        self._waiting = room(self._builder, kind)
 
     def emit(self, length: Vec, store: Callable[[Vec, int, Vec], None]) -> None:
         """Multiply; store(number of a row, number of a vector, product) takes each product."""
@@ -245,3 +259,74 @@ class FloatPanel:
         zeros = Vec.full(self._builder, 0, F32, LANES)
         places = [self._place(parity, tile, number) for number in range(self._num_sums)]
         return [Var(fresh.where(zeros, at.load(F32, LANES, align=4 * LANES))) for at in places]
+
+
+class FloatStream(FloatPanel):
+    """A panel whose tiles take rows straight from memory, by parts of their columns.
+
+    A tile of few rows has both sums of its products, so it goes through a part's lines in their
+    order. Meanwhile the second-level cache is asked for as many lines of what it takes next: the
+    same rows' next part, or the first part of the panel that follows.
+    """
+
+    def __init__(
+        self,
+        pairs_a_part: int,
+        dtype: Any,
+        row: Callable[[Vec], Ptr],
+        xs: list[Ptr],
+        num_rows: int,
+        num_tiles: int,
+    ) -> None:
+        """A part has up to `pairs_a_part` pairs of blocks; the rest as of a panel."""
+        super().__init__(dtype, row, xs, num_rows, num_tiles)
+        self._most = pairs_a_part
+
+    def emit(self, length: Vec, store: Callable[[Vec, int, Vec], None]) -> None:
+        """See `FloatPanel.emit`."""
+        num_pairs = length // (2 * BLOCK)
+        some = (num_pairs + (self._most - 1)) // self._most
+        num_parts = some.equals(0).where(some.like(1), some)
+        size = (num_pairs + num_parts + -1) // num_parts
+
+        def part(number: Vec) -> None:
+            self._emit_pairs(number * size, size, num_pairs, length)
+
+        for_range(0, num_parts, 1, part)
+        for_range(0, self._num_tiles, 1, lambda tile: self._end(tile, num_pairs, length, store))
+
+    def _emit_pairs(self, first: Vec, size: Vec, num_pairs: Vec, length: Vec) -> None:
+        """A part of up to `size` pairs of blocks from `first` on, for all tiles."""
+        item, following = item_bytes(self._dtype), first + size
+        step = max(LANES, LINE_BYTES // item)  # a line, or more of them
+        is_last = num_pairs.below(following + 1)
+        end = following.minimum(num_pairs)
+        distance = is_last.where(-first, size) * (2 * BLOCK * item)
+
+        def tile(index: Vec) -> None:
+            sums = [self._load(parity, index, first.equals(0)) for parity in range(2)]
+            products = self._products(index)
+            next_tile = is_last.where(index + self._num_tiles, index)
+            following_rows = self._products(next_tile).rows
+            ahead = [row + distance for row in following_rows]
+
+            def pair(number: Vec) -> None:
+                for parity in range(2):
+                    start = number * (2 * BLOCK) + parity * BLOCK
+                    for offset in range(0, BLOCK, LANES):
+                        if offset % step == 0:
+                            products.prefetch(ahead, start + offset, step)
+                        products.add(start + offset, LANES, sums[parity])
+
+            def missing(number: Vec) -> None:
+                products.prefetch(ahead, number * (2 * BLOCK), 2 * BLOCK)
+
+            for_range(first, end, 1, pair)
+            for_range(end, following, 1, missing)  # of the last part, which may be shorter
+            rest = lambda at: products.prefetch(following_rows, at, step)  # noqa: E731
+            for_range(num_pairs * (2 * BLOCK), is_last.where(length, 0), step, rest)
+            for parity in range(2):
+                for number, total in enumerate(sums[parity]):
+                    self._place(parity, index, number).store(total.get(), align=4 * LANES)
+
+        for_range(0, self._num_tiles, 1, tile)

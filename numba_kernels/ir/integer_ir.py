@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
 from numba_kernels.ir.quantized_ir import (
@@ -34,7 +33,7 @@ from numba_kernels.ir.quantized_ir import (
     with_chunks,
 )
 from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
-from numba_kernels.ir.vec import F32, I8, I16, I32, Ptr, Var, Vec, for_range, shaped
+from numba_kernels.ir.vec import F32, I8, I16, I32, Ptr, Var, Vec, for_range, room, shaped
 
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
@@ -307,8 +306,7 @@ class _Stretches:
         self.number = number
         self.last = (number + -1) // _STRETCH * _STRETCH  # the last stretch's first chunk
         kind = ir.ArrayType(INTS, _STRETCH * products.num_counts)
-        room = cgutils.alloca_once(products.builder, kind, zfill=False)
-        self.waiting = Ptr(products.builder, room)
+        self.waiting = room(products.builder, kind)
 
     def count(self, ahead: Sequence[Row]) -> None:
         """Read all values, and add all but the last stretch."""

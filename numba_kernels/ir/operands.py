@@ -6,7 +6,7 @@ address, as `numba_kernels.decode.vectors.prepared` gave it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba_kernels.formats import CHUNK, QUANT_GROUP
@@ -53,14 +53,19 @@ class Weights:
         return FloatProducts(self.dtype, rows, vectors).emit(self.width, ahead)
 
     def panel(
-        self, first_row: Vec, vectors: list[Any], num_rows: int, num_tiles: int
+        self,
+        first_row: Vec,
+        vectors: list[Any],
+        num_rows: int,
+        num_tiles: int,
+        kind: Callable[..., FloatPanel] = FloatPanel,
     ) -> FloatPanel:
         """Float rows from `first_row` on, as `num_tiles` tiles of `num_rows`, times `vectors`."""
 
         def row(index: Vec) -> Ptr:
             return self.array.at(first_row + index)
 
-        return FloatPanel(self.dtype, row, vectors, num_rows, num_tiles)
+        return kind(self.dtype, row, vectors, num_rows, num_tiles)
 
     def add_scaled(
         self, out: Ptr, rows: list[Any], factors: list[Vec], ahead: Sequence[Any] = ()

@@ -297,6 +297,12 @@ class Var:
         self.builder.store(value.value, self._cell)
 
 
+def room(builder: Any, kind: Any) -> Ptr:
+    """Memory of this call for a value of LLVM's type `kind`; Numba's own would be zeroed first."""
+    with builder.goto_entry_block():
+        return Ptr(builder, builder.alloca(kind))
+
+
 def for_range(start: Vec | int, stop: Vec, step: int, body: Callable[[Vec], None]) -> None:
     """Emit `for index in range(start, stop, step): body(index)`; whole steps only."""
     builder = stop.builder

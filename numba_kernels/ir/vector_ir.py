@@ -11,6 +11,7 @@ not depend on what is computed beside it. `x` is what `numba_kernels.decode.vect
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,14 @@ from numba.extending import intrinsic
 
 from numba_kernels.formats import QUANT_GROUP
 from numba_kernels.ir.arguments import Arguments, codegen_of
-from numba_kernels.ir.float_ir import item_bytes, read_through, round_to_bfloat16, widen
+from numba_kernels.ir.float_ir import (
+    FloatPanel,
+    FloatStream,
+    item_bytes,
+    read_through,
+    round_to_bfloat16,
+    widen,
+)
 from numba_kernels.ir.operands import PART_COLUMNS, Vectors, Weights
 from numba_kernels.ir.quantize_ir import emit_quantize, emit_widened
 from numba_kernels.ir.quantized_ir import Vector, format_of
@@ -48,12 +56,16 @@ class Tiles:
 
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
-    True: (Tiles(6, 4, 4, 4), Tiles(8, 2, 3, 2)),
+    True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
     False: (Tiles(3, 2, 8, 4), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
-FLOAT_THREES = Tiles(8, 3, 3, 4) if has_feature("avx512f") else None
+FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
+# As many rows for two to four tokens that come first, which take them from memory, and how many
+# pairs of blocks of so many vectors stay in the first-level cache.
+_STREAM_ROWS, _STREAM_TILES = 2, 12
+_STREAM_PAIRS = {2: 8, 3: 6, 4: 4}
 
 _BIT = ir.IntType(1)
 _INDEX = types.int64
@@ -219,12 +231,14 @@ def tile_narrow(typingctx, weights, row, x, token, out, column):
     return signature, codegen_of(lambda given: _emit_tile(given, 1))
 
 
-def _emit_panel(given: Arguments, tiles: Tiles) -> None:
+def _emit_panel(
+    given: Arguments, tiles: Tiles, kind: Callable[..., FloatPanel] = FloatPanel
+) -> None:
     """given: weights, row, x, token, out, column."""
     matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
     first, token, column = given.numbers(1, 3, 5)
     operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
-    panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles)
+    panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles, kind)
     panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
 
@@ -242,6 +256,21 @@ def tile_panel3(typingctx, weights, row, x, token, out, column):
     assert threes
     signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
     return signature, codegen_of(lambda given: _emit_panel(given, threes))
+
+
+def _stream(num_tokens: int) -> Callable[..., Any]:
+    """`tile_panel` of the first tokens, for a block that is read from memory meanwhile."""
+    tiles = Tiles(_STREAM_ROWS, num_tokens, _STREAM_TILES, 2)
+    kind = partial(FloatStream, _STREAM_PAIRS[num_tokens])
+
+    def tile_stream(typingctx, weights, row, x, token, out, column):  # type: ignore[no-untyped-def]
+        signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+        return signature, codegen_of(lambda given: _emit_panel(given, tiles, kind))
+
+    return tile_stream
+
+
+tile_stream2, tile_stream3, tile_stream4 = (intrinsic(_stream(n)) for n in (2, 3, 4))
 
 
 @intrinsic

@@ -31,6 +31,7 @@ SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and 
         (1, 608, EVERY),
         (23, 608, EVERY),
         (51, 2112, SOME),
+        (51, 2848, (2, 3, 4, 5)),  # parts of columns of which the last is shorter, and some left
         (419, 608, (2, 3, 4, 7, 32)),  # several blocks of rows, smaller ones, and rows left over
     ],
 )
