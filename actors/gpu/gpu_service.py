@@ -19,8 +19,8 @@ from actors.protocol.messages import CacheSpec
 from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from model.config.model_config import ModelConfig, RopeConfig
 from model.files.checkpoint import Checkpoint
-from model.weights.attention import load_attention
-from model.weights.embedding import load_head
+from model.weights.attention import AttentionWeights, load_attention
+from model.weights.embedding import HeadWeights, load_head
 from model.weights.memory import aligned_empty
 from model.weights.tensor_reader import Touch
 from numba_kernels.decode.attention import PAGE_POSITIONS, rope_table
@@ -205,6 +205,19 @@ def position_arrays(config: ModelConfig, cache: CacheSpec) -> dict[str, Any]:
     }
 
 
+def attention_arrays(
+    config: ModelConfig, cache: CacheSpec, attention: AttentionWeights, head: HeadWeights
+) -> AttentionArrays:
+    """The weights of all layers with room for the KV cache, and what is known of positions."""
+    return AttentionArrays(
+        **vars(attention),
+        **vars(head),
+        keys=cache_array(config, cache, config.num_layers),
+        values=cache_array(config, cache, config.num_layers),
+        **position_arrays(config, cache),
+    )
+
+
 def _rope_array(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
     """Of longrope's two lists of factors a system takes the one that fits its longest sequence."""
     table = rope_table(inv_freq(rope, head_dim, rope.is_long(num_positions)), num_positions)
@@ -236,13 +249,7 @@ def load_gpu_service(
         checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch
     )
     head = load_head(checkpoint, config, dtype=weight_dtype, on_bytes=on_bytes, touch=touch)
-    arrays = AttentionArrays(
-        **vars(attention),
-        **vars(head),
-        keys=cache_array(config, cache, config.num_layers),
-        values=cache_array(config, cache, config.num_layers),
-        **position_arrays(config, cache),
-    )
+    arrays = attention_arrays(config, cache, attention, head)
     hot = None
     if neuron_ids is not None:
         hot = load_cpu_service(

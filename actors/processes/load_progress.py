@@ -8,6 +8,8 @@ import ray
 from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress
 from actors.setup.connection import Connection
 
+STARTING = "starting services"
+COMPILING = "compiling kernels, once"  # before any process takes memory
 LOADING_KERNELS = "loading kernels"
 _ANSWER_S = 1.0  # for the services to tell it; one that compiles may not answer
 
@@ -24,7 +26,7 @@ class LoadingServices:
     def progress(self, services: Connection, stage: str, notes: tuple[str, ...]) -> LoadProgress:
         """How far they are; `stage` is what they all do now."""
         total = self._total_bytes
-        if stage == "starting services":
+        if stage in (STARTING, COMPILING):
             return LoadProgress(0, total, stage)
         if stage not in (LOADING_WEIGHTS, LOADING_KERNELS):
             return LoadProgress(total, total, stage, notes)

@@ -18,7 +18,8 @@ from ray.util.placement_group import remove_placement_group
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import RecoveryPolicy
 from actors.processes.cluster import await_actors
-from actors.processes.load_progress import LOADING_KERNELS
+from actors.processes.load_progress import COMPILING, LOADING_KERNELS, STARTING
+from actors.processes.rehearsal import Rehearsal
 from actors.protocol.failures import ServiceLost, cause_of
 from actors.protocol.messages import (
     LOADING_WEIGHTS,
@@ -78,7 +79,7 @@ class SystemServices:
         handles = [spawn(spec, node) for spec, node in zip(specs, nodes, strict=True)]
         self.policy = RecoveryPolicy()
         self.connection = Connection(system, specs, handles, self.policy)
-        self.stage = "starting services"
+        self.stage = STARTING
         by_layer = dict(self.config.mean_row_bytes)
         # What is otherwise than was wanted, or in the model's files, or computed.
         read_otherwise = "" if system.weight_dtype else checkpoint.read_otherwise(by_layer)
@@ -90,6 +91,7 @@ class SystemServices:
         self._driver: Driver | None = None
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
+        self._rehearsal = Rehearsal(system)
         threading.Thread(target=_import_driver, name="imports", daemon=True).start()
 
     @property
@@ -125,6 +127,9 @@ class SystemServices:
             node_id = None if self.system.hosts else self.node_id
             await_actors(self.connection.handles, num_cpus, _START_S, node_id)
             self.connection.find(self.connection.services)
+            if self._rehearsal.is_running:
+                self.stage = COMPILING
+            self._rehearsal.wait()
             self.stage = LOADING_WEIGHTS
             if self.system.device == "cuda":
                 self._fit_gpu()
@@ -226,6 +231,7 @@ class SystemServices:
         self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:
+        self._rehearsal.end()
         self.connection.kill()
         if self.held_cpus is not None:
             remove_placement_group(self.held_cpus)

@@ -43,7 +43,8 @@ class TensorReader:
     """A checkpoint with a pool of threads, one for each CPU that this process may use.
 
     `on_bytes(n)` is called in the thread of the caller, after every n bytes of weights loaded.
-    `dtype` is another format that matrices become. `touch` is given every new matrix.
+    `dtype` is another format that matrices become. `touch` is given every new matrix. At most
+    `most_rows` of each are copied and checked, where only what that compiles is wanted.
     Errors:  CheckpointError naming the tensor for a wrong shape, and for NaN or infinite values;
              UsageError where `dtype` cannot be had
     """
@@ -54,10 +55,12 @@ class TensorReader:
         on_bytes: OnBytes | None = None,
         dtype: np.dtype | None = None,
         touch: Touch | None = None,
+        most_rows: int | None = None,
     ):
         self.checkpoint = checkpoint
         self._dtype = dtype
         self._touch = touch
+        self._most_rows = most_rows
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "load")
 
@@ -262,6 +265,8 @@ class TensorReader:
         row_bytes: int,
         block_rows: int | None = None,
     ) -> None:
+        if self._most_rows is not None:
+            num_rows = min(num_rows, self._most_rows)
         block = block_rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         spans = [(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
         futures = [self._pool.submit(copy, start, end) for start, end in spans]

@@ -1,0 +1,236 @@
+"""Kernels are compiled before memory is taken that was promised, in a process that ends.
+
+LLVM takes several hundred megabytes to compile a service's kernels, and what it has taken stays
+with the process. So where --cpu-memory is a promise, one process goes through what the system's
+processes will: services without weights, a token, some tokens at once, a part of a prompt. What it
+compiles is on disk when it ends; the system's own processes find it there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import llvmlite.binding
+import numpy as np
+
+from actors.exchange.doorbell_exchange import ArenaExchange
+from actors.exchange.service import Service
+from actors.processes.freed_memory import give_back_freed_memory
+from actors.protocol.failures import NotFiniteError
+from actors.protocol.messages import ServiceSpec, SystemConfig
+from actors.protocol.step_sizes import MATRIX_TOKENS
+from actors.setup.shards import arena_layout, served_config, service_specs
+from actors.setup.storage import stored_share
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.files.artifact import ModelIdentity
+from model.files.checkpoint import Checkpoint
+from model.files.whole_file import write_whole
+from model.weights.check import stored_config
+from numba_kernels.kernel_cache import cache_folder
+from numba_kernels.own_cache import own_folder
+from numba_kernels.serve.mailbox import Wires
+from placement.threads.core_keeper import CoreKeeper
+from placement.threads.pinning import find_cores
+
+_SET_DEATH_SIGNAL = 1  # of prctl(2)
+
+
+class Rehearsal:
+    """Of one system, unless one like it has been through it on this machine."""
+
+    def __init__(self, system: SystemConfig) -> None:
+        """Begin. Where nothing can be kept, or it is not wanted, `wait` returns at once."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._done = None if system.storage is None else _note_of(system)
+        if self._done is None or self._done.exists():
+            return
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        with suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__],
+                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            assert self._process.stdin is not None
+            with self._process.stdin as stdin:
+                stdin.write(pickle.dumps(system))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> None:
+        """Return when it has ended. What it could not compile the system's processes will."""
+        if self._process is not None and self._process.wait() == 0 and self._done is not None:
+            with suppress(OSError):
+                write_whole(self._done, b"")
+
+    def end(self) -> None:
+        """Do without it; may be repeated."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _note_of(system: SystemConfig) -> Path | None:
+    """The file that says that such a system's kernels are there; None where none are kept."""
+    kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
+    asked = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms
+    key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *asked]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    try:
+        own_folder("numba", cache_folder().name)
+    except OSError:
+        return None
+    return cache_folder() / f"rehearsed-{digest}"
+
+
+class _Threads:
+    """Looks after services that are threads of this process."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services = services
+
+    def check(self, services: Sequence[int], num_looks: int) -> None:
+        """See `actors.exchange.doorbell_exchange.Watch`."""
+        for index in services:
+            self._services[index].check([index], num_looks)
+
+    def explain(self, service: int) -> str:
+        """See `actors.exchange.doorbell_exchange.Watch`."""
+        return self._services[service].explain(service)
+
+
+class _Services(NamedTuple):
+    """Threads of this process on one arena; shards[s][l]: neurons of CPU service s in layer l."""
+
+    services: list[Service]
+    shards: list[list[np.ndarray]]
+    wires: Wires
+
+
+def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    """The GPU service of one row of each matrix; all others are zeros that take no memory."""
+    from actors.gpu.gpu_service import GpuService, attention_arrays, attention_shape
+    from model.config.weight_formats import requested_dtype
+    from model.weights.attention import read_attention
+    from model.weights.embedding import read_head
+    from model.weights.tensor_reader import TensorReader
+
+    assert spec.cache is not None
+    checkpoint = Checkpoint(Path(spec.model_path), keeps_pages=False)
+    dtype = requested_dtype(spec.weight_dtype)
+    with TensorReader(checkpoint, dtype=dtype, most_rows=1) as reader:
+        attention, head = read_attention(reader, config), read_head(reader, config)
+    arrays = attention_arrays(config, spec.cache, attention, head)
+    return GpuService(spec.name, spec.index, spec.num_threads, attention_shape(config), arrays)
+
+
+def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
+    """A CPU service that has as little in memory as one can: neurons of a layer's number."""
+    from actors.cpu.stored_service import load_stored_service
+
+    assert spec.storage is not None and spec.neuron_ids is not None
+    path, predictors = Path(spec.model_path), spec.storage.predictors
+    share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
+    most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
+    share = replace(share, num_slots=most, rates=np.ones(total, np.float32), has_gates=False)
+    return load_stored_service(
+        path,
+        config,
+        spec.index,
+        spec.num_threads,
+        spec.neuron_ids,
+        spec.index == 1,
+        lambda num_bytes: None,
+        Path(spec.storage.path),
+        share,
+        spec.weight_dtype,
+        Path(predictors) if predictors else None,
+        spec.has_down_norms,
+    )
+
+
+def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Services:
+    """Services of such a system that wait for requests, of one arena; all, or some of them."""
+    config = read_config(system.model_path)
+    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    specs, services = service_specs(system, served), []
+    layout = arena_layout(system, served)
+    arena = layout.new_arena()
+    for spec in specs if indices is None else [specs[index] for index in indices]:
+        service = (_cpu_service if spec.index else _gpu_service)(spec, config)
+        cores = None if spec.share is None else find_cores(spec.share, spec.num_threads)
+        service.keeper = CoreKeeper(cores) if cores else None
+        service.attach(layout, arena)
+        service.try_out()
+        services.append(service)
+    shards = [spec.neuron_ids or [] for spec in specs[1:]]
+    return _Services(services, shards, layout.wires(arena))
+
+
+def rehearse(system: SystemConfig) -> None:
+    """Go through what the processes of such a system will. Errors: HotcoldError."""
+    from actors.cpu.product_choice import choose_products
+    from actors.driver.driver import Driver
+
+    services, shards, wires = _begun(system)
+
+    def prepare() -> None:
+        choice = system.products or choose_products()
+        for service in services:
+            service.use_products(choice)
+
+    driver = Driver(system, ArenaExchange(wires, _Threads(services)), shards, prepare)
+    engine, length = driver.engine, driver.generator.context_length
+
+    def go_through() -> None:
+        tokens = min(MATRIX_TOKENS, length, engine.max_tokens)
+        for count in (2, tokens):  # several tokens, and a part of a prompt
+            with suppress(NotFiniteError):
+                engine.place([0] * count, range(count), [0] * count)
+                engine.run_layer(0, count)
+                engine.logits(count, 1)
+
+    driver.between_requests(go_through)
+
+
+def _in_own_process(function: Callable[[], object]) -> bool:
+    """Call `function` in a copy of this process, which ends; whether it returned."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        give_back_freed_memory()
+        function()
+        os._exit(0)  # threads wait for requests
+    finally:
+        os._exit(1)
+
+
+def _main() -> None:
+    """What is compiled for each kind of service first leaves less for the process with all."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    system: SystemConfig = pickle.load(sys.stdin.buffer)
+    parts = (lambda: _begun(system, [0])), (lambda: _begun(system, [1])), (lambda: rehearse(system))
+    sys.exit(sum(not _in_own_process(part) for part in parts))
+
+
+if __name__ == "__main__":
+    _main()

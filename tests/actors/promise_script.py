@@ -1,0 +1,43 @@
+"""A user's process with a system whose neurons are on storage; prints what it may take of memory.
+
+python -m tests.actors.promise_script MODEL SLOTS_BYTES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from actors.protocol.messages import GenerateRequest
+from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.preflight import SystemOptions, choose_system, read_model, system_need
+from actors.system import System
+from model.bundles.bundle_file import bundle_path
+from model.bundles.geometry import BundleGeometry
+from model.sampling import SamplingParams
+
+_PROMPTS = (1, 9, 40)  # tokens: a token, some at once, matrix products
+
+
+def main(model: Path, cache_bytes: int) -> None:
+    """Start it, answer requests, tell what its plan counts."""
+    config = read_model(model)
+    file = bundle_path(model, BundleGeometry.of(config))
+    options = SystemOptions(num_threads=2, context_length=128)
+    system = choose_system(model, config, options)
+    system = replace(system, storage=NeuronStorage(str(file), cache_bytes, has_gates=True))
+    draw = np.random.default_rng(1)
+    sampling = SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True)
+    with System.start(system) as running:
+        for size in _PROMPTS:
+            ids = draw.integers(0, config.vocab_size, size).tolist()
+            running.complete(GenerateRequest(sampling, prompt_ids=ids))
+    print(json.dumps({"promised_bytes": system_need(system, config).total_bytes}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
