@@ -20,7 +20,7 @@ from actors.protocol.kv_pool import KvPool
 from actors.protocol.messages import SystemConfig
 from actors.setup.connection import Connection
 from model.config.build import read_config
-from model.errors import CheckpointError, ServiceError
+from model.errors import CheckpointError, MemoryBudgetError, ServiceError
 from model.files.artifact import ModelIdentity, artifact_path
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from predictors.predictor_file import Predictors, predictors_path, write_predictors
@@ -179,6 +179,48 @@ def test_what_fails_before_the_change_changes_nothing(
         require_whole(system, 1, hot_of(system))
         assert system.actor.scale(2).num_cpu_actors == 2
         require_whole(system, 2, hot_of(system))
+        assert tokens(system) == expected
+
+
+def test_what_is_agreed_on_meanwhile_holds_on(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How prompts are multiplied: new services are told, and so are those that replace them."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        tokens(system)
+        agreed = system.actor.services.system.products
+        assert agreed is not None
+        monkeypatch.setattr(
+            "actors.processes.scaling.scaled_system",
+            lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
+        )
+        told = []
+        use_products = Connection.use_products
+
+        def counted(new: Connection, products: Any, services: Any) -> None:
+            told.append((products, list(services)))
+            use_products(new, products, services)
+
+        monkeypatch.setattr(Connection, "use_products", counted)
+        system.actor.scale(2)
+        assert system.actor.services.system.products == agreed
+        assert told == [(agreed, [1, 2])]
+
+
+def test_without_room_for_new_services_the_old_ones_go_on(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in memory for a while; those that do not fit are not even started."""
+    with stand_in_system(host, config_of(copied.path)) as system:
+        expected, before = tokens(system), system.actor.services.connection.handles
+        with monkeypatch.context() as patch:
+            patch.setattr("actors.processes.scaling.free_bytes", lambda: 1 << 20)
+            patch.setattr(system.actor.services, "spawn", fail)
+            with pytest.raises(MemoryBudgetError, match=r"2 new CPU .* GiB are missing") as caught:
+                system.actor.scale(2)
+        assert "\n" not in str(caught.value)
+        assert system.actor.services.connection.handles == before
+        require_whole(system, 1, hot_of(system))
         assert tokens(system) == expected
 
 

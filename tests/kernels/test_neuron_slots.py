@@ -13,9 +13,11 @@ from numba_kernels.storage.neuron_slots import (
     MEMORY,
     count_wanted,
     forget_rates,
+    lacking,
     new_slots,
     slot_for,
 )
+from numba_kernels.storage.read_queue import FAILED
 
 
 class PlainSlots:
@@ -85,6 +87,28 @@ def test_what_is_wanted_often_outlasts_what_passes_through() -> None:
             slot_for(slots, row)
             count_wanted(slots, row)
     assert num_found >= 0.95 * 80 * 30
+
+
+def test_what_is_being_read_keeps_its_slot() -> None:
+    """Whoever reads it writes into that slot, in whatever request: no other neuron may have it."""
+    slots = new_slots(np.linspace(0, 1, 60, dtype=np.float32), 20)  # row 0 is wanted least
+    slots.state[EPOCH] += 1
+    for row in range(20):
+        assert lacking(slots, slot_for(slots, row), 3) == 3
+    there = [row for row in range(20) if row not in (0, 1, 2)]
+    slots.held[slots.slot_of[there]] = 3
+    slots.held[slots.slot_of[1]] = 2  # one part of two
+    slots.held[slots.slot_of[2]] = FAILED  # nothing of it comes any more
+    for row, leaves in ((30, 2), (31, 3), (32, 4)):
+        slots.state[EPOCH] += 1
+        slot = slots.slot_of[leaves]
+        assert slot_for(slots, row) == slot and slots.slot_of[leaves] == -1
+        assert lacking(slots, slot, 3) == 3
+        slots.held[slot] = 3
+    slots.held[slots.slot_of[[0, 1]]] = 3
+    slots.state[EPOCH] += 1
+    coldest = slots.slot_of[0]
+    assert slot_for(slots, 33) == coldest  # once it is there, it leaves as any other
 
 
 def test_sums_tell_any_changed_word() -> None:
