@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,10 @@ FIRST = [
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Where Python is told to keep no bytecode, hundreds of processes would each compile all sources.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No test, and no command that one starts, takes the settings of whoever runs it.
 TESTS_OWN = {"HOTCOLD_ALL_KERNELS", "HOTCOLD_CHROMIUM"}
