@@ -8,6 +8,7 @@ the line, adds the traceback.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_DEFECT = 70
 EXIT_INTERRUPTED = 130
+
+# Objects made between two looks for garbage: most of those that imports make stay.
+_OBJECTS_A_LOOK = 50_000
 
 COMMANDS = {
     "generate": LazyCommand(
@@ -139,6 +143,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     in a segmentation fault.
     """
     sys.unraisablehook = interrupt_again
+    gc.set_threshold(_OBJECTS_A_LOOK)
     try:
         if command is cli:
             _begin_workers(sys.argv[1:])

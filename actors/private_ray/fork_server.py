@@ -36,6 +36,9 @@ _PRELOADED: tuple[str, ...] = (
 )
 # With a later one the server ends, and workers start as that Ray starts them.
 _NEWEST_RAY = (2, 60)
+# Objects made between two looks for garbage, here and in workers: most of those that imports make
+# stay, and Python's 700 have it look a thousand times in vain.
+_OBJECTS_A_LOOK = 50_000
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -111,6 +114,7 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 
 def main() -> None:
     """Fork a worker for each who asks where the owner says, at a socket that is an argument."""
+    gc.set_threshold(_OBJECTS_A_LOOK)
     owner = socket.socket(fileno=int(sys.argv[1]))
     # Ray reads these two when it is imported, and never again. A worker ends with the process that
     # the second one names, and with the raylet's socket.
