@@ -17,7 +17,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jobs.cli import main
@@ -123,13 +122,15 @@ def processes_left(folder: Path, patience_s: float = _NO_PROCESS_LEFT_S) -> list
 
 
 def _names(folder: Path) -> list[str]:
+    """Read from /proc itself: tests ask again and again, and psutil takes ten times as long."""
     wanted = f"RAY_TMPDIR={folder}".encode()
     found = []
-    for process in psutil.process_iter():
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            content = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if wanted in content.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.name())
-        except (OSError, psutil.Error):
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                pid_and_name, _, rest = (process / "stat").read_text().rpartition(")")
+                if rest.split()[0] not in ("Z", "X"):
+                    found.append(pid_and_name.partition("(")[2])
+        except OSError:  # it has ended, or is another user's
             continue
     return found

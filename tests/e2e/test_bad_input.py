@@ -29,7 +29,7 @@ IDS = ["--prompt-ids", "1,2,3"]
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
-FFN_SIZE = 88  # of llama-relu
+FFN_SIZE, HIDDEN_SIZE = 88, 48  # of llama-relu
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 UP_SHOWN, QUERY_SHOWN = UP.removeprefix("model."), QUERY.removeprefix("model.")
 
@@ -153,11 +153,17 @@ def set_weight(name: str, value: float) -> Damage:
 
 def huge_checkpoint(model: Path) -> None:
     """Terabytes, of which the disk holds only the header."""
-    ffn_size, num_layers = 1 << 20, 2048
-    change_config(intermediate_size=ffn_size, num_hidden_layers=num_layers)(model)
+    sizes = {FFN_SIZE: 1 << 20, HIDDEN_SIZE: 64 * HIDDEN_SIZE}
+    num_layers = 32
+    change_config(
+        intermediate_size=sizes[FFN_SIZE],
+        hidden_size=sizes[HIDDEN_SIZE],
+        head_dim=sizes[HIDDEN_SIZE] // 4,
+        num_hidden_layers=num_layers,
+    )(model)
     shapes: dict[str, list[int]] = {}
     for name, entry in read_header(model).items():
-        shape = [ffn_size if size == FFN_SIZE else size for size in entry["shape"]]
+        shape = [sizes.get(size, size) for size in entry["shape"]]
         if ".layers.0." in name:
             for layer in range(num_layers):
                 shapes[name.replace(".0.", f".{layer}.")] = shape

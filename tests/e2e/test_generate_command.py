@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
+from placement.machine.bandwidth import measure_read_bandwidth
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import make_word_model
@@ -27,6 +28,16 @@ Command = Callable[..., tuple[list[str], dict[str, Any]]]
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_word_model(tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture
+def little_memory_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast memory is read is no test's matter: not a gigabyte of it, for a second, twice."""
+
+    def measured(num_threads: int, num_bytes: int) -> float:
+        return measure_read_bandwidth(num_threads, num_bytes >> 4, 0.02)
+
+    monkeypatch.setattr("jobs.bench.decode.measure_read_bandwidth", measured)
 
 
 @pytest.fixture
@@ -115,7 +126,7 @@ def test_bench_exchange(command: Command, words: Path) -> None:
     assert "median" in lines[0]
 
 
-def test_bench_decode(command: Command, words: Path) -> None:
+def test_bench_decode(command: Command, words: Path, little_memory_read: None) -> None:
     lines, report = command(
         "bench", "decode", words, "--prompt-tokens", "4", "--tokens", "5", "--repeat", "1",
         "--context", "64",
@@ -128,7 +139,7 @@ def test_bench_decode(command: Command, words: Path) -> None:
     assert "tokens/s" in lines[0]
 
 
-def test_bench_prefill(command: Command, words: Path) -> None:
+def test_bench_prefill(command: Command, words: Path, little_memory_read: None) -> None:
     lines, report = command(
         "bench", "prefill", words, "--prompt-tokens", "20", "--repeat", "1", "--context", "64",
     )  # fmt: skip

@@ -24,6 +24,7 @@ from tests.e2e.commands import (
     environment,
     processes_left,
     ray_folder,
+    run_here,
 )
 from tests.e2e.server import await_that, serving
 from tests.e2e.word_model import add_tokenizer, make_word_model
@@ -75,14 +76,24 @@ class Machine:
         out, err = self.run(*self.question, "--json", *arguments)
         return json.loads(out.splitlines()[-1]), err
 
+    def run_here(self, *arguments: str) -> str:
+        """The same of a command that starts nothing, in this process: tests ask again and again."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.changes.items():
+                patch.setenv(name, value)
+            done = run_here(*arguments)
+        assert done.status == 0, done.err
+        return done.out
+
     def listed(self) -> list[dict[str, Any]]:
-        found = json.loads(self.run("ps", "--json")[0].splitlines()[-1])
+        found = json.loads(self.run_here("ps", "--json").splitlines()[-1])
         return list(found["systems"])
 
     def has_nothing(self) -> bool:
         """Whether no process, session, record or socket is left."""
-        sessions = list(self.ray.iterdir())
-        return [*self.systems.glob("*"), *sessions, *processes_left(self.ray, 0)] == []
+        if any(self.systems.glob("*")) or any(self.ray.iterdir()):
+            return False
+        return processes_left(self.ray, 0) == []
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +110,7 @@ def machine(words: Path) -> Iterator[Machine]:
         try:
             yield made
         finally:
-            made.run("stop")
+            made.run_here("stop")
             assert processes_left(folder) == []
             shutil.rmtree(base)
         assert {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name} <= shared
