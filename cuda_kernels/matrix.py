@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Their places are the numbers by which kernels know them.
-FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6", "q4_k")
+FORMATS = ("f32", "f16", "bf16", "q8", "q4", "q4_1", "q6", "q4_k", "q5", "q5_k")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 QUANT_GROUP = 32
 # Weights of which a row has whole blocks, and their bytes: values, scales and maybe minima.
@@ -16,6 +16,8 @@ QUANT_BLOCKS = {
     "q4_1": (32, 20),
     "q6": (256, 210),
     "q4_k": (256, 144),
+    "q5": (32, 22),
+    "q5_k": (256, 176),
 }
 
 

@@ -1,25 +1,27 @@
 """Formats of weights, told apart by the dtype of the arrays that hold them.
 
 float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
-`Q4_1`, `Q4_K` and `Q6` hold bytes of quantized rows: a row's weights stand in groups of 32 that
-share one scale, or in Q6 in halves of such groups.
+`Q4_1`, `Q4_K`, `Q5`, `Q5_K` and `Q6` hold bytes of quantized rows: a row's weights stand in groups
+of 32 that share one scale, or in Q6 in halves of such groups.
 
     Q8:   weight = scale * value           value int8 in -127..127
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
     Q4_1: weight = scale * nibble + minimum
     Q4_K: weight = block's scale * group's scale * nibble + block's minimum * group's minimum
           group's scale and minimum 0..63
+    Q5:   weight = scale * (value - 16)    value 0..31
+    Q5_K: as Q4_K, of values 0..31
     Q6:   weight = block's scale * half's scale * (value - 32)    value 0..63, half's scale int8
 
-These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K hold. A row is its values, then
-its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same).
+These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K and Q6_K hold. A row is its
+values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same).
 
-In Q4_K and Q6 blocks of 8 groups share float16 numbers, which end the row: of each block its scale,
-and in Q4_K its minimum. So a row is a multiple of 256 weights, and is no row of a down projection:
-nothing adds such rows up. Between values and these stand, chunk by chunk, in Q6 the int8 scales of
-first halves, then of second ones; in Q4_K a byte for each of g groups with the low nibbles of its
-scale and, high, of its minimum, then g / 2 bytes: the upper two bits of both for group i, and above
-them those of group i + g / 2.
+In Q4_K, Q5_K and Q6 blocks of 8 groups share float16 numbers, which end the row: of each block its
+scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256 weights. Between values and
+these stand, chunk by chunk, in Q6 the int8 scales of first halves, then of second ones; in the
+others a byte for each of g groups with the low nibbles of its scale and, high, of its minimum, then
+g / 2 bytes: the upper two bits of both for group i, and above them those of group i + g / 2.
+Nothing adds up rows of blocks or of 5 bits: they are no rows of a down projection.
 
 Values stand in chunks of 16 groups (the last may have fewer, g), step by step: step j of a chunk
 holds four bytes of group 0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one
@@ -28,6 +30,8 @@ group in each lane.
     8 bits: 8 steps; byte b of step j is value 4 j + b of its group
     4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
             nibble
+    5 bits: 5 steps; four as of 4 bits, then a byte b of step 4 that holds in bit i the upper bit of
+            value 4 i + b
     6 bits: 6 steps; byte b of step j < 4 holds the low nibbles of values 4 j + b and, high,
             16 + 4 j + b; step 4 + j % 2 holds their upper two bits in byte b: from bit
             4 (j // 2) on those of 4 j + b, then those of 16 + 4 j + b
@@ -51,6 +55,8 @@ Q8 = np.dtype([("q8", np.uint8)])
 Q4 = np.dtype([("q4", np.uint8)])
 Q4_1 = np.dtype([("q4_1", np.uint8)])
 Q4_K = np.dtype([("q4_k", np.uint8)])
+Q5 = np.dtype([("q5", np.uint8)])
+Q5_K = np.dtype([("q5_k", np.uint8)])
 Q6 = np.dtype([("q6", np.uint8)])
 FLOATS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 
@@ -70,8 +76,13 @@ class RowFormat(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether several groups share float16 numbers; nothing adds up such rows."""
+        """Whether several groups share float16 numbers."""
         return self.block_groups > 1
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether rows can be added up, as down rows are."""
+        return self.bits in (4, 8) and not self.in_blocks
 
     @property
     def block_weights(self) -> int:
@@ -95,6 +106,8 @@ ROW_FORMATS: dict[np.dtype, RowFormat] = {
     Q4: RowFormat(4),
     Q4_1: RowFormat(4, has_min=True),
     Q4_K: RowFormat(4, has_min=True, block_groups=8, group_bits=2 * 6),
+    Q5: RowFormat(5),
+    Q5_K: RowFormat(5, has_min=True, block_groups=8, group_bits=2 * 6),
     Q6: RowFormat(6, block_groups=8, group_bits=2 * 8, has_halves=True),
 }
 QUANTIZED = tuple(ROW_FORMATS)

@@ -9,7 +9,9 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
 
-enum Format { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, Q4_1 = 5, Q6 = 6, Q4_K = 7 };
+enum Format {
+    F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, Q4_1 = 5, Q6 = 6, Q4_K = 7, Q5 = 8, Q5_K = 9
+};
 
 #define SHARED_CONSTANT [[maybe_unused]] constexpr
 

@@ -10,11 +10,13 @@
 SHARED_CONSTANT int GROUP = 32;         // weights that share a scale
 SHARED_CONSTANT int CHUNK_GROUPS = 16;  // groups that are interleaved
 SHARED_CONSTANT int CHUNK = GROUP * CHUNK_GROUPS;
-SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6 and Q4_K, that share float16 numbers
+SHARED_CONSTANT int BLOCK_GROUPS = 8;   // of Q6 and the K formats, that share float16 numbers
 SHARED_CONSTANT int QUARTER = 4;  // groups of which a 16-byte piece holds a word each
 
 DEVICE constexpr bool is_quantized(int format) { return format >= Q8; }
-DEVICE constexpr bool has_min(int format) { return format == Q4_1 || format == Q4_K; }
+DEVICE constexpr bool is_k(int format) { return format == Q4_K || format == Q5_K; }
+DEVICE constexpr bool has_min(int format) { return format == Q4_1 || is_k(format); }
+DEVICE constexpr bool has_fifths(int format) { return format == Q5 || format == Q5_K; }
 DEVICE constexpr bool has_halves(int format) { return format == Q6; }
 DEVICE constexpr int items_of(int format) { return format == F32 ? 4 : 8; }  // of a float piece
 DEVICE constexpr int steps_of(int format) { return format == Q8 ? 8 : 4; }   // words of a group
@@ -108,6 +110,7 @@ DEVICE int chunk_size(int chunk, int groups) {
 // Bytes of a row's values before those of a chunk, and of all its values.
 template <int FORMAT>
 DEVICE i64 value_bytes(i64 weights) {
+    if constexpr (has_fifths(FORMAT)) return weights / 8 * 5;
     return FORMAT == Q8 ? weights : FORMAT == Q6 ? weights / 4 * 3 : weights / 2;
 }
 
@@ -136,12 +139,13 @@ DEVICE const u16* minima_of(const u8* row, int width) {
     return scales_of<FORMAT>(row, width) + width / GROUP;
 }
 
-// The scale (KIND 0) or the minimum (1) of a group of Q4_K, six bits that a block's float16 scales.
-template <int KIND>
+// The scale (KIND 0) or the minimum (1) of a group of Q4_K or Q5_K: six bits that a block's float16
+// scales.
+template <int FORMAT, int KIND>
 DEVICE float six_bit_factor(const u8* row, int width, int group) {
     int groups = width / GROUP, chunk = group / CHUNK_GROUPS, lane = group % CHUNK_GROUPS;
     int size = chunk_size(chunk, groups), half = size / 2;
-    const u8* factors = row + value_bytes<Q4_K>(width);
+    const u8* factors = row + value_bytes<FORMAT>(width);
     const u16* blocks = reinterpret_cast<const u16*>(factors + groups / 2 * 3);
     const u8* own = factors + chunk * (CHUNK_GROUPS / 2 * 3);
     u32 low = load(own + lane), top = load(own + size + lane % half);
@@ -153,13 +157,13 @@ DEVICE float six_bit_factor(const u8* row, int width, int group) {
 // The scale of a group of a row, and its minimum: 0 where the format has none.
 template <int FORMAT>
 DEVICE float group_scale(const u8* row, int width, int group) {
-    if constexpr (FORMAT == Q4_K) return six_bit_factor<0>(row, width, group);
+    if constexpr (is_k(FORMAT)) return six_bit_factor<FORMAT, 0>(row, width, group);
     return half_to_float(load(scales_of<FORMAT>(row, width) + group));
 }
 template <int FORMAT>
 DEVICE float group_min(const u8* row, int width, int group) {
     if constexpr (!has_min(FORMAT)) return 0.0f;
-    if constexpr (FORMAT == Q4_K) return six_bit_factor<1>(row, width, group);
+    if constexpr (is_k(FORMAT)) return six_bit_factor<FORMAT, 1>(row, width, group);
     return half_to_float(load(minima_of<FORMAT>(row, width) + group));
 }
 
@@ -169,10 +173,10 @@ template <int FORMAT, bool VECTOR, int KIND>
 DEVICE void quarter_factors(
     const u8* row, int width, int group, int valid, float (&out)[QUARTER]) {
     const u16* factors = KIND ? minima_of<FORMAT>(row, width) : scales_of<FORMAT>(row, width);
-    if constexpr (FORMAT == Q4_K) {
+    if constexpr (is_k(FORMAT)) {
 #pragma unroll
         for (int q = 0; q < QUARTER; ++q) {
-            out[q] = q < valid ? six_bit_factor<KIND>(row, width, group + q) : 0.0f;
+            out[q] = q < valid ? six_bit_factor<FORMAT, KIND>(row, width, group + q) : 0.0f;
         }
     } else if constexpr (VECTOR) {
         uint2 four = load(reinterpret_cast<const uint2*>(factors + group));
@@ -188,6 +192,14 @@ DEVICE void quarter_factors(
     }
 }
 
+// The fifth bits of a word's low nibbles (half 0) or its high ones, above them: of steps 0 to 3.
+DEVICE u32 upper_bits(u32 fifths, int step, int half) {
+    return (fifths >> (2 * step + half) & 0x01010101u) << 4;
+}
+
+// What a stored value of 4 or 5 bits is more than the number that it stands for.
+DEVICE constexpr int offset_of(int format) { return has_min(format) ? 0 : format == Q5 ? 16 : 8; }
+
 // A word's weights without scale and minimum: four of Q8; else the four low nibbles, then the high
 // ones.
 template <int FORMAT>
@@ -197,7 +209,7 @@ DEVICE void word_values(u32 word, float (&out)[FORMAT == Q8 ? 4 : 8]) {
         if constexpr (FORMAT == Q8) {
             out[b] = unsigned_byte(word ^ 0x80808080u, b) - 128.0f;
         } else {
-            constexpr float OFFSET = has_min(FORMAT) ? 0.0f : 8.0f;
+            constexpr float OFFSET = offset_of(FORMAT);
             out[b] = unsigned_byte(word & 0x0f0f0f0fu, b) - OFFSET;
             out[4 + b] = unsigned_byte(word >> 4 & 0x0f0f0f0fu, b) - OFFSET;
         }

@@ -100,10 +100,21 @@ DEVICE void load_values(
     }
 }
 
+// Values of 5 bits as signed bytes, of the low nibbles or the high ones (half 1).
+template <int FORMAT>
+DEVICE int five_bits(u32 word, u32 fifths, int step, int half) {
+    u32 values = (word >> 4 * half & 0x0f0f0f0fu) | upper_bits(fifths, step, half);
+    if constexpr (offset_of(FORMAT)) values = ((values | 0x80808080u) - 0x10101010u) ^ 0x80808080u;
+    return static_cast<int>(values);
+}
+
+// Words of a group's weights: of each step, and of 5 bits one more.
+DEVICE constexpr int words_of(int format) { return has_fifths(format) ? 5 : 4; }
+
 // Integer products of four steps of weights with a vector's words, a sum for each group.
 template <int FORMAT>
 DEVICE void add_words(
-    const uint4 (&weights)[4], const uint4 (&values)[FORMAT == Q8 ? 4 : 8], int (&sums)[QUARTER]) {
+    const uint4 (&weights)[words_of(FORMAT)], const uint4 (&values)[FORMAT == Q8 ? 4 : 8], int (&sums)[QUARTER]) {
 #pragma unroll
     for (int q = 0; q < QUARTER; ++q) {
 #pragma unroll
@@ -115,6 +126,12 @@ DEVICE void add_words(
             } else {
                 int x0 = static_cast<int>(word_of(values[2 * s], q));
                 int x1 = static_cast<int>(word_of(values[2 * s + 1], q));
+                if constexpr (has_fifths(FORMAT)) {
+                    u32 fifths = word_of(weights[4], q);
+                    sums[q] = __dp4a(five_bits<FORMAT>(word, fifths, s, 0), x0, sums[q]);
+                    sums[q] = __dp4a(five_bits<FORMAT>(word, fifths, s, 1), x1, sums[q]);
+                    continue;
+                }
                 sums[q] = __dp4a(low_nibbles<FORMAT>(word), x0, sums[q]);
                 sums[q] = __dp4a(high_nibbles<FORMAT>(word), x1, sums[q]);
             }
@@ -138,12 +155,12 @@ DEVICE void add_quantized_products(
         int step_bytes = 4 * size, place = 16 * quarter + 4 * half * step_bytes;
         int group = chunk * CHUNK_GROUPS + quarter * QUARTER;
         i64 offset = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + place;
-        uint4 weights[ROWS][4];
+        uint4 weights[ROWS][words_of(FORMAT)];
         float scales[ROWS][QUARTER], minima[ROWS][QUARTER];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
+            for (int s = 0; s < words_of(FORMAT); ++s) {
                 weights[r][s] = make_uint4(0, 0, 0, 0);
                 if (rows.is_active(r)) {
                     const u8* from = rows.row(r) + offset + s * step_bytes;

@@ -12,9 +12,14 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     if constexpr (FORMAT == Q8) {
         return scale * static_cast<float>(static_cast<signed char>(byte));
     } else {
-        float value = static_cast<float>(item % 8 < 4 ? byte & 15 : byte >> 4);
+        u32 number = item % 8 < 4 ? byte & 15 : byte >> 4;
+        if constexpr (has_fifths(FORMAT)) {
+            u32 fifths = load(row + place + 4 * 4 * size + item % 4);
+            number |= upper_bits(fifths, step, item % 8 / 4) & 16;
+        }
+        float value = static_cast<float>(number);
         if constexpr (has_min(FORMAT)) return scale * value + group_min<FORMAT>(row, width, group);
-        return scale * (value - 8.0f);
+        return scale * (value - static_cast<float>(offset_of(FORMAT)));
     }
 }
 
@@ -37,7 +42,7 @@ DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8])
     if constexpr (has_halves(FORMAT)) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) out[i] = six_bit_weight(row, width, column + i);
-    } else if constexpr (is_quantized(FORMAT) && VECTOR) {
+    } else if constexpr (is_quantized(FORMAT) && VECTOR && !has_fifths(FORMAT)) {
         int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
         int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
         int step = FORMAT == Q8 ? item / 4 : item / 8;

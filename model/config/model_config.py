@@ -19,7 +19,9 @@ from model.config.rope_config import RopeConfig
 ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
 # Exactly zero for some inputs: a neuron fires where it is not.
 SPARSE_ACTIVATION_FNS: tuple[ActivationFn, ...] = ("relu", "relu2", "fatrelu", "drelu")
-WeightDtype = Literal["float32", "float16", "bfloat16", "q8", "q6", "q4_1", "q4_k", "q4"]
+WeightDtype = Literal[
+    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4"
+]
 # Matrices that are in one format in all layers; up is in gate's.
 MatrixKind = Literal["qkv", "out", "gate", "down", "head"]
 

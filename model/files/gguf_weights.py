@@ -22,7 +22,18 @@ from model.errors import CheckpointError, shown
 from model.files.safetensors_file import TensorEntry
 from model.gguf.file import open_gguf
 from model.gguf.tensor_types import TensorType
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8, ROW_FORMATS, is_blocks, is_quantized
+from numba_kernels.formats import (
+    Q4,
+    Q4_1,
+    Q4_K,
+    Q5,
+    Q5_K,
+    Q6,
+    Q8,
+    ROW_FORMATS,
+    is_blocks,
+    is_quantized,
+)
 
 # Roles whose matrices are in memory in one format: they are multiplied with the same vectors.
 _TOGETHER = {"up": "gate"}
@@ -33,9 +44,11 @@ _AS_STORED = {
     Q4: ("Q4_0",),
     Q4_1: ("Q4_1", "Q4_K"),
     Q4_K: ("Q4_K",),
+    Q5: ("Q5_0",),
+    Q5_K: ("Q5_K",),
     Q6: ("Q6_K",),
 }
-_SUMMED = {Q4_K: Q4_1, Q6: Q8}  # what rows become that are added up
+_SUMMED = {Q4_K: Q4_1, Q5: Q8, Q5_K: Q8, Q6: Q8}  # what rows become that are added up
 # Of which the configuration was made.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import BLOCK_FORMATS, Q4, Q4_1, Q4_K, Q6, Q8, block_dtype
+from numba_kernels.formats import BLOCK_FORMATS, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, block_dtype
 
 _F32, _F16, _BF16 = (np.dtype(kind) for kind in (np.float32, np.uint16, np.int16))
 
@@ -49,13 +49,13 @@ TENSOR_TYPES: dict[int, TensorType] = {
     30: _floats("BF16", _BF16),
     2: _blocks("Q4_0", Q4),
     3: _blocks("Q4_1", Q4_1),
-    6: _blocks("Q5_0", Q8),
+    6: _blocks("Q5_0", Q5),
     7: _blocks("Q5_1", Q8),
     8: _blocks("Q8_0", Q8),
     10: _blocks("Q2_K", Q8),
     11: _blocks("Q3_K", Q8),
     12: _blocks("Q4_K", Q4_K),
-    13: _blocks("Q5_K", Q8),
+    13: _blocks("Q5_K", Q5_K),
     14: _blocks("Q6_K", Q6),
     20: _blocks("IQ4_NL", Q8),
     # Known by their size alone.

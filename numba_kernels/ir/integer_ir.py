@@ -31,6 +31,7 @@ from numba_kernels.ir.quantized_ir import (
     unpacked,
     value_offset,
     with_chunks,
+    with_tops,
 )
 from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from numba_kernels.ir.vec import F32, I8, I16, I32, Ptr, Var, Vec, for_range, room, shaped
@@ -238,6 +239,10 @@ class _Products:
 
         def turn(index: Vec) -> None:
             loaded = [rest.load(start, index) for start in starts]
+            if self.bits == 5:
+                tops = [rest.upper_bits(start, index) for start in starts]
+                add(index, [with_tops(*row) for row in zip(loaded, tops, strict=True)])
+                return
             in_place = self.multiply.high_in_place
             add(index, [unpacked(self.bits, values, in_place) for values in loaded])
 
@@ -352,20 +357,20 @@ class ByteProducts:
     """sum[lane] += product of four bytes of weights with four of a vector, exactly.
 
     VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a
-    group's sum of values is what that, or Q4's offset of 8, adds too much. Nibbles beside a minimum
-    have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles' products fit
-    in them, all that a lane has of a chunk: they are added up before they become 32 bits. VNNI
-    leaves high nibbles where they are if a second chain of additions is theirs.
+    group's sum of values is what that, or the offset of Q4 and Q5, adds too much. Values beside a
+    minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
+    products fit in them, all that a lane has of a chunk: they are added up before they become 32
+    bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
     """
 
     def __init__(self, row_format: RowFormat, num_chains: int) -> None:
         self.bits = row_format.bits
         self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
         self.avx2 = has_feature("avx2") and not self.vnni
-        self.in_pairs = self.avx2 and self.bits < 8
+        self.in_pairs = self.avx2 and self.bits in (4, 6)
         stored = value_offset(row_format)
         self.high_in_place = self.vnni and self.bits == 4 and num_chains == 2
-        self.offset = {8: 128 if self.vnni else 0, 6: 0, 4: stored}[self.bits]
+        self.offset = {8: 128 if self.vnni else 0, 6: 0, 5: stored, 4: stored}[self.bits]
         self.half_offset = stored if self.bits == 6 and self.vnni else 0
         self.subtracted = stored if self.bits == 6 and not self.vnni else 0
 
@@ -420,7 +425,7 @@ def _avx2_pairs(bits: int, unsigned: Vec, signed: Vec) -> Vec:
         lanes = range(first, first + width)
         weights, values = unsigned.take(lanes), signed.take(lanes)
         kind = weights.value.type
-        if bits > 4:
+        if bits > 5:
             values = values.call("llvm.x86.avx2.psign.b", kind, values, weights)
             weights = (weights < 0).where(-weights, weights)
         name = "llvm.x86.avx2.pmadd.ub.sw"

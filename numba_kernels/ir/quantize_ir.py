@@ -37,7 +37,7 @@ def emit_quantize(x: Ptr, into: Vector, groups: Vec, bits: int) -> None:
     NaN makes its group's scale NaN. The steps of a chunk that meet low nibbles stand before those
     that meet high ones.
     """
-    nibbles = 8 // bits
+    nibbles = 2 if bits in (4, 5) else 1
     step_places = [step // nibbles + step % nibbles * (8 // nibbles) for step in range(8)]
     last_chunk = groups // CHUNK_GROUPS
     rest = groups - last_chunk * CHUNK_GROUPS
@@ -78,7 +78,7 @@ def emit_widened(row_format: RowFormat, row: Row, groups: Vec, out: Ptr, to_bflo
     """out = the row's weights in their own order, as float32 or bfloat16 bits."""
     bits, item_bytes = row_format.bits, 2 if to_bfloat16 else 4
     # Values from one step to the next, and to what its high nibbles hold.
-    each, high = {8: (4, 0), 6: (4, 16), 4: (8, 4)}[bits]
+    each, high = {8: (4, 0), 6: (4, 16), 5: (8, 4), 4: (8, 4)}[bits]
 
     def body(chunk: Chunk) -> None:
         found = chunk.factors(row)

@@ -28,8 +28,8 @@ from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, fo
 BYTE_LANES = 4 * LANES
 INTS = ir.VectorType(I32, LANES)
 _HALF_LANES = LANES // 2
-CHUNK_BYTES = {bits: CHUNK * bits // 8 for bits in (8, 6, 4)}
-PACKED_STEPS = {8: 8, 6: 4, 4: 4}  # of a chunk, by which its values are unpacked
+CHUNK_BYTES = {bits: CHUNK * bits // 8 for bits in (8, 6, 5, 4)}
+PACKED_STEPS = {8: 8, 6: 4, 5: 4, 4: 4}  # of a chunk, by which its values are unpacked
 FACTOR_BYTES = CHUNK_GROUPS * SCALE_BYTES  # of a chunk's scales, or minima
 BLOCK_LANES = 8  # groups of a block that has a scale of its own
 _CHUNK_BLOCKS = CHUNK_GROUPS // BLOCK_LANES
@@ -200,6 +200,10 @@ def packed_steps(
     if bits == 6:
         place = PACKED_STEPS[bits] + number % 2
         return joined(loaded, chunk.load(chunk.step(start, place), I32), number // 2)
+    if bits == 5:
+        fifths = chunk.load(chunk.step(start, PACKED_STEPS[bits]), I32)
+        tops = [_upper_bits(fifths, 2 * number + half) for half in range(2)]
+        return with_tops(loaded, tops)
     return unpacked(bits, loaded, in_place)
 
 
@@ -220,8 +224,17 @@ def joined(nibbles: Vec, pairs: Vec, turn: int) -> list[Vec]:
     Of each byte of `pairs` the first turn takes the low half, the second the high one.
     """
     low, high = (pairs << 4, pairs << 2) if turn == 0 else (pairs, pairs >> 2)
-    tops = [low & 0x30303030, high & 0x30303030]
+    return with_tops(nibbles, [low & 0x30303030, high & 0x30303030])
+
+
+def with_tops(nibbles: Vec, tops: list[Vec]) -> list[Vec]:
+    """The low and the high nibbles, with what stands above them."""
     return [part | top for part, top in zip(unpacked(4, nibbles), tops, strict=True)]
+
+
+def _upper_bits(fifths: Vec, bit: int) -> Vec:
+    """Bit `bit` of every byte, as its bit 4."""
+    return (fifths << 4 - bit if bit <= 4 else fifths >> bit - 4) & 0x10101010
 
 
 class Rest:
@@ -234,7 +247,7 @@ class Rest:
     def __init__(self, index: Vec, num_groups: Vec, bits: int) -> None:
         self.chunk = _last_chunk(index, num_groups)
         self.halvings = num_groups.like(0)  # side is 2 to so many
-        self._num_steps = steps = bits  # of a chunk
+        self._num_steps = steps = PACKED_STEPS[bits]  # of a chunk
         for doublings in range(1, steps.bit_length()):
             fits = num_groups.below(LANES // (1 << doublings) + 1)
             self.halvings = self.halvings + fits.astype(I64, signed=False)
@@ -259,6 +272,13 @@ class Rest:
     def load(self, start: Ptr, turn: Vec) -> Vec:
         """The steps of a turn, of those that begin at `start`; 0 in the lanes beyond them."""
         return (start + turn * self.num_lanes * 4).load_masked(I32, self._mask)
+
+    def upper_bits(self, start: Ptr, turn: Vec) -> list[Vec]:
+        """The fifth bits of a turn's low and of its high nibbles, as bit 4 of bytes."""
+        of_groups = self.chunk.load(self.chunk.step(start, self._num_steps), I32)
+        words = self.repeated(of_groups.view(F32)).view(I32)
+        bit = ((turn << self.halvings).astype(I32) + self._step_of_lanes()) << 1
+        return [(words >> bit + half & 0x01010101) << 4 for half in range(2)]
 
     def fold(self, sums: list[Var]) -> None:
         """Add up all steps of each group in the lanes of the first step."""
@@ -302,10 +322,8 @@ class Rest:
                 lambda step: (room + step * self.chunk.num_lanes * 4).store(numbers),
             )
             return room.load(F32, LANES)
-        groups = self.chunk.num_lanes.astype(I32)
         lanes = Vec.of(numbers.builder, range(LANES), I32)
-        inverse = groups.like(256) // groups + 1
-        places = lanes - (lanes * inverse >> 8) * groups  # lane % groups
+        places = lanes - self._step_of_lanes() * self.chunk.num_lanes.astype(I32)
         low, high = (
             numbers.take(range(_HALF_LANES)).call(
                 "llvm.x86.avx2.permps",
@@ -316,6 +334,12 @@ class Rest:
             for first in (0, _HALF_LANES)
         )
         return self.halvings.equals(0).spread(LANES).where(numbers, low.take(range(LANES), high))
+
+    def _step_of_lanes(self) -> Vec:
+        """Which of the steps side by side each lane is of: lane // groups."""
+        groups = self.chunk.num_lanes.astype(I32)
+        inverse = groups.like(256) // groups + 1
+        return Vec.of(groups.builder, range(LANES), I32) * inverse >> 8
 
 
 def _room(builder: Any, num_vectors: int) -> Ptr:
@@ -336,7 +360,7 @@ def with_chunks(
 
 def value_offset(row_format: RowFormat) -> int:
     """What a stored value is more than the number that it stands for."""
-    return 0 if row_format.has_min else {8: 0, 6: 32, 4: 8}[row_format.bits]
+    return 0 if row_format.has_min else {8: 0, 6: 32, 5: 16, 4: 8}[row_format.bits]
 
 
 def signed_byte(packed: Vec, byte: int) -> Vec:

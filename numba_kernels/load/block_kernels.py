@@ -13,6 +13,7 @@ from numba_kernels.load.quantize_kernels import (
     NOT_FINITE,
     store_half,
     store_q4,
+    store_q5,
     store_q6,
     store_q8,
 )
@@ -191,8 +192,8 @@ def dequantize_kernel(code, weights, num_bytes, src, src_step, row_ids, first_bl
 
 
 @njit(nogil=True, cache=True)
-def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width, to_q4):
-    """Blocks of Q4_0, Q5_0, Q8_0 or IQ4_NL as rows of Q8, or of Q4_0 as rows of Q4, to the bit.
+def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width, bits):
+    """Blocks of Q4_0, Q5_0, Q8_0 or IQ4_NL as rows of Q8, to the bit; Q4_0 also as Q4, Q5_0 as Q5.
 
     Returns DONE, NOT_FINITE or DOES_NOT_FIT, which leave `dst` unspecified; checks no shapes.
     """
@@ -201,7 +202,7 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
     for row in range(row_ids.shape[0]):
         start = row_ids[row] * src_step
         target = dst[row * dst_step :]
-        scales = target[width // 2 if to_q4 else width :]
+        scales = target[width * bits // 8 :]
         for group in range(num_groups):
             block = src[start : start + num_bytes]
             start += num_bytes
@@ -209,10 +210,13 @@ def repack_kernel(code, num_bytes, src, src_step, row_ids, dst, dst_step, width,
             if block[1] & 0x7C == 0x7C:
                 worst = max(worst, NOT_FINITE)
             scales[2 * group], scales[2 * group + 1] = block[0], block[1]
-            if to_q4:
+            if bits < 8:
                 for k in range(_GROUP):
-                    codes[k] += uint8(8)
-                store_q4(codes, target, group, num_groups)
+                    codes[k] += uint8(1 << (bits - 1))
+                if bits == 4:
+                    store_q4(codes, target, group, num_groups)
+                else:
+                    store_q5(codes, target, group, num_groups)
                 continue
             for k in range(_GROUP):
                 if codes[k] == 0x80:
@@ -253,9 +257,10 @@ def repack_q6_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
 
 
 @njit(nogil=True, cache=True)
-def repack_q4_k_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
-    """Blocks of Q4_K as rows of Q4_K, to the bit; a block's minimum, which ggml subtracts, negated.
+def repack_k_kernel(bits, num_bytes, src, src_step, row_ids, dst, dst_step, width):
+    """Blocks of Q4_K as rows of Q4_K, or of Q5_K as Q5_K, to the bit.
 
+    A block's minimum, which ggml subtracts, is negated.
     Returns DONE or NOT_FINITE; checks no shapes.
     """
     codes = np.empty(_GROUP, np.uint8)
@@ -263,15 +268,20 @@ def repack_q4_k_kernel(num_bytes, src, src_step, row_ids, dst, dst_step, width):
     for row in range(row_ids.shape[0]):
         start = row_ids[row] * src_step
         target = dst[row * dst_step :]
-        factors = target[width // 2 :]
+        factors = target[width * bits // 8 :]
         blocks = factors[num_groups // 2 * 3 :]
         for group in range(num_groups):
             number, part = group // 8, group % 8
             block = src[start + number * num_bytes :][:num_bytes]
-            nibbles, shift = 16 + part // 2 * 32, part % 2 * 4
+            nibbles, shift = (16 if bits == 4 else 48) + part // 2 * 32, part % 2 * 4
             for k in range(_GROUP):
                 codes[k] = (block[nibbles + k] >> shift) & 15
-            store_q4(codes, target, group, num_groups)
+            if bits == 4:
+                store_q4(codes, target, group, num_groups)
+            else:
+                for k in range(_GROUP):
+                    codes[k] |= uint8(((block[16 + k] >> part) & 1) << 4)
+                store_q5(codes, target, group, num_groups)
             first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
             lanes = min(_CHUNK_GROUPS, num_groups - first)
             of_chunk, lane = factors[first // 2 * 3 :], group - first

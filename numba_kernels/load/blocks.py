@@ -1,7 +1,7 @@
 """Rows of ggml's blocks, as GGUF files have them, into rows that kernels compute with.
 
-Q4_0 becomes Q4, Q4_1 becomes Q4_1, Q4_K becomes Q4_K, Q6_K becomes Q6, and Q4_0, Q5_0, Q8_0 and
-IQ4_NL become Q8, to the bit: values and scales stay. Q4_K also becomes Q4_1 with its scales and
+Q4_0 becomes Q4, Q4_1 Q4_1, Q4_K Q4_K, Q5_0 Q5, Q5_K Q5_K, Q6_K Q6, and Q4_0, Q5_0, Q8_0 and IQ4_NL
+become Q8, to the bit: values and scales stay. Q4_K also becomes Q4_1 with its scales and
 minima, which are products of two numbers, rounded to float16. All other blocks become floats, which
 are quantized again.
 """
@@ -15,9 +15,12 @@ from numba_kernels.formats import (
     Q4,
     Q4_1,
     Q4_K,
+    Q5,
+    Q5_K,
     Q6,
     Q8,
     QUANTIZED,
+    ROW_FORMATS,
     block_dtype,
     row_items,
     row_width,
@@ -25,8 +28,8 @@ from numba_kernels.formats import (
 from numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     dequantize_kernel,
+    repack_k_kernel,
     repack_kernel,
-    repack_q4_k_kernel,
     repack_q6_kernel,
     repack_with_min_kernel,
 )
@@ -35,15 +38,15 @@ from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
 
 _EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
     block_dtype("Q4_0"): (Q4, Q8),
-    block_dtype("Q5_0"): (Q8,),
+    block_dtype("Q5_0"): (Q5, Q8),
     block_dtype("Q8_0"): (Q8,),
     block_dtype("IQ4_NL"): (Q8,),
     block_dtype("Q4_1"): (Q4_1,),
     block_dtype("Q4_K"): (Q4_K,),
+    block_dtype("Q5_K"): (Q5_K,),
     block_dtype("Q6_K"): (Q6,),
 }
 _ROUNDED = (block_dtype("Q4_K"), Q4_1)  # repacked with rounded scales and minima
-_REPACKED = {Q4_K: repack_q4_k_kernel, Q6: repack_q6_kernel}
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
 
@@ -98,12 +101,14 @@ def blocks_into(rows: np.ndarray, row_ids: np.ndarray, out: np.ndarray) -> int:
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
     block = BLOCK_FORMATS[rows.dtype]
     source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
-    if out.dtype in _REPACKED:
-        return int(_REPACKED[out.dtype](block.num_bytes, *source, ids, *target, width))
-    places = block.code, block.num_bytes, *source, ids, *target, width
-    if out.dtype == Q4_1:
-        return int(repack_with_min_kernel(*places))
-    return int(repack_kernel(*places, out.dtype == Q4))
+    places, row_format = (*source, ids, *target, width), ROW_FORMATS[out.dtype]
+    if row_format.has_halves:
+        return int(repack_q6_kernel(block.num_bytes, *places))
+    if row_format.in_blocks:
+        return int(repack_k_kernel(np.int64(row_format.bits), block.num_bytes, *places))
+    if row_format.has_min:
+        return int(repack_with_min_kernel(block.code, block.num_bytes, *places))
+    return int(repack_kernel(block.code, block.num_bytes, *places, np.int64(row_format.bits)))
 
 
 def block_columns_into(rows: np.ndarray, column_ids: np.ndarray, out: np.ndarray) -> int:

@@ -128,6 +128,22 @@ def store_q4(codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True)
+def store_q5(codes, target, group, num_groups):
+    """Lay a group's codes (0..31) into the row `target` of Q5 or Q5_K."""
+    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+    place = target[first * _GROUP // 8 * 5 + 4 * (group - first) :]
+    for b in range(4):
+        tops = uint8(0)
+        for i in range(8):
+            tops |= uint8(codes[4 * i + b] >> uint8(4) << uint8(i))
+        for j in range(4):
+            low, high = codes[8 * j + b] & uint8(15), codes[8 * j + 4 + b] & uint8(15)
+            place[j * step + b] = low | uint8(high << uint8(4))
+        place[4 * step + b] = tops
+
+
+@njit(nogil=True, cache=True)
 def store_q6(codes, target, group, num_groups):
     """Lay a group's codes (0..63) into the row `target` of Q6."""
     first = group // _CHUNK_GROUPS * _CHUNK_GROUPS

@@ -266,7 +266,7 @@ def sparse_ffn(
     Shapes:  gate, up, down (N, d) or (N, row bytes), down neuron-major; x (T, d), T <= 32;
              ids (A,); out (T, d)
     Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits), of ROW_FORMATS,
-             gate and up alike, down not in blocks; ids int32, unique, ascending for more than one
+             gate and up alike, down `is_summed`; ids int32, unique, ascending for more than one
              thread; token_masks (A,) uint32; biases, x, out float32; strided weights are copied
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Errors:  ValueError on any mismatch
@@ -279,7 +279,7 @@ def sparse_ffn(
     require(up.shape[0] in (0, num_neurons), f"up must have {num_neurons} rows")
     require(down.shape[0] == num_neurons, f"down must have {num_neurons} rows")
     require(gate.dtype == up.dtype, "gate and up must have one dtype")
-    summed = down.dtype not in ROW_FORMATS or not ROW_FORMATS[down.dtype].in_blocks
+    summed = down.dtype not in ROW_FORMATS or ROW_FORMATS[down.dtype].is_summed
     require(summed, f"down rows are added up, which rows of {down.dtype} are not made for")
     gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))

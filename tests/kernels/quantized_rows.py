@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8, ROW_FORMATS
+from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, ROW_FORMATS
 
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
-KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q4_k": Q4_K, "q6": Q6}
+KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q4_k": Q4_K, "q5": Q5, "q5_k": Q5_K, "q6": Q6}
 IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].in_blocks]
-SUMMED = [kind for kind in KINDS if kind not in IN_BLOCKS]  # that down rows may be in
-_LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15), "q4_k": (0, 15), "q6": (-32, 31)}
+# That down rows may be in.
+SUMMED = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].is_summed]
+_LIMITS = {
+    "q8": (-127, 127), "q4": (-8, 7), "q4_1": (0, 15), "q4_k": (0, 15), "q5": (-16, 15),
+    "q5_k": (0, 31), "q6": (-32, 31),
+}  # fmt: skip
 KINDS_AND_WIDTHS = [
     (kind, width) for kind in KINDS for width in (WIDTHS_IN_BLOCKS if kind in IN_BLOCKS else WIDTHS)
 ]
@@ -46,7 +50,7 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     rng = np.random.default_rng(seed)
     values = rng.integers(*_LIMITS[kind], (num_rows, width // 32, 32), endpoint=True)
     if kind in IN_BLOCKS:
-        return (_random_q6 if kind == "q6" else _random_q4_k)(rng, values)
+        return _random_q6(rng, values) if kind == "q6" else _random_k(kind, rng, values)
     scales = rng.uniform(0.001, 0.02, (num_rows, width // 32)).astype(np.float16)
     minima = np.zeros_like(scales)
     if kind == "q4_1":
@@ -74,20 +78,20 @@ def _random_q6(rng: np.random.Generator, values: np.ndarray) -> Quantized:
     return Quantized(np.stack(packed).view(Q6), values, scales, minima)
 
 
-def _random_q4_k(rng: np.random.Generator, values: np.ndarray) -> Quantized:
+def _random_k(kind: str, rng: np.random.Generator, values: np.ndarray) -> Quantized:
     """Rows of these values: 0..63 for each group twice, two float16 for eight groups."""
     num_rows, groups, _ = values.shape
     blocks = rng.uniform(1e-5, 4e-4, (num_rows, groups // 8, 2)).astype(np.float16)
-    blocks[..., 1] *= -8
+    blocks[..., 1] *= -(_LIMITS[kind][1] + 1) / 2
     numbers = rng.integers(0, 63, (num_rows, groups, 2), endpoint=True)
     packed = []
     for row, own, block in zip(values, numbers, blocks, strict=True):
         chunks = [_pairs_of_six_bits(own[first : first + 16]) for first in range(0, groups, 16)]
-        parts = [_pack("q4_k", row).tobytes(), *chunks, block.tobytes()]
+        parts = [_pack(kind, row).tobytes(), *chunks, block.tobytes()]
         packed.append(np.frombuffer(b"".join(parts), np.uint8))
     factors = blocks.astype(np.float64).repeat(8, axis=1) * numbers
     scales, minima = (factors[:, :, i, None] for i in range(2))
-    return Quantized(np.stack(packed).view(Q4_K), values, scales, minima)
+    return Quantized(np.stack(packed).view(KINDS[kind]), values, scales, minima)
 
 
 def _pairs_of_six_bits(numbers: np.ndarray) -> bytes:
@@ -129,7 +133,11 @@ def _pack(kind: str, values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
                         low, high = (
                             int(group[8 * step + 4 * half + byte]) + offset for half in range(2)
                         )
-                        found.append(low | high << 4)
+                        found.append(low % 16 | high % 16 << 4)
+        if kind in ("q5", "q5_k"):
+            for group in chunk + offset:
+                for byte in range(4):
+                    found.append(sum(int(group[4 * i + byte]) // 16 << i for i in range(8)))
     return np.frombuffer(bytes(found) + b"".join(f.tobytes() for f in factors), np.uint8)
 
 

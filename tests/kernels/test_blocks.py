@@ -11,6 +11,8 @@ from numba_kernels.formats import (
     Q4,
     Q4_1,
     Q4_K,
+    Q5,
+    Q5_K,
     Q6,
     Q8,
     QUANTIZED,
@@ -38,7 +40,7 @@ from numba_kernels.load.quantize import (
 from tests.gguf_files import random_blocks
 
 NAMES = [dtype.names[0] for dtype in BLOCK_FORMATS if dtype.names]
-FROM_FLOATS = [dtype for dtype in QUANTIZED if not ROW_FORMATS[dtype].in_blocks]
+FROM_FLOATS = [dtype for dtype in QUANTIZED if ROW_FORMATS[dtype].is_summed]
 WIDTH, HEIGHT = 1280, 7
 
 
@@ -115,14 +117,16 @@ def test_what_does_not_is_quantized_as_floats_are(name: str) -> None:
 
 @pytest.mark.parametrize("width", [256, 512, WIDTH])
 @pytest.mark.parametrize(
-    ("name", "dtype", "factors"), [("Q6_K", Q6, [208]), ("Q4_K", Q4_K, [0, 2])]
+    ("name", "dtype", "factors"),
+    [("Q6_K", Q6, [208]), ("Q5_K", Q5_K, [0, 2]), ("Q4_K", Q4_K, [0, 2]), ("Q5_0", Q5, [0])],
 )
-def test_blocks_of_several_groups_stay_exact(
+def test_what_has_a_format_of_its_own(
     name: str, dtype: np.dtype, factors: list[int], width: int
 ) -> None:
     """Every value, factors of both signs, last chunks of one block and of two."""
-    num_bytes = BLOCK_FORMATS[block_dtype(name)].num_bytes
-    raw = np.random.default_rng(3).integers(0, 256, (HEIGHT, width // 256, num_bytes), np.uint8)
+    block = BLOCK_FORMATS[block_dtype(name)]
+    shape = (HEIGHT, width // block.weights, block.num_bytes)
+    raw = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
     for at in factors:
         raw[..., at + 1] &= 0xBB  # no infinite ones
     raw = raw.reshape(HEIGHT, -1)
@@ -142,9 +146,9 @@ def test_blocks_of_several_groups_stay_exact(
     assert not copy_quantized(out, np.arange(4), copied)
 
 
-@pytest.mark.parametrize("dtype", [Q4_K, Q6], ids=str)
-def test_nothing_else_becomes_blocks_of_several_groups(dtype: np.dtype) -> None:
-    rows, values = blocks("Q5_K")
+@pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
+def test_nothing_else_becomes_them(dtype: np.dtype) -> None:
+    rows, values = blocks("Q3_K")
     out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
     with pytest.raises(ValueError, match="quantizing float32"):
         blocks_into(rows, np.arange(HEIGHT), out)

@@ -29,6 +29,8 @@ FEW = {
         "Q4_1_true_2",
         "Q6_true_1",
         "Q4_K_true_1",
+        "Q5_true_2",
+        "Q5_K_false_1",
     ],
     "gates": ["F16_true_4", "Q8_true_2", "Q4_false_1", "Q4_1_false_8"],
     "down": [
@@ -50,6 +52,8 @@ FEW = {
         "Q4_1_true",
         "Q6_true",
         "Q4_K_true",
+        "Q5_true",
+        "Q5_K_false",
     ],
 }
 _CUPY_OPTIONS = ["--device-as-default-execution-space"]  # which it always gives

@@ -18,7 +18,7 @@ from model.weights.attention import load_attention
 from model.weights.down_outputs import has_down_outputs, read_down_outputs
 from model.weights.sizes import attention_bytes, ffn_bytes
 from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8
+from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
 from numba_kernels.load.convert import to_float32
 from placement.solver.cost import RowBytes
 from tests.unit.test_gguf_model import BLOCKS, file_of, tiny
@@ -40,9 +40,11 @@ def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
     with TensorReader(Checkpoint(path)) as reader:
         whole = read_down_outputs(reader, config, 0, 512)
         parts = [read_down_outputs(reader, config, first, first + 256) for first in (0, 256)]
-    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q6_K": Q6}.get(kind, Q8)
+    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
+        kind, Q8
+    )
     assert whole.first.dtype == wanted and not whole.second.size
-    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL")
+    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
     for layer in range(2):
         values = held[DOWN.format(layer)]
         error = np.abs(to_float32(whole.matrix(layer)) - values).max()

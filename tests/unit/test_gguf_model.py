@@ -19,7 +19,7 @@ from model.weights.attention import load_attention
 from model.weights.embedding import load_embedding, load_head
 from model.weights.ffn import load_ffn
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q6, Q8
+from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
 from numba_kernels.load.convert import to_float32
 from tests.gguf_files import LlamaFile
 
@@ -158,12 +158,14 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
     ffn = load_ffn(checkpoint, config, neurons(model), include_down_bias=False)
     head = load_head(checkpoint, config)
     embedding = load_embedding(checkpoint, config)
-    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q6_K": Q6}.get(kind, Q8)
+    wanted = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
+        kind, Q8
+    )
     assert {a.dtype for a in (attention.qkv.first, attention.out, ffn.gate, ffn.up)} == {wanted}
     assert ffn.down.dtype == Q8
     layer = "model.layers.1."
     parts = [held[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
-    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL")
+    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 
     def check(found: np.ndarray, values: np.ndarray, exact: bool = is_exact) -> None:
         error = np.abs(to_float32(found) - values).max()
@@ -235,7 +237,7 @@ def test_what_is_read_otherwise_is_said(tmp_path: Path) -> None:
         ({"attn": "Q8_0", "ffn": "Q8_0"}, ""),
         ({"attn": "Q4_0", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}, ""),
         ({"ffn_gate": "Q4_0", "ffn_up": "Q5_1"}, "Q4_0, Q5_1: read as 8 bits a weight"),
-        ({"attn": "Q5_K", "ffn": "Q6_K"}, "Q5_K, Q6_K: read as 8 bits a weight"),
+        ({"attn": "Q5_1", "ffn": "Q6_K"}, "Q5_1, Q6_K: read as 8 bits a weight"),
         ({"attn": "Q6_K", "ffn_gate": "Q6_K", "ffn_up": "Q6_K"}, ""),
         ({"attn_q": "Q6_K", "attn_k": "Q5_0"}, "Q6_K, Q5_0: read as 8 bits a weight"),
         ({"ffn": "Q4_0"}, "Q4_0: read as 8 bits a weight"),

@@ -30,7 +30,7 @@ from numba_kernels.formats import is_quantized, row_width
 from numba_kernels.load.convert import row_lengths
 
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
-    name: name for name in (*QUANTIZED_NAMES, "q6", "q4_k")
+    name: name for name in (*QUANTIZED_NAMES, "q6", "q5", "q5_k", "q4_k")
 }
 
 

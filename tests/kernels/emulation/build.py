@@ -11,8 +11,8 @@ from pathlib import Path
 from cuda_kernels.source import Entry, plain_source
 
 FOLDER = Path(__file__).parent
-_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1", "Q6", "Q4_K")
-_NO_DOWN = ("Q6", "Q4_K")  # no model's down rows are in it
+_FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1", "Q6", "Q4_K", "Q5", "Q5_K")
+_NO_DOWN = ("Q6", "Q4_K", "Q5", "Q5_K")  # no model's down rows are in it
 _FLAGS = [
     "-std=c++17",
     "-O1",
