@@ -12,6 +12,8 @@ WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups
 KINDS = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q4_k": Q4_K, "q5": Q5, "q5_k": Q5_K, "q6": Q6}
 IN_BLOCKS = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].in_blocks]
+# The K formats differ from others in their factors alone, which products of rows show.
+IN_LAYERS = [kind for kind in KINDS if not kind.endswith("_k")]
 # That down rows may be in.
 SUMMED = [kind for kind, dtype in KINDS.items() if ROW_FORMATS[dtype].is_summed]
 _LIMITS = {

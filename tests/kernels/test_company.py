@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
 FORMATS = [*BITS, *KINDS]
 
@@ -46,7 +46,7 @@ def test_rows(
         assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("skip_silent", [True, False])
 def test_ffn(backend: SimpleNamespace, kind: str, gated: bool, skip_silent: bool) -> None:

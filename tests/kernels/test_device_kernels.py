@@ -15,7 +15,7 @@ from numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix
-from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 
 PAGE = 64
 RELU = activation("relu")
@@ -183,7 +183,7 @@ def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kin
     assert (found[0] == found[1]).all()
 
 
-@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32])
 def test_hot_ffn_of_many_parts(device: DeviceCalls, kind: str, num_tokens: int) -> None:
     """Parts of 16 neurons, so runs of parts too; steps of every number of tokens agree."""

@@ -19,7 +19,14 @@ from numba_kernels.prompt.prompt_ffn import (
 )
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, quantized_vectors, random_rows
+from tests.kernels.quantized_rows import (
+    IN_BLOCKS,
+    IN_LAYERS,
+    KINDS,
+    SUMMED,
+    quantized_vectors,
+    random_rows,
+)
 
 NO_BIAS = np.empty(0, np.float32)
 
@@ -33,7 +40,7 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> tuple[np.nd
     return bits, reference.widened(bits)
 
 
-@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 @pytest.mark.parametrize(("height", "width"), [(5, 32), (BLOCK + 9, 512), (2 * BLOCK + 3, 1184)])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 def test_fired_neurons(kind: str, height: int, width: int, gated: bool) -> None:

@@ -12,6 +12,7 @@ from tests.kernels import reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
+    IN_LAYERS,
     KINDS,
     KINDS_AND_WIDTHS,
     SUMMED,
@@ -48,7 +49,9 @@ def test_widening(kind: str, width: int) -> None:
     assert (to_bfloat16(rows.rows) == expected).all()
 
 
-@kinds_and_widths
+@pytest.mark.parametrize(
+    ("kind", "width"), [case for case in KINDS_AND_WIDTHS if case[0] in IN_LAYERS]
+)
 @pytest.mark.parametrize("num_tokens", [1, 3, 32])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 def test_sparse_ffn(

@@ -12,7 +12,7 @@ from numba_kernels.decode.activations import ALL_FIRE, Thresholds
 from numba_kernels.load.convert import row_lengths, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS
-from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
+from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
 from tests.kernels.test_company import random_weights
 from tests.kernels.test_ffn import Case, make_case
 
@@ -63,7 +63,7 @@ def test_rows_of_small_neurons_are_not_read(
     assert (np.abs(found - expected) <= 4e-6 * case.sizes()).all()
 
 
-@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 def test_a_token_does_not_depend_on_its_company(backend: SimpleNamespace, kind: str) -> None:
     width = 256 if kind in IN_BLOCKS else 64
     gate, up = (random_weights(seed, kind, 333, width) for seed in (3, 4))
@@ -104,7 +104,7 @@ def test_nan_passes(backend: SimpleNamespace, num_tokens: int, place: str) -> No
     assert np.isnan(out).all() and fired.tolist() == [4]
 
 
-@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 def test_row_lengths(kind: str) -> None:
     if kind in KINDS:
         rows = random_rows(2, kind, 300, 256 if kind in IN_BLOCKS else 96).rows
