@@ -20,6 +20,7 @@ from numba_kernels.formats import (
 from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.vector_ir import (
     FLOAT_THREES,
+    HAS_STREAMS,
     NEVER,
     dot_row,
     dot_tokens2,
@@ -150,16 +151,29 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
 def _first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     """`_tiles` of a block for the tokens that read it from memory; returns how many.
 
-    Of float32 one token does, which is as fast as memory gives: several at once take as long as
-    bytes that are asked for by prefetches, fewer a second. For compiled code alone; see the
-    overload below.
+    Where it is only read through that is none. For compiled code alone; see the overload below.
     """
     raise NotImplementedError("_first_tokens() is for compiled code")
 
 
 @overload(_first_tokens)
 def _overload_first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    return _first_alone if weights.dtype == types.float32 else _first_four
+    if HAS_STREAMS and weights.dtype != types.float32:  # four bytes are read faster by one token
+        return _first_four
+    return _first_alone if FLOAT_THREES else _first_odd
+
+
+def _first_four(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    _, tokens, _ = tile_shape(weights)
+    most = 3 if tokens == 2 and out.shape[0] % 2 else 4  # then tiles of two take the others
+    num_tokens = min(out.shape[0], most)
+    if num_tokens == 2:
+        tile_stream2(weights, row, x, 0, out, column)
+    elif num_tokens == 3:
+        tile_stream3(weights, row, x, 0, out, column)
+    else:
+        tile_stream4(weights, row, x, 0, out, column)
+    return num_tokens
 
 
 def _first_alone(weights, row, x, out, column):  # type: ignore[no-untyped-def]
@@ -169,15 +183,14 @@ def _first_alone(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     return 1
 
 
-def _first_four(weights, row, x, out, column):  # type: ignore[no-untyped-def]
-    num_tokens = min(out.shape[0], 4)
-    if num_tokens == 2:
-        tile_stream2(weights, row, x, 0, out, column)
-    elif num_tokens == 3:
-        tile_stream3(weights, row, x, 0, out, column)
-    else:
-        tile_stream4(weights, row, x, 0, out, column)
-    return num_tokens
+def _first_odd(weights, row, x, out, column):  # type: ignore[no-untyped-def]
+    rows, _, tiles = tile_shape(weights)
+    if out.shape[0] % 2 == 0:  # a token takes longer than reading without AVX-512
+        read_rows(weights, row, rows * tiles)
+        return 0
+    for r in range(rows * tiles):
+        out[0, column + r] = dot_row(weights, row + r, x, 0)
+    return 1
 
 
 def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
@@ -203,15 +216,15 @@ def _float_panels(weights, row, count, x, out, column):  # type: ignore[no-untyp
 def _float_pairs(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]
     num_tokens = out.shape[0]
     rows, tokens, tiles = tile_shape(weights)
-    begin = num_tokens % tokens
-    if begin == 0:  # a token takes longer than reading without AVX-512
-        read_rows(weights, row, count)
-    for t in range(begin):
-        for r in range(count):
-            out[t, column + r] = dot_row(weights, row + r, x, t)
     for first in range(0, count, rows * tiles):
-        for t in range(begin, num_tokens, tokens):
-            tile_panel(weights, row + first, x, t, out, column + first)
+        at, to = row + first, column + first
+        t = _first_tokens(weights, at, x, out, to)
+        while t + tokens <= num_tokens:
+            tile_panel(weights, at, x, t, out, to)
+            t += tokens
+        if t < num_tokens:
+            for r in range(rows * tiles):
+                out[t, to + r] = dot_row(weights, at + r, x, t)
 
 
 @njit(nogil=True, cache=True)

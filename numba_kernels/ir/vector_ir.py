@@ -57,15 +57,17 @@ class Tiles:
 # By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
 _TILES = {
     True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
-    False: (Tiles(3, 2, 8, 4), Tiles(1, 1, 48, NEVER)),
+    False: (Tiles(3, 2, 8, 2), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
 FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
-# As many rows for two to four tokens that come first, which take them from memory, and how many
-# pairs of blocks of so many vectors stay in the first-level cache.
-_STREAM_ROWS, _STREAM_TILES = 2, 12
+# Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
+# which have two sums for each token, and of so many vectors how many pairs of blocks stay in the
+# first-level cache. Only where it has been measured.
+_STREAM_ROWS = 2 if has_feature("avx512f") else 1
 _STREAM_PAIRS = {2: 8, 3: 6, 4: 4}
+HAS_STREAMS = has_feature("avx2")
 
 _BIT = ir.IntType(1)
 _INDEX = types.int64
@@ -260,7 +262,8 @@ def tile_panel3(typingctx, weights, row, x, token, out, column):
 
 def _stream(num_tokens: int) -> Callable[..., Any]:
     """`tile_panel` of the first tokens, for a block that is read from memory meanwhile."""
-    tiles = Tiles(_STREAM_ROWS, num_tokens, _STREAM_TILES, 2)
+    num_tiles = FLOAT_TILES.num_rows * FLOAT_TILES.num_tiles // _STREAM_ROWS
+    tiles = Tiles(_STREAM_ROWS, num_tokens, num_tiles, 2)
     kind = partial(FloatStream, _STREAM_PAIRS[num_tokens])
 
     def tile_stream(typingctx, weights, row, x, token, out, column):  # type: ignore[no-untyped-def]
