@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _RUN_BYTES = 256 << 10  # of one read of neighbours
+LISTED = 2.0  # neurons that a predictor lists for one that fires
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,23 @@ def expected_reads(
     missed = float(np.sort(wanted, axis=None)[: max(0, wanted.size - num_slots)].sum())
     num_bytes = missed * read_bytes
     return Reads(num_bytes / _RUN_BYTES if in_sequence else missed, num_bytes)
+
+
+def gates_first(fired: np.ndarray, num_slots: int, gate_bytes: int, rest_bytes: int) -> Reads:
+    """What a token misses where gates of listed neurons are read, and the rest of those that fire.
+
+    Those that fire most often are in slots; a predictor lists LISTED neurons for each that fires.
+    """
+    wanted = listed_rates(fired, LISTED * float(fired.mean()))
+    gates = expected_reads(wanted, num_slots, gate_bytes)
+    rests = expected_reads(fired, num_slots, rest_bytes)
+    return Reads(gates.number + rests.number, gates.num_bytes + rests.num_bytes)
+
+
+def whole_bundles(fired: np.ndarray, num_slots: int, gate_bytes: int, rest_bytes: int) -> Reads:
+    """The same where all of a listed neuron is read at once."""
+    wanted = listed_rates(fired, LISTED * float(fired.mean()))
+    return expected_reads(wanted, num_slots, gate_bytes + rest_bytes)
 
 
 def listed_rates(fired: np.ndarray, listed: float) -> np.ndarray:

@@ -17,16 +17,14 @@ from actors.protocol.stored_neurons import (
     StoredShare,
 )
 from actors.setup.placement_choice import own_profile
-from actors.setup.storage_shares import divided, slot_bytes, stored_bytes
+from actors.setup.storage_shares import divided, reads_whole, slot_bytes, stored_bytes
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.direct import PAGE_BYTES
 from model.bundles.geometry import BundleGeometry
 from model.bundles.pack import OnBytes, write_bundles
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import numpy_dtype
 from model.errors import MemoryBudgetError
 from model.files.artifact import ModelIdentity
-from numba_kernels.formats import ROW_FORMATS
 from placement.memory import MemoryNeed
 from placement.profile import ActivationProfile
 
@@ -89,10 +87,8 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
     if profile is not None:
         parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    # A 4-bit gate is read alone: its bundle's rest takes twice as long, and may not be wanted.
-    row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
-    reads_whole = row_format is None or row_format.bits > 4
-    share = StoredShare(num_slots, rates, storage.has_gates, reads_whole)
+    is_whole = reads_whole(geometry, rates, num_slots)
+    share = StoredShare(num_slots, rates, storage.has_gates, is_whole)
     return _left_out(share, storage, geometry, most)
 
 

@@ -12,15 +12,16 @@ from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStora
 from actors.setup.placement_choice import own_profile
 from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
+from model.config.weight_formats import numpy_dtype
 from model.files.artifact import ModelIdentity
-from placement.storage import Disk, Reads, expected_reads, listed_rates
+from numba_kernels.formats import ROW_FORMATS
+from placement.storage import Disk, Reads, expected_reads, gates_first, whole_bundles
 from predictors.predictor_file import read_predictors
 from predictors.read_ahead import can_read_ahead
 
 _ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
 _SLOT_BYTES = 24  # of each slot: whose it is, biases
 _UNKNOWN_RATE = 0.1  # of neurons, where no profile says how often they fire
-_LISTED = 2.0  # neurons that a predictor lists for one that fires
 _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more slots
 
 
@@ -67,10 +68,27 @@ def token_reads(
     if kept.has_gates:
         return expected_reads(fired, num_slots, geometry.rest_bytes)
     if system.predictors_path:
-        wanted = listed_rates(fired, _LISTED * float(fired.mean()))
-        return expected_reads(wanted, num_slots, geometry.bundle_bytes)
+        reads = whole_bundles if reads_whole(geometry, fired, num_slots) else gates_first
+        return reads(fired, num_slots, geometry.gate_bytes, geometry.rest_bytes)
     # Gates of all that are not in slots; what lies between them is read too.
     return expected_reads(np.ones_like(fired), num_slots, geometry.bundle_bytes, in_sequence=True)
+
+
+def reads_whole(geometry: BundleGeometry, fired: np.ndarray, num_slots: int) -> bool:
+    """Whether all of a neuron that a predictor lists is read at once, not its gate first.
+
+    `fired` is how often each neuron fires, (0,) where that is not known. What is rarely in slots
+    fires for few of the tokens for which it is listed. A 4-bit bundle is never read whole: its rest
+    takes twice as long as its gate.
+    """
+    row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
+    if row_format is not None and row_format.bits <= 4:
+        return False
+    if not fired.size:
+        fired = np.full(geometry.num_layers * geometry.num_neurons, _UNKNOWN_RATE)
+    disk, sizes = Disk(), (num_slots, geometry.gate_bytes, geometry.rest_bytes)
+    whole, first = whole_bundles(fired, *sizes), gates_first(fired, *sizes)
+    return disk.seconds(whole) <= disk.seconds(first)
 
 
 def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:

@@ -17,6 +17,7 @@ from actors.setup import storage, storage_shares
 from actors.setup.preflight import SystemOptions, choose_system, prepare_system, read_model
 from actors.setup.preflight import system_need as need_of
 from actors.setup.storage import pack_model, stored_share
+from actors.setup.storage_shares import reads_whole
 from actors.system import System
 from jobs.support.stored_model import plot_stored, stored_plans, stored_text
 from model.bundles.bundle_file import bundle_path, read_bundle_file
@@ -114,3 +115,13 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
     assert share.num_slots == 130
     own = np.concatenate([layer[n] for layer, n in zip(profile.counts, ids, strict=True)])
     np.testing.assert_allclose(share.rates, own / counts.size, rtol=1e-6)
+
+
+def test_gates_are_read_first_where_few_of_those_listed_fire() -> None:
+    """The llama-7b shape in float16: a neuron's rest takes longer to read than its gate."""
+    geometry = BundleGeometry(2, 100, "float16", "float16", 8192, 8192, 8192)
+    often, rarely = np.full(200, 0.4), np.r_[np.full(40, 0.4), np.full(160, 0.02)]
+    assert reads_whole(geometry, often, 40) and not reads_whole(geometry, rarely, 40)
+    assert reads_whole(geometry, np.empty(0), 40)  # nothing is known
+    four_bits = replace(geometry, gate_dtype="q4")
+    assert not reads_whole(four_bits, often, 40)

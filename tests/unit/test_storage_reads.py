@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.storage import Disk, expected_reads, listed_rates
+from placement.storage import Disk, expected_reads, gates_first, listed_rates, whole_bundles
 
 
 def test_the_neurons_that_are_wanted_most_are_not_read() -> None:
@@ -23,6 +23,16 @@ def test_a_predictor_lists_all_that_fire_and_others() -> None:
     listed = listed_rates(fired, 0.6)
     assert (listed >= fired).all() and listed.mean() == pytest.approx(0.6)
     np.testing.assert_array_equal(listed_rates(fired, 0.2), fired)
+
+
+def test_gates_first_reads_the_rest_of_those_that_fire() -> None:
+    fired = np.array([[0.8, 0.1], [0.0, 0.1]])  # 0.25 of the neurons; so 0.5 are listed
+    listed = listed_rates(fired, 0.5)
+    missed = listed[[0, 1, 1], [1, 0, 1]].sum()  # one slot, which has the first
+    first, whole = gates_first(fired, 1, 10, 100), whole_bundles(fired, 1, 10, 100)
+    assert whole.number == pytest.approx(missed) and whole.num_bytes == pytest.approx(110 * missed)
+    assert first.number == pytest.approx(missed + 0.2)
+    assert first.num_bytes == pytest.approx(10 * missed + 100 * 0.2)
 
 
 def test_a_disk_of_two_rates() -> None:
