@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
-from model.errors import ArtifactError, shown
-from model.files.artifact import ModelIdentity, artifact_path
+from model.errors import ArtifactError
+from model.files.artifact import ModelIdentity, artifact_path, belongs_elsewhere
 
 _MAGIC = b"hotcold bundles\n"
 _HEAD = len(_MAGIC) + 8  # then the length and the CRC-32 of the facts, JSON
@@ -98,10 +98,8 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     if facts is None:
         raise ArtifactError(f"{path}: is no bundle file, or a damaged one; {_MAKE_AGAIN}")
     if facts.get("model_digest") != identity.digest:
-        raise ArtifactError(
-            f"{path}: belongs to the model {shown(facts.get('model_name'))}, not to "
-            f"{shown(identity.name)} ({identity.digest[:12]}); {_MAKE_AGAIN}"
-        )
+        belongs = belongs_elsewhere(facts.get("model_name"), identity)
+        raise ArtifactError(f"{path}: {belongs}; {_MAKE_AGAIN}")
     if facts.get("geometry") != asdict(geometry):
         raise ArtifactError(f"{path}: holds rows of another format or version; {_MAKE_AGAIN}")
     size = os.fstat(stream.fileno()).st_size

@@ -67,6 +67,14 @@ class ModelIdentity:
         return cls(resolved_model(path).name, digest.hexdigest())
 
 
+def belongs_elsewhere(name: object, identity: ModelIdentity) -> str:
+    """What to say of a file that names the model `name`, and is not of `identity`."""
+    if name == identity.name:
+        differs = "whose config.json or weights differ"
+        return f"belongs to the model {shown(name)}, not to this {shown(name)}, {differs}"
+    return f"belongs to the model {shown(name)}, not to {shown(identity.name)}"
+
+
 @dataclass(frozen=True)
 class Artifact:
     """The content of such a file: arrays by name, and facts that JSON can hold."""
@@ -167,11 +175,8 @@ def _open(
             f"{VERSION}; make it again with `{command}`"
         )
     if about.get("model_digest") != identity.digest:
-        raise ArtifactError(
-            f"{path}: belongs to the model {shown(about.get('model_name'))} "
-            f"({shown(about.get('model_digest'))[1:13]}), not to {shown(identity.name)} "
-            f"({identity.digest[:12]}); make one for it with `{command}`"
-        )
+        belongs = belongs_elsewhere(about.get("model_name"), identity)
+        raise ArtifactError(f"{path}: {belongs}; make one for it with `{command}`")
     facts = about.get("facts")
     if not isinstance(facts, dict):
         raise ArtifactError(f"{path}: holds no facts; make it again with `{command}`")

@@ -184,9 +184,14 @@ def test_files_that_do_not_fit(file: Path) -> None:
     assert "holds no facts" in refused(file)
     rewrite(file, model_name="x\ny\x1b" * 500)
     text = refused(file, identity=ModelIdentity("other", "cd" * 32))
-    assert "(abababababab), not to 'other' (cdcdcdcdcdcd)" in text and text.isprintable()
-    rewrite(file, model_digest=None)
-    assert "belongs to the model 'mine'" in refused(file)
+    assert "belongs to the model 'x" in text and ", not to 'other'; make" in text
+    assert text.isprintable()
+    for digest in (None, "ab" * 31 + "ac"):
+        rewrite(file, model_digest=digest)
+        told = (
+            "belongs to the model 'mine', not to this 'mine', whose config.json or weights differ"
+        )
+        assert told in refused(file)
 
 
 @pytest.fixture(scope="module")
