@@ -118,7 +118,8 @@ def _plans_storage(
 
     Errors:  MemoryBudgetError naming the least that would do
     """
-    from jobs.support.stored_model import plot_stored, stored_json, stored_plans, stored_text
+    from jobs.profile.plot import plot_stored
+    from jobs.support.stored_model import stored_json, stored_plans, stored_text
 
     plans = [] if model.path is None else stored_plans(model.path, options)
     if plans:

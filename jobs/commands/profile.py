@@ -194,15 +194,15 @@ def _remark(config: ModelConfig, resumed_at: int) -> None:
 
 
 def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
-    """Write all files; the state goes when they are there."""
+    """Write all files; the state goes when all but the figure are there."""
     identity, num_tokens = state.identity, state.task.num_tokens
     found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
     write_profile(files.profile, identity, found)
     if files.inputs is not None:
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))
+    state.remove()
     if files.plot is not None:
         from jobs.profile.plot import plot_profile
 
         plot_profile(files.plot, found, identity.name)
-    state.remove()
     return found

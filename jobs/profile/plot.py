@@ -1,13 +1,16 @@
-"""A figure of a profile: how few neurons make most of the activations."""
+"""Figures: how few neurons make most of the activations; what neurons on storage cost."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jobs.support.stored_model import StoredPlan
 from model.errors import UsageError
+from model.files.whole_file import write_whole
 from model.hot_share import ACTIVATION_SHARE, hot_share
 from placement.profile import ActivationProfile
 
@@ -52,12 +55,41 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{model_name}: activations over {profile.num_tokens:,} tokens", loc="left")
+    _save(path, figure)
+
+
+def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
+    """Draw how many tokens a second the disk allows against --cpu-memory, from least to all.
+
+    Errors:  UsageError where the file cannot be written
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
+    axes.plot(sizes, [plan.most_tokens_per_s for plan in plans], "o-", color="black")
+    axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s that the disk allows", yscale="log")
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{model_name}: neurons on storage", loc="left")
+    _save(path, figure)
+
+
+def _save(path: Path, figure: Any) -> None:
+    """Write the figure, whole or not at all, in the format that its name ends in."""
+    from matplotlib import pyplot
+
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:].lower(), dpi=160)
+    pyplot.close(figure)
     try:
-        figure.savefig(path, dpi=160)
+        write_whole(path, image.getvalue())
     except OSError as problem:
         raise UsageError(f"{path}: cannot be written ({problem.strerror})") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _draw_layers(figure: Any, axes: Any, counts: np.ndarray) -> None:

@@ -77,28 +77,34 @@ class ProfileState:
             try:
                 self._inputs_path.touch()
             except OSError as problem:
-                raise ArtifactError(
-                    f"{self._inputs_path}: cannot be written ({problem.strerror}); give another "
-                    "place with --out"
-                ) from None
+                raise self._unwritable(problem) from None
 
     def add_inputs(self, first: int, inputs: np.ndarray) -> None:
         """Keep the inputs (L, R, d) of the window that starts at token `first`.
 
         They count once `save` says that this window is done.
-        Errors:  OSError
+        Errors:  ArtifactError
         """
         if inputs.shape[1] == 0:
             return
-        with self._inputs_path.open("r+b") as file:
-            file.seek(self.task.recorded_before(first) * self._row_bytes)
-            file.write(np.ascontiguousarray(inputs.transpose(1, 0, 2)).data)
+        try:
+            with self._inputs_path.open("r+b") as file:
+                file.seek(self.task.recorded_before(first) * self._row_bytes)
+                file.write(np.ascontiguousarray(inputs.transpose(1, 0, 2)).data)
+        except OSError as problem:
+            raise self._unwritable(problem) from None
 
     def save(self, counts: np.ndarray, num_done: int) -> None:
         """The first `num_done` tokens are done. Errors: ArtifactError."""
         self.counts, self.num_done = counts, num_done
         facts = {"task": asdict(self.task), "num_done": num_done}
         write_artifact(self._path, _KIND, self.identity, {"counts": counts}, facts)
+
+    def _unwritable(self, problem: OSError) -> ArtifactError:
+        return ArtifactError(
+            f"{self._inputs_path}: cannot be written ({problem.strerror}); give another place with "
+            "--out"
+        )
 
     def inputs(self) -> np.ndarray:
         """All recorded inputs (L, R, d), read from disk as they are used."""

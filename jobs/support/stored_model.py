@@ -16,7 +16,6 @@ from model.bundles.bundle_file import bundle_path
 from model.bundles.geometry import BundleGeometry
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
-from model.errors import UsageError
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
 from placement.machine.measure_disk import measure_disk
@@ -142,29 +141,3 @@ def stored_text(plans: list[StoredPlan]) -> str:
 def stored_json(plans: list[StoredPlan]) -> dict[str, Any]:
     """As JSON."""
     return {"storage": [asdict(plan) for plan in plans]}
-
-
-def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
-    """Draw how many tokens a second the disk allows against --cpu-memory, from least to all.
-
-    Errors:  UsageError where the file cannot be written
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
-    sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
-    axes.plot(sizes, [plan.most_tokens_per_s for plan in plans], "o-", color="black")
-    axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s that the disk allows", yscale="log")
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{model_name}: neurons on storage", loc="left")
-    try:
-        figure.savefig(path, dpi=160)
-    except OSError as problem:
-        raise UsageError(f"{path}: cannot be written ({problem.strerror})") from None
-    finally:
-        pyplot.close(figure)

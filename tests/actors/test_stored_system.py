@@ -19,7 +19,8 @@ from actors.setup.preflight import system_need as need_of
 from actors.setup.storage import pack_model, stored_share
 from actors.setup.storage_shares import reads_whole
 from actors.system import System
-from jobs.support.stored_model import plot_stored, stored_plans, stored_text
+from jobs.profile.plot import plot_stored
+from jobs.support.stored_model import stored_plans, stored_text
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.geometry import BundleGeometry
 from model.errors import ArtifactError, MemoryBudgetError, UsageError
@@ -88,7 +89,7 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     plot_stored(wide / "plan.svg", more, "wide")
     assert "that the disk allows" in (wide / "plan.svg").read_text()
     with pytest.raises(UsageError, match="cannot be written"):
-        plot_stored(wide / "no" / "plan.svg", more, "wide")
+        plot_stored(wide / "plan.svg" / "plan.svg", more, "wide")
     bundle_path(wide, BundleGeometry.of(config)).parent.mkdir()
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):

@@ -29,6 +29,7 @@ from predictors.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import add_tokenizer, make_word_model
+from tests.full_disk import files_of_at_most
 from tests.tiny_models import make_tiny
 
 WINDOW, NUM_TOKENS, NUM_INPUTS = 24, 100, 30
@@ -117,6 +118,33 @@ def test_files_are_what_transformers_says(
     assert sorted(path.name for path in (words / "hotcold").iterdir()) == [
         "inputs.safetensors", "profile.safetensors",
     ]  # fmt: skip
+
+
+def test_a_disk_that_is_full_for_the_figure(
+    local_ray: None, capsys: pytest.CaptureFixture[str], words: Path, text: Path, tmp_path: Path
+) -> None:
+    """What was counted is written, and the figure is no part of a figure."""
+    out, plot = tmp_path / "profile", tmp_path / "figures" / "figure.png"
+    line = [words, "--text", text, "--out", out, "--inputs", "0", "--plot", plot]
+    with files_of_at_most(20_000):
+        assert main(["profile", *map(str, line)]) == 1
+    told = capsys.readouterr()
+    assert told.err == f"hotcold: error: {plot}: cannot be written (File too large)\n"
+    assert out.exists() and told.out == ""
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [out]
+
+
+def test_a_disk_that_is_full_for_inputs(words: Path, tmp_path: Path) -> None:
+    config, size = read_config(words), 40
+    task = ProfileTask("a" * 64, size, WINDOW - 1, size)
+    state = ProfileState(tmp_path / "profile", ModelIdentity.of(words), config, task)
+    state.start()
+    inputs = np.ones((config.num_layers, size, config.hidden_size), np.uint16)
+    with (
+        files_of_at_most(inputs.nbytes - 1),
+        pytest.raises(ArtifactError, match=r"part.inputs: cannot be written \(File too large\)"),
+    ):
+        state.add_inputs(0, inputs)
 
 
 def test_part_of_a_text_without_inputs(
