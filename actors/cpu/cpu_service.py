@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class CpuService(Service):
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
+        self.loop_arrays: tuple[Any, ...] = arrays  # what `loop` goes over
         self.fired_counts = np.zeros(int(arrays.offsets[-1]), np.int64)  # by COUNT_FFN requests
         self.function = function
         self.buckets = np.zeros(int(arrays.offsets[-1]), np.uint8) if buckets is None else buckets
@@ -97,7 +99,7 @@ class CpuService(Service):
         self._products.close()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop over `arrays`."""
+        """See `Service.serve`."""
         return int(
             self.loop(
                 thread,
@@ -105,7 +107,7 @@ class CpuService(Service):
                 self.index,
                 np.int32(seen),
                 self.wires,
-                self.arrays,
+                self.loop_arrays,
                 self._scratch,
                 self._buckets,
                 self.function,

@@ -28,6 +28,8 @@ from predictors.read_ahead import shard_predictors
 class StoredCpuService(CpuService):
     """`CpuService` over a `NeuronStore`."""
 
+    loop = staticmethod(serve_stored_ffn)
+
     def __init__(
         self,
         name: str,
@@ -39,23 +41,7 @@ class StoredCpuService(CpuService):
     ) -> None:
         """See `load_stored_service`."""
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
-        self.store = store
-
-    def serve(self, thread: int, seen: int) -> int:
-        """Run the compiled loop; see `numba_kernels.storage.serve_stored`."""
-        return int(
-            serve_stored_ffn(
-                thread,
-                self.num_threads,
-                self.index,
-                np.int32(seen),
-                self.wires,
-                self.store.stored,
-                self._scratch,
-                self._buckets,
-                self.function,
-            )
-        )
+        self.store, self.loop_arrays = store, store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention goes over the prompt."""

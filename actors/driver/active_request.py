@@ -195,7 +195,7 @@ class ActiveRequest:
         self._prompt_logprobs.add(place, logits)
 
     def embed(self, place: int, hidden: np.ndarray) -> None:
-        """Take the hidden state (d,) of a prompt's token after the last layer."""
+        """Take the hidden state (d,) of a prompt's token after the last layer, if it embeds."""
         if self._mean is not None:
             self._mean.add(place, hidden)
 

@@ -8,6 +8,8 @@ import numpy as np
 from actors.driver.active_request import ActiveRequest
 from actors.driver.engine import Engine
 
+NO_LOGITS = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -34,36 +36,24 @@ class Batch:
     def step(self, engine: Engine) -> list[tuple[ActiveRequest, np.ndarray]]:
         """Run the step; the requests that have come to their last token, each with its logits (V,).
 
-        Those of one that embeds are (0,).
+        Those of one that embeds are NO_LOGITS.
         Tokens whose logits are wanted stand last: the head is computed for the last ones of a step.
         Errors:  ServiceError, RequestError
         """
-        silent: list[tuple[int, int, int]] = []
-        wanted: list[tuple[int, int, int]] = []
-        takers: list[tuple[ActiveRequest, int]] = []
-        embedded: list[tuple[ActiveRequest, int, int]] = []  # with place and row
+        silent: list[tuple[ActiveRequest, int]] = []  # tokens by whose they are, and their places
+        heard: list[tuple[ActiveRequest, int]] = []
         for request, count in zip(self.requests, self.counts, strict=True):
             for place in range(request.num_done, request.num_done + count):
-                token = (request.tokens[place], place, request.slot)
-                if request.wants_logits(place):
-                    takers.append((request, place))
-                    wanted.append(token)
-                else:
-                    if request.embeds:
-                        embedded.append((request, place, len(silent)))
-                    silent.append(token)
-        token_ids, positions, slots = zip(*silent, *wanted, strict=True)
-        logits = engine.step(token_ids, positions, slots, len(wanted))
+                (heard if request.wants_logits(place) else silent).append((request, place))
+        tokens = [(one.tokens[place], place, one.slot) for one, place in (*silent, *heard)]
+        token_ids, positions, slots = zip(*tokens, strict=True)
+        logits = engine.step(token_ids, positions, slots, len(heard))
         for request, count in zip(self.requests, self.counts, strict=True):
             request.num_done += count
-        for request, place, row in embedded:
-            request.embed(place, engine.exchange.wires.hidden[row])
-        ends = [
-            (request, logits[:0].reshape(-1))
-            for request in self.requests
-            if request.embeds and request.num_left == 0
-        ]
-        for (request, place), scores in zip(takers, logits, strict=True):
+        for (request, place), hidden in zip(silent, engine.exchange.wires.hidden, strict=False):
+            request.embed(place, hidden)
+        ends = [(one, NO_LOGITS) for one in self.requests if one.embeds and not one.num_left]
+        for (request, place), scores in zip(heard, logits, strict=True):
             if place == len(request.tokens) - 1:
                 ends.append((request, scores))
             else:

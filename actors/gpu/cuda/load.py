@@ -20,8 +20,10 @@ from model.weights.attention import AttentionWeights
 from model.weights.check import weight_shapes
 from model.weights.embedding import HeadWeights
 from model.weights.memory import aligned_empty
-from numba_kernels.layer_rows import one_format
+from numba_kernels.layer_rows import LayerRows, one_format
 from numba_kernels.serve.serve_attention import AttentionArrays
+
+Stack = np.ndarray | LayerRows  # of all layers
 
 
 class CudaLoading:
@@ -53,11 +55,10 @@ class CudaLoading:
         def keep(layer: int, weights: AttentionWeights) -> None:
             if arrays is None:
                 return
-            for name, array in vars(weights).items():
-                if name != "qkv" and layer < getattr(arrays, name).shape[0]:
-                    getattr(arrays, name)[layer] = array[0]
-            if layer < len(arrays.qkv.first_rows):
-                arrays.qkv.matrix(layer)[:] = weights.qkv.matrix(0)
+            for name, stack in vars(weights).items():
+                room = getattr(arrays, name)
+                if layer < _num_layers(room):
+                    _of_layer(room, layer)[...] = _of_layer(stack, 0)
 
         head = self._model.fill(on_bytes, keep)
         if arrays is not None:
@@ -87,15 +88,10 @@ class CudaLoading:
         none = [np.empty(0, np.int32)] * config.num_layers
         checkpoint = Checkpoint(Path(spec.model_path))
         attention, head, _ = weight_shapes(checkpoint, config, none, spec.weight_dtype)
-        rows = attention.qkv.matrix(0)
         found: dict[str, Any] = {
-            "qkv": one_format(aligned_empty((layers, *rows.shape), rows.dtype))
+            name: _room(stack, config.num_layers if "norm" in name else layers)
+            for name, stack in vars(attention).items()
         }
-        for name, array in vars(attention).items():
-            if name == "qkv":
-                continue
-            count = config.num_layers if "norm" in name else layers
-            found[name] = aligned_empty((count, *array.shape[1:]), array.dtype)
         return AttentionArrays(
             **found,
             **vars(_no_head(head)),
@@ -103,6 +99,22 @@ class CudaLoading:
             values=cache_array(config, self._cache, layers),
             **position_arrays(config, self._cache),
         )
+
+
+def _num_layers(stack: Stack) -> int:
+    return len(stack.first_rows if isinstance(stack, LayerRows) else stack)
+
+
+def _of_layer(stack: Stack, layer: int) -> np.ndarray:
+    found: np.ndarray = stack.matrix(layer) if isinstance(stack, LayerRows) else stack[layer]
+    return found
+
+
+def _room(like: Stack, num_layers: int) -> Stack:
+    """As large as so many of its layers, which are in one format."""
+    layer = _of_layer(like, 0)
+    room = aligned_empty((num_layers, *layer.shape), layer.dtype)
+    return one_format(room) if isinstance(like, LayerRows) else room
 
 
 def _no_head(like: HeadWeights) -> HeadWeights:
