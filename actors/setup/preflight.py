@@ -60,21 +60,32 @@ def prepare_system(
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    checkpoint = Checkpoint(path)
-    keeps = options.plan is None and can_keep_outputs(system, checkpoint, config)
-    by_outputs = replace(system, down_by_outputs=keeps)
-    served = served_config(by_outputs, checkpoint, config)
-    if not _fits(by_outputs, served, options, extra_bytes):
+    served = in_memory(path, system, config, has_plan=options.plan is not None)
+    if not _fits(*served, options, extra_bytes):
         storage = _storage(path, system, config, options, extra_bytes)
         if storage is not None:
             return replace(system, storage=storage), config
-    system, config = by_outputs, served
+    system, config = served
     check_memory(path, system, config, options, extra_bytes)
     if system.down_by_outputs:  # services hold runs of neurons, all alike
         return system, config
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     plan = find_plan(path, system, config, *budgets, options.plan)
     return replace(system, plan_path=plan), config
+
+
+def in_memory(
+    path: Path, system: SystemConfig, config: ModelConfig, has_plan: bool = False
+) -> tuple[SystemConfig, ModelConfig]:
+    """A chosen system, and the config with the formats that it holds matrices in, all in memory.
+
+    `has_plan`: --plan names one, so down projections are by neurons, which it places.
+    Errors:  CheckpointError, UsageError
+    """
+    checkpoint = Checkpoint(path)
+    keeps = not has_plan and can_keep_outputs(system, checkpoint, config)
+    system = replace(system, down_by_outputs=keeps)
+    return system, served_config(system, checkpoint, config)
 
 
 def _fits(

@@ -165,10 +165,10 @@ def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
 def _need(
     path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
 ) -> MemoryNeed:
-    from actors.setup.preflight import SystemOptions, choose_system, system_need
+    from actors.setup.preflight import SystemOptions, choose_system, in_memory, system_need
 
     options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
-    return system_need(choose_system(path, config, options), config)
+    return system_need(*in_memory(path, choose_system(path, config, options), config))
 
 
 def _print_report(

@@ -19,6 +19,7 @@ from model.errors import MemoryBudgetError, UsageError
 from model.files.locate import resolved_model
 
 if TYPE_CHECKING:
+    from actors.protocol.messages import SystemConfig
     from actors.setup.preflight import SystemOptions
     from jobs.support.planned_model import PlannedModel
     from placement.machine.description import Machine
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 _PLOTTED = 17  # sizes of memory in a plot
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_LOADS_WITHOUT = (
+    "where all neurons are computed, down projections stay as the file has them, and services hold "
+    "runs of neurons; with --out they are by neurons, for a system whose --plan names that file"
+)
 
 
 @click.command(cls=GroupedCommand)
@@ -91,7 +96,9 @@ def plan(
         described = machine if machine_file else None
         status.update(f"placing neurons, at most {time_limit_s:g} s")
         try:
-            made = _make_plan(found, options, machine, described, profile, time_limit_s)
+            made, system = _make_plan(
+                found, options, machine, described, profile, time_limit_s, out is not None
+            )
         except MemoryBudgetError as problem:
             if _plans_storage(found, options, as_json, plot):
                 return
@@ -102,11 +109,14 @@ def plan(
             "--plot draws what neurons on storage cost, and all of this model fits; give less "
             "--cpu-memory"
         )
-    if out is None and machine_file is None and found.path is not None:
+    why_not = "give --out" if found.path else "the model's weights are not here"
+    if system.down_by_outputs:
+        why_not = _LOADS_WITHOUT
+    elif out is None and machine_file is None and found.path is not None:
         out = plan_path(found.path, made.request)
     if out is not None:
         write_plan(out, found.identity, made)
-    print_plan(made, out, "give --out" if found.path else "the model's weights are not here")
+    print_plan(made, out, why_not)
     if as_json:
         print_json(plan_json(made, out))
 
@@ -140,17 +150,25 @@ def _make_plan(
     described: Machine | None,
     profile: ActivationProfile | None,
     time_limit_s: float,
-) -> PlacementPlan:
+    has_plan: bool = False,
+) -> tuple[PlacementPlan, SystemConfig]:
+    """A plan, and the system that it is of; `has_plan`: --plan will name it."""
     from actors.setup.placement_choice import plan_request
     from actors.setup.preflight import system_need
-    from jobs.support.planned_model import planned_predictors, planned_system
+    from jobs.support.planned_model import (
+        planned_in_memory,
+        planned_predictors,
+        planned_system,
+    )
     from placement.planner import make_plan
 
-    system = planned_system(model, options, described)
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
-    need = system_need(system, model.config)
-    return make_plan(
-        model.config,
+    uses_gpu = bool(machine.gpus) and options.gpu_memory_bytes != 0
+    planned = planned_system(model, options, described)
+    system, config = planned_in_memory(model, planned, uses_gpu, has_plan)
+    need = system_need(planned, config)
+    made = make_plan(
+        config,
         machine,
         profile,
         plan_request(system, *budgets, machine.digest, profile),
@@ -158,6 +176,7 @@ def _make_plan(
         host_reserve_bytes=need.process_bytes + need.arena_bytes,
         time_limit_s=time_limit_s,
     )
+    return made, system
 
 
 def _fitting_dtype(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.protocol.messages import PREDICTED_MODES, SystemConfig
 from actors.setup.placement_choice import own_profile, predictor_cost
-from actors.setup.preflight import SystemOptions, choose_system, read_model
+from actors.setup.preflight import SystemOptions, choose_system, in_memory, read_model
 from model.config.build import build_config, read_config
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import loaded_config
@@ -130,6 +130,19 @@ def planned_system(
         raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
     here = _chosen(model, replace(options, num_threads=None, num_cpu_actors=None))
     return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
+
+
+def planned_in_memory(
+    model: PlannedModel, system: SystemConfig, uses_gpu: bool, has_plan: bool
+) -> tuple[SystemConfig, ModelConfig]:
+    """The planned system, and the config with the formats that it will hold matrices in.
+
+    `has_plan`: --plan will name the plan. Errors: CheckpointError, UsageError
+    """
+    system = replace(system, device="cuda" if uses_gpu else "cpu")
+    if model.path is None:
+        return system, model.config
+    return in_memory(model.path, system, model.config, has_plan)
 
 
 def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:

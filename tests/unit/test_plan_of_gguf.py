@@ -1,0 +1,109 @@
+"""What is counted of a GGUF file, whose down projections some systems keep as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cpu.cpu_service import load_cpu_service
+from actors.cpu.dense_service import load_dense_service
+from actors.protocol.options import SystemOptions
+from actors.setup.preflight import prepare_system
+from jobs.cli import main
+from model.config.build import read_config
+from model.weights.sizes import ffn_bytes
+from placement.machine.description import Machine
+from tests.placement_cases import make_machine
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import file_of, neurons, tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    file_of(tiny(), path, MIXED)
+    return path
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of a stand-in for this machine: bytes of each."""
+    gpus: list[int] = []
+
+    def described(**_options: Any) -> Machine:
+        return make_machine(gpu_bytes=tuple(gpus))
+
+    monkeypatch.setattr("placement.machine.this_machine.this_machine", described)
+    monkeypatch.setattr("actors.setup.placement_choice.measured_before", described)
+    return gpus
+
+
+def loaded_bytes(path: Path, is_dense: bool) -> int:
+    """Of all neurons, as a service holds them."""
+    config, ids = read_config(path), neurons(tiny())
+    if is_dense:
+        service: Any = load_dense_service(path, config, 1, 1, ids[0], False, lambda count: None)
+    else:
+        service = load_cpu_service(path, config, 1, 1, ids, False, lambda count: None)
+    held = service.arrays._asdict() | {"offsets": None}
+    return sum(array.nbytes for array in held.values() if array is not None) + 4 * 1024
+
+
+def planned(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict[str, Any]:
+    """The command's JSON, with all that it printed as `said`."""
+    capsys.readouterr()
+    assert main(["plan", str(path), "--cpu-actors", "1", *arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return {**report, "said": out}
+
+
+def neuron_bytes(report: dict[str, Any]) -> int:
+    return sum(device["bytes"]["neurons"] for device in report["devices"])
+
+
+def test_a_plan_of_what_keeps_the_files_rows(
+    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a system loads by no plan, so none is written."""
+    report = planned(capsys, path)
+    assert neuron_bytes(report) == loaded_bytes(path, is_dense=True)
+    assert report["path"] is None and "services hold runs of neurons" in report["said"]
+    assert not (path.parent / "hotcold").exists()
+
+
+def test_a_plan_to_be_named_is_of_rows_by_neurons(
+    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = planned(capsys, path, "--out", str(tmp_path / "plan"))
+    assert neuron_bytes(report) == loaded_bytes(path, is_dense=False)
+    options = SystemOptions(plan=Path(report["path"]), num_cpu_actors=1)
+    system, config = prepare_system(path, options)
+    assert system.plan_path == report["path"] and not system.down_by_outputs
+    assert ffn_bytes(config, 1024) == neuron_bytes(report)
+
+
+@pytest.mark.parametrize("arguments", [("--mode", "exact"), ("--dtype", "q8"), ("gpu",)])
+def test_a_plan_of_what_loads_by_it(
+    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    if arguments == ("gpu",):
+        gpus.append(8 << 30)
+        report = planned(capsys, path)
+    else:
+        report = planned(capsys, path, *arguments)
+    written = Path(report["path"])
+    assert written.exists() and "runs of neurons" not in report["said"]
+    assert neuron_bytes(report) > loaded_bytes(path, is_dense=True)
+    written.unlink()
+
+
+def test_doctor_counts_what_is_loaded(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["doctor", str(path), "--no-measure", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]
+    assert needed["ffn_bytes"] == loaded_bytes(path, is_dense=True)
