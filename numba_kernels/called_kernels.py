@@ -5,6 +5,9 @@ one for C. A caller uses none of these: it links the function's LLVM code, optim
 with its own, and compiles it again. So of a function that a kernel calls nothing but its LLVM code
 is made, and kept on disk. For Python the same function is compiled to the end, as another kernel.
 
+To Numba a number that is written in a call is a type of its own, and what is called is compiled
+once more for each. Here it is an int64, as any other.
+
 A kernel is always made of such code, so its bits do not depend on what was compiled before it.
 This leans on parts of Numba that are its own; a later Numba than those tried compiles as it does.
 """
@@ -13,6 +16,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher, _FunctionCompiler
@@ -20,6 +24,7 @@ from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
 _NEWEST_NUMBA = (0, 68)
+_PACKAGE = __name__.partition(".")[0] + "."
 _CALLED = "called"  # how LLVM code is kept, beside Numba's own "object" and "bitcode"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
 _being_compiled: list[Dispatcher] = []  # each for the one before it
@@ -95,6 +100,7 @@ def compile_called_kernels() -> None:
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
     customize_flags = _FunctionCompiler._customize_flags
+    get_call_template = Dispatcher.get_call_template
 
     def compile_variant(self: Any, sig: Any) -> Any:
         """Compile for Python or for a caller; each has what was compiled for it."""
@@ -111,6 +117,13 @@ def compile_called_kernels() -> None:
                 _being_compiled.pop()
             self.overloads[args] = known[key]  # which callers ask for what they call
             return known[key].entry_point
+
+    def call_template(self: Any, args: Any, kws: Any) -> Any:
+        """Numba's, by which calls of kernels by kernels find their types."""
+        if self.py_func.__module__.startswith(_PACKAGE):
+            args = tuple(map(types.unliteral, args))
+            kws = {name: types.unliteral(given) for name, given in kws.items()}
+        return get_call_template(self, args, kws)
 
     def without_entries(self: Any, flags: Any) -> Any:
         flags = customize_flags(self, flags)
@@ -129,5 +142,6 @@ def compile_called_kernels() -> None:
         _set_waiting(codegen)
 
     Dispatcher.compile, Dispatcher.add_overload = compile_variant, keep
+    Dispatcher.get_call_template = call_template
     _FunctionCompiler._customize_flags = without_entries
     codegen._library_class, codegen.set_env = KernelLibrary, set_env

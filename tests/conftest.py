@@ -55,7 +55,7 @@ NOT_QUICK = [
 TOGETHER = [
     ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
     ["cluster/test_job.py", "cluster/test_four_ways.py", "cluster/test_two_hosts.py"],
-    ["e2e/test_serve.py", "e2e/test_agents.py", "e2e/test_ollama.py"],
+    ["e2e/test_serve.py", "e2e/test_serve_lifetime.py", "e2e/test_agents.py", "e2e/test_ollama.py"],
 ]
 # Files that take longest, so that no process is left alone with one of them at the end. Those that
 # begin at the same time need different kernels: one would wait for what the other compiles.

@@ -8,7 +8,7 @@ import numpy as np
 from actors.cpu.thread_team import Then
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.rows import split_range
-from numba_kernels.ir.int16_ir import GROUP_PAIRS
+from numba_kernels.ir.prompt.int16_ir import GROUP_PAIRS
 from numba_kernels.ir.target import LANES
 from numba_kernels.prompt import bfloat16_products, int16_products
 from numba_kernels.prompt.bfloat16_products import (

@@ -29,8 +29,8 @@ from actors.protocol.step_sizes import ProductChoice
 from model.files.whole_file import write_first
 from numba_kernels.decode.rows import rows_times_vectors
 from numba_kernels.formats import Q8, row_items
-from numba_kernels.ir.bfloat16_ir import has_pair_products
-from numba_kernels.ir.int16_ir import has_word_products
+from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
+from numba_kernels.ir.prompt.int16_ir import has_word_products
 from numba_kernels.kernel_cache import cache_folder
 from numba_kernels.load.convert import widen_kernel
 from numba_kernels.own_cache import own_folder

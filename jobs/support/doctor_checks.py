@@ -22,7 +22,7 @@ from placement.threads.locality import ServiceMemory
 from placement.threads.pinning import may_bind_memory
 
 if TYPE_CHECKING:
-    from numba_kernels.ir.vector_ir import Tiles
+    from numba_kernels.ir.tile_ir import Tiles
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
@@ -152,10 +152,10 @@ def kernel_instructions() -> str:
 
 def kernel_paths() -> str:
     """Which way this CPU's kernels go, where there are several."""
-    from numba_kernels.ir.bfloat16_ir import has_pair_products
-    from numba_kernels.ir.int16_ir import has_word_products
+    from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
+    from numba_kernels.ir.prompt.int16_ir import has_word_products
     from numba_kernels.ir.target import has_feature
-    from numba_kernels.ir.vector_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES
+    from numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES
 
     def tiles(shape: Tiles) -> str:
         if shape.fewest_tokens == NEVER:

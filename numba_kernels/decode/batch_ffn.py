@@ -178,7 +178,7 @@ def _scale_block(up, bias, fired_ids, first, last, x, function, gates, lists):
                 function, gates,
             )  # fmt: skip
         return
-    begin, end = fired_ids[first], fired_ids[last - 1] + 1
+    begin, end = np.int64(fired_ids[first]), np.int64(fired_ids[last - 1]) + 1
     block_products(up, x, lists.products, begin, end, 0)
     for i in range(first, last):
         shift = bias[fired_ids[i]] if bias.shape[0] else np.float32(0)

@@ -18,16 +18,12 @@ from numba_kernels.formats import (
     steps_side_by_side,
 )
 from numba_kernels.ir.quantized_ir import format_of
-from numba_kernels.ir.vector_ir import (
+from numba_kernels.ir.tile_ir import (
     FLOAT_THREES,
     HAS_STREAMS,
     NEVER,
-    dot_row,
-    dot_tokens2,
-    dot_tokens4,
     fewest_tokens,
     fit_first_level,
-    read_rows,
     tile_narrow,
     tile_panel,
     tile_panel3,
@@ -38,6 +34,7 @@ from numba_kernels.ir.vector_ir import (
     tile_wide,
     tiles_of,
 )
+from numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
 
 _PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
 _MOST_ROWS = 192

@@ -14,8 +14,6 @@ from numba_kernels.serve.layer_ffn import layer_ffn
 from numba_kernels.serve.mailbox import meet
 
 _NO_BIAS = np.empty(0, np.float32)
-# As services have them: a literal is another type, for which the FFN would be compiled anew.
-FIRST, IS_LISTED = np.int64(0), np.bool_(True)
 
 
 @njit(nogil=True, cache=True)
@@ -29,7 +27,7 @@ def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # ty
     """The FFN of every layer over its ids, all of which fire, as services compute it."""
     for layer in range(ids.shape[0]):
         layer_ffn(
-            thread, num_threads, cells, FIRST, layer, IS_LISTED, ids[layer], NO_MASKS,
+            thread, num_threads, cells, 0, layer, True, ids[layer], NO_MASKS,
             Thresholds(np.float32(-1), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip

@@ -9,7 +9,6 @@ from numba_kernels.checks import RELU
 from numba_kernels.decode.activations import Activation, Thresholds
 from numba_kernels.decode.ffn import NO_MASKS
 from numba_kernels.decode.rows import rows_kernel
-from numba_kernels.measure.parts import FIRST, IS_LISTED
 from numba_kernels.measure.plain_reads import read_row
 from numba_kernels.serve.doorbell import barrier, now_ns
 from numba_kernels.serve.layer_ffn import layer_ffn
@@ -46,7 +45,7 @@ def gather_passes(thread, num_threads, cells, arrays, ids, x, scratch, out, time
         barrier(cells, 0, 1, num_threads)
         times[i, 0] = now_ns()
         layer_ffn(
-            thread, num_threads, cells, FIRST, FIRST, IS_LISTED, ids[i], NO_MASKS,
+            thread, num_threads, cells, 0, 0, True, ids[i], NO_MASKS,
             Thresholds(np.float32(0), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip

@@ -11,8 +11,8 @@ Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van 
 import numpy as np
 from numba import njit
 
-from numba_kernels.ir.bfloat16_ir import add_tile, narrow_pair, narrow_row
-from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from numba_kernels.ir.prompt.bfloat16_ir import add_tile, narrow_pair, narrow_row
+from numba_kernels.ir.prompt.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
 from numba_kernels.ir.target import LANES
 
 # Rows and pairs of columns in a block of `linear`, columns and pairs of rows in one of `combine`.

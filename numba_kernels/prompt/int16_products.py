@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from numba_kernels.ir.bit_ir import float32_of
-from numba_kernels.ir.int16_ir import (
+from numba_kernels.ir.prompt.int16_ir import (
     COLUMN_GROUP,
     GROUP_PAIRS,
     MOST_INPUT,
@@ -19,7 +19,7 @@ from numba_kernels.ir.int16_ir import (
     add_group_tile,
     round_group,
 )
-from numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from numba_kernels.ir.prompt.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
 from numba_kernels.ir.target import LANES
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024

@@ -279,7 +279,7 @@ def barrier(cells, count_cell, generation_cell, num_threads):
     generation = atomic_load(cells, generation_cell * INTS_A_CELL)
     if atomic_add(cells, count_cell * INTS_A_CELL, 1) == num_threads - 1:
         atomic_store(cells, count_cell * INTS_A_CELL, 0)
-        ring(cells, generation_cell, generation + 1)
+        ring(cells, generation_cell, np.int32(generation + 1))
         return
     started = now_ns()
     while wait_change(cells, generation_cell, generation, 2000, 100_000_000) == generation:

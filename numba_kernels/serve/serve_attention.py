@@ -32,11 +32,7 @@ from numba_kernels.serve.mailbox import (
     meet,
     next_request,
 )
-from numba_kernels.serve.work_stealing import (
-    next_block,
-    work_stealing_layer,
-    work_stealing_rows,
-)
+from numba_kernels.serve.work_stealing import next_block, work_stealing_layer, work_stealing_rows
 
 _QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD = range(6)
 NUM_COUNTERS = 6
@@ -253,7 +249,7 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
     added = residual[:0] if adds_late(shape) else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
-        added, mixed, np.int64(0),
+        added, mixed, 0,
     )  # fmt: skip
     meet(wires.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
@@ -279,13 +275,13 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
         vectors = scratch.projected[:count]
         work_stealing_rows(
             scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
-            normed[:0], vectors, np.int64(0),
+            normed[:0], vectors, 0,
         )  # fmt: skip
         meet(wires.cells, service, num_threads)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
-        wires.logits[:count], np.int64(0),
+        wires.logits[:count], 0,
     )  # fmt: skip
     if shape.logit_softcap > 0:
         meet(wires.cells, service, num_threads)

@@ -44,8 +44,7 @@ def block_rows(weights):
 def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, out, column):
     """out[t, n] = weights[n - column] . x[t] + bias[n] + addend[t, n], of the rows it takes.
 
-    The rows' products are columns of `out` (T, N), from `column` on, an int64 everywhere: a literal
-    is another type, for which all would be compiled again. `bias` and `addend` may be
+    The rows' products are columns of `out` (T, N), from `column` on. `bias` and `addend` may be
     empty. `x` is what `prepared` gave for T tokens. Checks nothing.
     """
     size = block_rows(weights)
@@ -74,7 +73,7 @@ def work_stealing_layer(
 
     x (T, d) float32 is prepared for either in the thread's part of `inputs`.
     """
-    column = np.int64(0)
+    column = 0
     begin, end = rows.first_rows[layer]
     if begin < end:
         weights = rows.first[begin:end]

@@ -121,7 +121,7 @@ def _take_all(file, wanted, first, last, begin, staging, target):
     """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
     gate, rest = file.facts[GATE_BYTES], file.facts[REST_BYTES]
     for i in range(first, last):
-        row, parts, place = wanted.rows[i], wanted.parts[i], wanted.targets[i]
+        row, parts, place = wanted.rows[i], wanted.parts[i], np.int64(wanted.targets[i])
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]

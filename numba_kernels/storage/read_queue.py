@@ -225,7 +225,7 @@ def serve_reads(thread, queue, file, held, staging, targets):
         if atomic_load(cells, _STOP * INTS_A_CELL):
             return  # what it took is no span
         started = now_ns()
-        wanted = wanted_of(queue, span[BATCH])
+        wanted = wanted_of(queue, np.int64(span[BATCH]))
         num_bytes = read_span(
             file, wanted, span[FIRST], span[LAST], staging, targets[span[TARGET]], queue.failure
         )

@@ -7,6 +7,7 @@ with the up rows that are there, then with the others as they come, and adds dow
 order at the end.
 """
 
+import numpy as np
 from numba import njit
 
 from numba_kernels.decode.activations import activate_up, passes
@@ -130,7 +131,7 @@ def _scale_arriving(stored, thread, up, bias, slots, num_fired, x, function, h):
         seen, left = num_come(stored.queue), 0
         for k in range(num_to_come):
             i = to_come[k]
-            found = has_come(stored, slots[i], REST)
+            found = has_come(stored, np.int64(slots[i]), REST)
             if found < 0:
                 return False
             if found == 0:

@@ -150,7 +150,7 @@ def ask_ahead(stored, layer):
     rows, parts, targets = queue.rows[batch], queue.parts[batch], queue.targets[batch]
     count = 0
     for row in best_rows(ahead, layer, first, stored.slots, wanted_parts):
-        slot, missing = slot_lacking(stored, row, wanted_parts)
+        slot, missing = slot_lacking(stored, np.int64(row), wanted_parts)
         if missing:
             rows[count], parts[count], targets[count] = row, missing, slot
             count += 1
@@ -180,7 +180,7 @@ def await_rows(stored, thread, slots, count, parts):
     for i in range(count):
         while True:
             seen = num_come(stored.queue)
-            found = has_come(stored, slots[i], parts)
+            found = has_come(stored, np.int64(slots[i]), parts)
             if found < 0:
                 return False
             if found:

@@ -13,8 +13,8 @@ import torch
 
 from actors.protocol.failures import RequestError
 from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from numba_kernels.ir.bfloat16_ir import has_pair_products
-from numba_kernels.ir.int16_ir import has_word_products
+from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
+from numba_kernels.ir.prompt.int16_ir import has_word_products
 from numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint

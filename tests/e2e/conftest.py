@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,12 @@ def server() -> Iterator[Server]:
     """`hotcold serve` of the demo model, for tests that leave it as it was."""
     with serving("--kv-tokens", "2048", "--max-tokens-limit", "450", "--queue", "4") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """OpenAI's package, which takes seconds to import."""
+    return importlib.import_module("openai")
 
 
 @pytest.fixture(scope="module")

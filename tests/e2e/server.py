@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 
 WAIT_S = 120.0
+# What OpenAI's client asks for; it takes long.
+LONG: dict[str, Any] = {
+    "prompt": "Return the",
+    "max_tokens": 400,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @dataclass

@@ -32,11 +32,6 @@ OTHER = {"type": "function", "function": {"name": "now"}}
 ASKED = {"role": "user", "content": "What does textwrap.dedent do?"}
 
 
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    return importlib.import_module("openai")
-
-
 @pytest.fixture
 def client(openai: Any, server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import shlex
-import socket
-import threading
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from scipy.special import log_softmax
 
@@ -23,24 +18,11 @@ from model.reference import reference_logits
 from model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_in_own_process
 from tests.documents import page
-from tests.e2e.commands import run_here
-from tests.e2e.server import WAIT_S, Server, await_that, serving
+from tests.e2e.server import LONG, WAIT_S, Server, await_that
 
 QUESTION = "What does textwrap.dedent do?"
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 MESSAGES = [{"role": "user", "content": QUESTION}]
-LONG: dict[str, Any] = {
-    "prompt": "Return the",
-    "max_tokens": 400,
-    "temperature": 0,
-    "extra_body": {"ignore_eos": True},
-}
-
-
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    """OpenAI's package, which takes seconds to import."""
-    return importlib.import_module("openai")
 
 
 @pytest.fixture
@@ -336,85 +318,3 @@ def test_malformed_requests_harm_nobody(server: Server) -> None:
     found = json.loads(done.out)
     assert found["requests"] >= 100 and found["generations_same"] > 0
     assert set(found["statuses"]) <= {"200", "400", "403", "404", "405", "413"}
-
-
-def test_a_second_start_says_who_runs(server: Server) -> None:
-    done = run_here("serve", "--port", server.port)
-    assert done.status == 1 and len(done.error_lines) == 1
-    assert f"hotcold already serves demo at {server.url}" in done.err
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        answering = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
-        answering.start()
-        done = run_here("serve", "--port", port)
-    assert done.status == 1 and len(done.error_lines) == 1
-    assert f"port {port}" in done.err and "another program" in done.err
-
-
-def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
-    keys = ["the-secret-of-one", "the-key-of-another"]
-    with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": " ".join(keys)}) as server:
-        for child in psutil.Process(server.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # a worker that nobody needs ends
-                told = [*child.environ().values(), *child.cmdline()]
-                assert not any(key in text for key in keys for text in told)
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer the-secret"}, {"Authorization": "Basic e"}):
-            answer = httpx.get(f"{server.url}/v1/models", headers=headers)
-            assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{server.url}/metrics", auth=("anyone", keys[0])).status_code == 200
-        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys[1], max_retries=0)
-        texts = [client.completions.create(model="demo", **LONG).choices[0].text]
-        streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
-        firsts = [next(iter(stream)).choices[0].text for stream in streams]
-        server.press_ctrl_c()
-        texts += [
-            first + "".join(chunk.choices[0].text for chunk in stream)
-            for first, stream in zip(firsts, streams, strict=True)
-        ]
-        assert len(set(texts)) == 1, "draining changed or cut an answer"
-        status, err = server.end()
-        assert status == 0
-        assert "finishing" in err or not err
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.url}/health")
-
-
-def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
-    with serving("--kv-tokens", "2048") as server:
-        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-        streams = [
-            client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)
-        ]
-        for stream in streams:
-            next(iter(stream))
-        server.press_ctrl_c()
-        assert server.process.stderr is not None
-        assert server.process.stderr.readline().startswith("finishing ")
-        server.press_ctrl_c()
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            for stream in streams:
-                for _ in stream:
-                    pass
-        status, err = server.end()
-        assert status == 0 and "Traceback" not in err
-
-
-def test_it_ends_when_the_system_has_ended() -> None:
-    """Whoever keeps it running then starts it again."""
-    with serving() as server:
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        (driver,) = (one for one in children if "ray::DriverActor" in " ".join(one.cmdline()))
-        driver.kill()
-        status, err = server.end()
-        assert status == 1
-        assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
-
-
-def test_listening_elsewhere_needs_a_key() -> None:
-    done = run_here("serve", "--host", "0.0.0.0")
-    assert done.status == 1 and len(done.error_lines) == 1
-    assert "--api-key" in done.err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.cpu.pair_products import PairProducts
-from numba_kernels.ir.bfloat16_ir import has_pair_products
+from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

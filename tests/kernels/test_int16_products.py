@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.cpu.pair_products import WordProducts
-from numba_kernels.ir.int16_ir import has_word_products
+from numba_kernels.ir.prompt.int16_ir import has_word_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import njit, types
+from numba.core.types import Literal
 
 from numba_kernels import called_kernels, kernel_cache
 from numba_kernels.called_kernels import KernelLibrary
 
 PACKAGE = Path(kernel_cache.__file__).parent
+DOORBELLS = ("doorbell.", "mailbox.")  # whose numbers have 32 bits between processes
 
 
 @njit
@@ -104,6 +108,39 @@ def test_bits_do_not_depend_on_the_order_of_compiling(tmp_path: Path) -> None:
     compiled = asked(tmp_path / "0", "many", "tiles")
     assert asked(tmp_path / "1", "tiles", "many") == compiled
     assert asked(tmp_path / "1", "many", "tiles") == compiled  # as they were kept
+
+
+def called_with(folder: Path) -> Iterator[tuple[str, list[tuple[types.Type, ...]]]]:
+    """Each kernel of a cache, and the types with which kernels call it on one CPU."""
+    for file in folder.glob("*.nbi"):
+        with file.open("rb") as stream:
+            pickle.load(stream)  # Numba's version
+            _, kept = pickle.load(stream)
+        by_cpu: dict[str, list[tuple[types.Type, ...]]] = {}
+        for types_of, *others, is_called in kept:
+            if is_called:
+                by_cpu.setdefault(str(others), []).append(types_of)
+        for found in by_cpu.values():
+            yield file.name.partition("-")[0], found
+
+
+def without_width(argument: types.Type) -> types.Type:
+    """All whole numbers as one type, also those that are written in a call."""
+    plain = types.unliteral(argument)
+    return types.int64 if isinstance(plain, types.Integer) else plain
+
+
+def test_no_kernel_is_compiled_again_for_another_kind_of_number(tmp_path: Path) -> None:
+    """Of those that are compiled here, and of all that this cache has from other tests."""
+    asked(tmp_path, "many", "tiles")
+    (own,) = tmp_path.glob("hotcold/numba/*")
+    assert {"rows.block_products", "rows.rows_kernel"} <= {name for name, _ in called_with(own)}
+    for folder in (own, kernel_cache.cache_folder()):
+        for name, found in called_with(folder):
+            written = [types for types in found if any(isinstance(t, Literal) for t in types)]
+            assert not written, name
+            kinds = {tuple(map(without_width, types)) for types in found}
+            assert len(kinds) == len(found) or name.startswith(DOORBELLS), (name, found)
 
 
 def test_a_later_numba_compiles_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.ir.arguments import Arguments, codegen_of
 from numba_kernels.ir.float_ir import item_bytes, widen
-from numba_kernels.ir.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
+from numba_kernels.ir.prompt.pair_ir import LANES, TILE_ROWS, Ahead, PairInstruction, PairTile
 from numba_kernels.ir.target import has_feature
 from numba_kernels.ir.vec import F32, I16, I32, Vec, for_range
 

@@ -1,0 +1,176 @@
+"""Tiles: weight rows and several tokens multiplied side by side, in LLVM vector IR.
+
+A row is widened once for all tokens of a tile, and a token's vector loaded once for all its rows.
+What holds of `numba_kernels.ir.vector_ir` holds here, too: a product has the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from numba_kernels.ir.arguments import Arguments, codegen_of
+from numba_kernels.ir.float_ir import (
+    FloatPanel,
+    FloatStream,
+)
+from numba_kernels.ir.operands import Vectors, Weights
+from numba_kernels.ir.quantized_ir import format_of
+from numba_kernels.ir.target import has_feature
+from numba_kernels.ir.vec import I64, Vec
+
+NEVER = 1 << 30  # so many tokens
+_MOST_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How rows and several tokens are multiplied side by side.
+
+    A tile has as many sums as registers hold beside a column of weights. So many tiles at least are
+    read before they are multiplied: their rows stay in the second-level cache. Fewer tokens than
+    `fewest_tokens` go one after the other. docs/lab_log.md has the figures.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_tiles: int
+    fewest_tokens: int
+
+
+# By how many vectors of LANES floats the registers hold: 32 with AVX-512, 8 with AVX2 and NEON.
+_TILES = {
+    True: (Tiles(6, 4, 4, 2), Tiles(8, 2, 3, 2)),
+    False: (Tiles(3, 2, 8, 2), Tiles(1, 1, 48, NEVER)),
+}
+FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
+# Of a block of float rows, for tokens that four do not divide: as many rows in all.
+FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
+# Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
+# which have two sums for each token, and of so many vectors how many pairs of blocks stay in the
+# first-level cache. Only where it has been measured.
+_STREAM_ROWS = 2 if has_feature("avx512f") else 1
+_STREAM_PAIRS = {2: 8, 3: 6, 4: 4}
+HAS_STREAMS = has_feature("avx2")
+
+_BIT = ir.IntType(1)
+_INDEX = types.int64
+
+
+def tiles_of(weights: Any) -> Tiles:
+    """The tiles of an array's format."""
+    return QUANTIZED_TILES if format_of(weights.dtype) else FLOAT_TILES
+
+
+@intrinsic
+def tile_shape(typingctx, weights):
+    """(rows, tokens, tiles) for weights of this format."""
+    tiles = tiles_of(weights)
+
+    def emit(given: Arguments) -> list[Vec]:
+        sizes = (tiles.num_rows, tiles.num_tokens, tiles.num_tiles)
+        return [Vec.full(given.builder, size, I64) for size in sizes]
+
+    return types.UniTuple(_INDEX, 3)(weights), codegen_of(emit)
+
+
+@intrinsic
+def fewest_tokens(typingctx, weights):
+    """Fewer tokens than these are multiplied one after the other, not in tiles."""
+    tiles = tiles_of(weights)
+
+    def emit(given: Arguments) -> Vec:
+        return Vec.full(given.builder, tiles.fewest_tokens, I64)
+
+    return _INDEX(weights), codegen_of(emit)
+
+
+@intrinsic
+def fit_first_level(typingctx, weights, num_tokens):
+    """Whether so many tokens' vectors of floats fit the first-level cache; never quantized ones."""
+
+    def emit(given: Arguments) -> Vec:
+        matrix, number = Weights(given.array(0)), given.number(1)
+        fit = (matrix.width * number * 4).below(_MOST_TOKEN_BYTES + 1)
+        return fit & Vec.full(given.builder, not matrix.format, _BIT)
+
+    return types.boolean(weights, _INDEX), codegen_of(emit)
+
+
+def _emit_tile(given: Arguments, num_tokens: int) -> None:
+    """given: weights, row, x, token, out, column."""
+    matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+    first, token, column = given.numbers(1, 3, 5)
+    num_rows = tiles_of(matrix).num_rows
+    tokens = [token + t for t in range(num_tokens)]
+    rows = [matrix.row(first + r) for r in range(num_rows)]
+    results = matrix.products(rows, [vectors.vector(token) for token in tokens])
+    for (r, token), result in zip(product(range(num_rows), tokens), results, strict=True):
+        out.at(token, column + r).store(result)
+
+
+@intrinsic
+def tile_wide(typingctx, weights, row, x, token, out, column):
+    """out[token + t, column + r] = weights[row + r] . x[token + t] for a tile of rows and tokens.
+
+    A row is widened once for all tokens and a token's vector loaded once for all rows, so that
+    vectors which do not fit the first-level cache do not hold up the multiplication.
+    """
+    num_tokens = tiles_of(weights).num_tokens
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_tile(given, num_tokens))
+
+
+@intrinsic
+def tile_narrow(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for one token."""
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_tile(given, 1))
+
+
+def _emit_panel(
+    given: Arguments, tiles: Tiles, kind: Callable[..., FloatPanel] = FloatPanel
+) -> None:
+    """given: weights, row, x, token, out, column."""
+    matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
+    first, token, column = given.numbers(1, 3, 5)
+    operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
+    panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles, kind)
+    panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
+
+
+@intrinsic
+def tile_panel(typingctx, weights, row, x, token, out, column):
+    """`tile_wide` for all tiles of a block of float rows; see `numba_kernels.ir.float_ir`."""
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_panel(given, FLOAT_TILES))
+
+
+@intrinsic
+def tile_panel3(typingctx, weights, row, x, token, out, column):
+    """`tile_panel` for three tokens, where there are FLOAT_THREES."""
+    threes = FLOAT_THREES
+    assert threes
+    signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+    return signature, codegen_of(lambda given: _emit_panel(given, threes))
+
+
+def _stream(num_tokens: int) -> Callable[..., Any]:
+    """`tile_panel` of the first tokens, for a block that is read from memory meanwhile."""
+    num_tiles = FLOAT_TILES.num_rows * FLOAT_TILES.num_tiles // _STREAM_ROWS
+    tiles = Tiles(_STREAM_ROWS, num_tokens, num_tiles, 2)
+    kind = partial(FloatStream, _STREAM_PAIRS[num_tokens])
+
+    def tile_stream(typingctx, weights, row, x, token, out, column):  # type: ignore[no-untyped-def]
+        signature = types.void(weights, _INDEX, x, _INDEX, out, _INDEX)
+        return signature, codegen_of(lambda given: _emit_panel(given, tiles, kind))
+
+    return tile_stream
+
+
+tile_stream2, tile_stream3, tile_stream4 = (intrinsic(_stream(n)) for n in (2, 3, 4))

@@ -1,0 +1,141 @@
+"""The life of `hotcold serve`: its start, what ends it, and what it does about models that fail."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from model.files.locate import DEMO_DIRECTORY
+from tests.e2e.commands import run_here
+from tests.e2e.server import LONG, Server, await_that, serving
+
+
+def test_a_second_start_says_who_runs(server: Server) -> None:
+    done = run_here("serve", "--port", server.port)
+    assert done.status == 1 and len(done.error_lines) == 1
+    assert f"hotcold already serves demo at {server.url}" in done.err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        answering = threading.Thread(target=lambda: other.accept()[0].close(), daemon=True)
+        answering.start()
+        done = run_here("serve", "--port", port)
+    assert done.status == 1 and len(done.error_lines) == 1
+    assert f"port {port}" in done.err and "another program" in done.err
+
+
+def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
+    keys = ["the-secret-of-one", "the-key-of-another"]
+    with serving("--kv-tokens", "1024", changes={"HOTCOLD_API_KEY": " ".join(keys)}) as server:
+        for child in psutil.Process(server.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a worker that nobody needs ends
+                told = [*child.environ().values(), *child.cmdline()]
+                assert not any(key in text for key in keys for text in told)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer the-secret"}, {"Authorization": "Basic e"}):
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{server.url}/metrics", auth=("anyone", keys[0])).status_code == 200
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key=keys[1], max_retries=0)
+        texts = [client.completions.create(model="demo", **LONG).choices[0].text]
+        streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(2)]
+        firsts = [next(iter(stream)).choices[0].text for stream in streams]
+        server.press_ctrl_c()
+        texts += [
+            first + "".join(chunk.choices[0].text for chunk in stream)
+            for first, stream in zip(firsts, streams, strict=True)
+        ]
+        assert len(set(texts)) == 1, "draining changed or cut an answer"
+        status, err = server.end()
+        assert status == 0
+        assert "finishing" in err or not err
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
+    with serving("--kv-tokens", "2048") as server:
+        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        streams = [
+            client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        server.press_ctrl_c()
+        assert server.process.stderr is not None
+        assert server.process.stderr.readline().startswith("finishing ")
+        server.press_ctrl_c()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for stream in streams:
+                for _ in stream:
+                    pass
+        status, err = server.end()
+        assert status == 0 and "Traceback" not in err
+
+
+def test_it_ends_when_the_system_has_ended() -> None:
+    """Whoever keeps it running then starts it again."""
+    with serving() as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (driver,) = (one for one in children if "ray::DriverActor" in " ".join(one.cmdline()))
+        driver.kill()
+        status, err = server.end()
+        assert status == 1
+        assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
+
+
+def actors_of(server: Server, kind: str) -> set[psutil.Process]:
+    """Processes of the actors of that kind, of all models that are loaded."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return {one for one in children if f"ray::{kind}" in " ".join(one.cmdline())}
+
+
+@pytest.mark.parametrize("fault", ["driver", "services"])
+def test_a_model_that_has_failed_is_loaded_anew(tmp_path: Path, fault: str) -> None:
+    """Its driver is killed; or its services are, and none can be put in their place."""
+    models = [tmp_path / name for name in ("one", "two")]
+    for model in models:
+        shutil.copytree(DEMO_DIRECTORY, model)
+    body = {"prompt": "Return the", "max_tokens": 8, "temperature": 0}
+    with serving(*map(str, models), "--context", "64") as server:
+
+        def ask(name: str) -> tuple[int, str]:
+            answer = server.post("/v1/completions", {"model": name, **body})
+            told = answer.json()
+            if answer.status_code == 200:
+                return 200, told["choices"][0]["text"]
+            return answer.status_code, told["error"]["message"]
+
+        kind = "DriverActor" if fault == "driver" else "ServiceActor"
+        firsts = actors_of(server, kind)
+        status, text = ask("two")
+        assert status == 200
+        weights, away = models[1] / "model.safetensors", tmp_path / "away"
+        if fault == "services":
+            weights.rename(away)
+        for process in actors_of(server, kind) - firsts:
+            process.kill()
+        status, told = ask("two")  # waits for as long as there is hope
+        assert status == 503 and ("driver" in told if fault == "driver" else "in a row" in told)
+        if fault == "services":
+            await_that(lambda: "cannot be loaded" in ask("two")[1])
+            away.rename(weights)
+        await_that(lambda: ask("two")[0] == 200)
+        assert ask("two") == ask("one") == (200, text)
+        assert server.metric("hotcold:model_loads_total") == 3
+
+
+def test_listening_elsewhere_needs_a_key() -> None:
+    done = run_here("serve", "--host", "0.0.0.0")
+    assert done.status == 1 and len(done.error_lines) == 1
+    assert "--api-key" in done.err
