@@ -187,7 +187,8 @@ def _serve(
 
     def num_running() -> int:
         """The API's and the page's."""
-        return sum(max(backend.num_active, _num_at(backend)) for backend in models.backends)
+        backends = models.backends
+        return sum(max(one.num_active, _num_at(one, len(backends) < 2)) for one in backends)
 
     if (count := num_running()) > 0:
         click.echo(
@@ -199,12 +200,15 @@ def _serve(
     server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
 
 
-def _num_at(backend: Backend) -> int:
-    """Requests that the driver has. Errors: ServiceError."""
+def _num_at(backend: Backend, is_only: bool) -> int:
+    """Requests that the driver has; one that has failed has none.
+
+    Errors:  ServiceError of the only one there is
+    """
     try:
         load = backend.call("driver_load")
     except ServiceError:
-        if backend.is_loaded:
+        if is_only and backend.is_loaded:
             raise
         return 0
     return int(load.num_running + load.num_waiting)
