@@ -31,7 +31,10 @@ def locate_model(text: str | None) -> Path:
         exists = False
     if exists:
         return _gguf_file(path, text)
-    if named := hub.REPOSITORY.fullmatch(text):
+    named = hub.REPOSITORY.fullmatch(text)
+    if path.suffix == SUFFIX and not (named and named["name"]):  # no repository is called so
+        raise UsageError(f"{shown(text)}: there is no such file")
+    if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
     raise UsageError(
         f"{shown(text)} is neither a directory nor a .gguf file nor an org/repo id of Hugging Face"

@@ -53,6 +53,26 @@ def split(path: Path, folder: Path, most: int) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.parametrize("name", ["none.gguf", "folder/none.gguf", "/folder/none.gguf"])
+def test_a_file_that_is_not_there_is_no_repository(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked for it; a part of a repository's file may be named so."""
+    asked = []
+
+    def find(repo: str, part: str) -> None:
+        asked.append((repo, part))
+        raise UsageError("asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("model.files.hub.find", find)
+    with pytest.raises(UsageError, match=f"^'{name}': there is no such file$"):
+        locate_model(name)
+    with pytest.raises(UsageError, match="^asked$"):
+        locate_model("org/repo:none.gguf")
+    assert asked == [("org/repo", "none.gguf")]
+
+
 def test_where_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_of(tiny(), tmp_path / "a.gguf")
     assert locate_model(str(tmp_path)) == tmp_path / "a.gguf"
