@@ -60,6 +60,8 @@ def two_nodes(num_cpus: int) -> Iterator[TwoNodes]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_worker_niceness": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         common = [f"--num-cpus={num_cpus}", f"--object-store-memory={_STORE_BYTES}", "--block"]

@@ -90,6 +90,8 @@ def running_head(num_cpus: int) -> Iterator[Head]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
         "RAY_worker_niceness": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [*_RAY, "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--port={port}"]

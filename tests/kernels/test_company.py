@@ -20,7 +20,15 @@ def random_weights(seed: int, kind: str, height: int, width: int) -> np.ndarray:
     return random_bits(seed, BITS[kind], height, width)
 
 
+@pytest.fixture
+def is_emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether a GPU is emulated, a hundred times as slow as kernels are."""
+    return request.node.callspec.params["backend"] == "emulated"
+
+
 EVERY = range(2, 33)
+# Of 32 tokens some of each four, in each place among eight, and both ends.
+EDGES = (0, 1, 2, 3, 4, 7, 8, 13, 15, 16, 21, 23, 26, 30, 31)
 SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and left with one
 
 
@@ -36,20 +44,23 @@ SOME = (2, 3, 4, 5, 8, 9, 17, 32)  # of which each tile of tokens is whole, and 
     ],
 )
 def test_rows(
-    backend: SimpleNamespace, kind: str, height: int, width: int, numbers: Sequence[int]
-) -> None:
+    backend: SimpleNamespace, is_emulated: bool, kind: str, height: int, width: int,
+    numbers: Sequence[int],
+) -> None:  # fmt: skip
     if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
     weights, x = random_weights(1, kind, height, width), random_floats(2, 32, width)
     alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
-    for num_tokens in numbers:
+    for num_tokens in SOME if is_emulated and numbers is EVERY else numbers:
         assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
 @pytest.mark.parametrize("gated", [True, False], ids=["three", "two"])
 @pytest.mark.parametrize("skip_silent", [True, False])
-def test_ffn(backend: SimpleNamespace, kind: str, gated: bool, skip_silent: bool) -> None:
+def test_ffn(
+    backend: SimpleNamespace, is_emulated: bool, kind: str, gated: bool, skip_silent: bool
+) -> None:
     width = 768 if kind in IN_BLOCKS else 608
     gate, up = (random_weights(seed, kind, 71, width) for seed in (3, 4))
     down = random_weights(5, "q8" if kind in KINDS and kind not in SUMMED else kind, 71, width)
@@ -63,7 +74,7 @@ def test_ffn(backend: SimpleNamespace, kind: str, gated: bool, skip_silent: bool
             gate, third, down, x[:num_tokens], ids, masks, skip_silent=skip_silent
         )
         whole, _ = backend.sparse_ffn(gate, third, down, x[:num_tokens], skip_silent=skip_silent)
-        for t in range(num_tokens):
+        for t in EDGES if is_emulated and num_tokens == 32 else range(num_tokens):
             own = ids[(masks >> np.uint32(t)) & np.uint32(1) != 0]
             alone, _ = backend.sparse_ffn(
                 gate, third, down, x[t : t + 1], own, skip_silent=skip_silent
