@@ -34,7 +34,7 @@ from tests.tiny_models import make_tiny
 
 WINDOW, NUM_TOKENS, NUM_INPUTS = 24, 100, 30
 HELD_OUT = DEMO_DIRECTORY / "heldout.txt"
-LONG = 1_500  # tokens of the demo's held-out text
+LONG = 3_000  # tokens of the demo's held-out text
 
 
 @pytest.fixture(scope="module")
