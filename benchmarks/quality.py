@@ -174,7 +174,7 @@ def _scores(engine: Engine, subject: Subject, dense: np.ndarray) -> Json:
     scored = scores(dense, found, targets(subject.windows, _UNSCORED))
     gates, ups, downs = bytes_shares(engine, subject.windows[0][:64])
     rows = RowBytes.of(subject.config)
-    read = gates * rows.first + ups * rows.up + downs * rows.down
+    read = rows.read(gates, ups, downs)
     return {
         "ffn_bytes_share": read / (rows.first + rows.rest),
         **scored,

@@ -1,4 +1,4 @@
-"""The CPU service where all neurons are always computed: down projections as the file has them."""
+"""The CPU service where no neuron is chosen beforehand: down projections as the file has them."""
 
 from pathlib import Path
 
@@ -8,17 +8,17 @@ from actors.cpu.cpu_service import CpuService
 from actors.telemetry.snapshot import bucket_of
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
-from model.weights.down_outputs import read_down_outputs
+from model.weights.down_outputs import down_lengths, read_down_outputs
 from model.weights.ffn import read_ffn
 from model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from numba_kernels.decode.activations import activation
 from numba_kernels.serve.dense_ffn import (
     DenseFfnArrays,
-    computes_all,
     new_dense_scratch,
     serve_dense_ffn,
 )
-from numba_kernels.serve.mailbox import FFN, OPERATION
+from numba_kernels.serve.layer_ffn import NO_NORMS
+from numba_kernels.serve.mailbox import FFN, NUM_IDS, OPERATION
 
 
 class DenseCpuService(CpuService):
@@ -38,10 +38,10 @@ class DenseCpuService(CpuService):
         self._scratch = new_dense_scratch(self.num_threads, num_tokens, num_neurons, width)
 
     def answer_in_python(self) -> None:
-        """See `CpuService`. Errors: ValueError where some neurons are chosen: it has no rows."""
+        """See `CpuService`. Errors: ValueError where some neurons are listed: it has no rows."""
         request = self.wires.requests[self.index]
-        if request[OPERATION] == FFN and not computes_all(request):
-            raise ValueError(f"{self.name} computes all neurons, and was asked for some")
+        if request[OPERATION] == FFN and request[NUM_IDS] >= 0:
+            raise ValueError(f"{self.name} computes all gates, and was asked for some")
         super().answer_in_python()
 
 
@@ -54,6 +54,7 @@ def load_dense_service(
     include_down_bias: bool,
     on_bytes: OnBytes,
     touch: Touch | None = None,
+    has_down_norms: bool = False,
 ) -> DenseCpuService:
     """Read the run `neurons` of every layer; as `actors.cpu.cpu_service.load_cpu_service`.
 
@@ -74,6 +75,7 @@ def load_dense_service(
         gate_bias=weights.gate_bias,
         up_bias=weights.up_bias,
         down_bias=weights.down_bias,
+        down_norms=down_lengths(down) if has_down_norms else NO_NORMS,
     )
     buckets = bucket_of(np.concatenate(ids), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)

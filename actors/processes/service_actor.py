@@ -163,6 +163,7 @@ class ServiceActor:
                 spec.index == 1,
                 on_bytes,
                 touch,
+                spec.has_down_norms,
             )
         return lambda on_bytes: load_cpu_service(
             path,

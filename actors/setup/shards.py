@@ -9,7 +9,7 @@ import numpy as np
 
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.kv_pool import num_pages_of
-from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec, SystemConfig
+from actors.protocol.messages import THRESHOLD, CacheSpec, GpuShare, ServiceSpec, SystemConfig
 from actors.protocol.neuron_bundles import bundle_bytes
 from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
@@ -179,11 +179,12 @@ def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelCon
 def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether down projections can stay as the file has them, a row for each output.
 
-    They can where all neurons are computed, by services that hold runs of them.
+    They can where no neuron is chosen before its gate is computed, by services that hold runs of
+    neurons. With thresholds whole rows of few bits are read as fast as chosen ones of 8.
     Errors:  CheckpointError
     """
     return (
-        system.mode == "dense"
+        system.mode in ("dense", THRESHOLD)
         and system.device == "cpu"
         and not system.weight_dtype
         and system.num_cpu_actors <= num_units(config)

@@ -79,7 +79,8 @@ def promise(found: Calibrated, config: ModelConfig) -> str:
 def ffn_share(found: Calibrated, config: ModelConfig) -> float:
     """The share of the FFN's bytes that a token reads, in the formats of `config`."""
     rows = RowBytes.of(config)
-    return found.ffn_share(rows.first, rows.up, rows.down)
+    shares = float(found.up_share.mean()), float(found.down_share.mean())
+    return rows.read(1, *shares) / (rows.first + rows.rest)
 
 
 def own_thresholds(path: Path, config: ModelConfig) -> Calibrated | None:

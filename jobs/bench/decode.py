@@ -220,8 +220,6 @@ def _bytes_a_token(config: ModelConfig, result: Generation, system: SystemConfig
     """What one step reads: attention, head, predictors, and the FFN's rows that were computed."""
     rows = RowBytes.of(config)
     neurons = config.num_layers * config.ffn_size
-    first = rows.first * result.gates_computed
-    rest = rows.up * result.ups_computed + rows.down * result.neurons_computed
-    ffn = neurons * (first + rest)
+    ffn = neurons * rows.read(result.gates_computed, result.ups_computed, result.neurons_computed)
     predictors = Path(system.predictors_path).stat().st_size if system.predictors_path else 0
     return int(attention_bytes(config) + head_bytes(config) + predictors + ffn)

@@ -1,10 +1,12 @@
-"""Down projections as files have them, a row for each output: for neurons that all are computed.
+"""Down projections as files have them, a row for each output: where no neuron is chosen before.
 
 By neurons (`model.weights.ffn`) the numbers of ggml's blocks have to be quantized again, because
 blocks lie along outputs' rows. As they are, they keep their bits and take no more of them.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from model.config.families import tensor_names
 from model.config.model_config import ModelConfig
@@ -13,8 +15,10 @@ from model.weights.layer_rows import empty_rows, tensor_places
 from model.weights.tensor_reader import TensorReader
 from numba_kernels.formats import is_blocks
 from numba_kernels.layer_rows import LayerRows
+from numba_kernels.load.convert import to_float32
 
 UNIT = 256  # neurons, at multiples of which rows are cut: whole blocks of every format
+_ROWS_AT_ONCE = 64
 
 
 def num_units(config: ModelConfig) -> int:
@@ -52,6 +56,22 @@ def read_down_outputs(
         (place,) = tensor_places(rows, layer, [config.hidden_size])
         reader.row_parts(_name(config, layer), config.ffn_size, place, first)
     return rows
+
+
+def down_lengths(rows: LayerRows) -> np.ndarray:
+    """Return the lengths of what neurons weigh in all outputs, layer after layer, (L * N,) float32.
+
+    Takes the floats of a few rows at a time.
+    """
+    lengths = []
+    for layer in range(len(rows.first_rows)):
+        (matrix,) = rows.parts(layer)
+        squares = sum(
+            np.square(to_float32(matrix[first : first + _ROWS_AT_ONCE])).sum(axis=0)
+            for first in range(0, len(matrix), _ROWS_AT_ONCE)
+        )
+        lengths.append(np.sqrt(squares))
+    return np.concatenate(lengths).astype(np.float32)
 
 
 def _name(config: ModelConfig, layer: int) -> str:

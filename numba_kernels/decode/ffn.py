@@ -79,7 +79,7 @@ def by_neuron(gates, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def _scale_one(up, bias, fired_ids, num_fired, x, function, h):
+def scale_by_up(up, bias, fired_ids, num_fired, x, function, h):
     """h[i] *= up[n] . x[0] + bias[n], n = fired_ids[i]; drelu: relu of it.
 
     Rows without a gap between them are one stream: see `dot_row`.
@@ -100,7 +100,7 @@ def _scale_one(up, bias, fired_ids, num_fired, x, function, h):
 
 
 @njit(nogil=True, cache=True)
-def _drop_small(fired_ids, num_fired, h, down_norms, least):
+def drop_small(fired_ids, num_fired, h, down_norms, least):
     """Keep those neurons that contribute more than `least`, in their order; their number."""
     kept = 0
     for i in range(num_fired):
@@ -148,9 +148,9 @@ def up_down_kernel(
     """
     if out.shape[0] == 1:
         if up.shape[0]:
-            _scale_one(up, bias, fired_ids, num_fired, x, function, gates)
+            scale_by_up(up, bias, fired_ids, num_fired, x, function, gates)
             if least >= 0:
-                num_fired = _drop_small(fired_ids, num_fired, gates, down_norms, least)
+                num_fired = drop_small(fired_ids, num_fired, gates, down_norms, least)
         _add_one(down, fired_ids, num_fired, gates, out[0])
         return num_fired
     return up_down_of_some(

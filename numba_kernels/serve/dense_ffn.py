@@ -1,9 +1,10 @@
-"""A layer's feed-forward network where every neuron is always computed, by a service's threads.
+"""A layer's feed-forward network with every gate and whole down rows, by a service's threads.
 
-Nothing is skipped, so the down projection may lie as files have it: a row for each output, in their
-own format, where neurons of their own (`numba_kernels.serve.layer_ffn`) would have to be quantized
-again. Each matrix is one stream that threads share by work stealing; a row's product is the same
-whichever thread computes it.
+Where no neuron is chosen beforehand, the down projection may lie as files have it: a row for each
+output, in their own format, where neurons of their own (`numba_kernels.serve.layer_ffn`) would have
+to be quantized again. Each matrix is one stream that threads share by work stealing; a row's
+product is the same whichever thread computes it. Thresholds leave out up rows, and make zeros of
+neurons that add too little; down rows are read whole.
 """
 
 from typing import NamedTuple
@@ -11,12 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from numba_kernels.decode.activations import activate, activate_up
+from numba_kernels.decode.activations import activate, activate_up, passes
+from numba_kernels.decode.batch_ffn import contribution
+from numba_kernels.decode.ffn import NO_IDS, NO_MASKS, drop_small, keep_fired_kernel, scale_by_up
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
 from numba_kernels.layer_rows import LayerRows
 from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.layer_ffn import part_of
+from numba_kernels.serve.layer_ffn import NO_NORMS, part_of
 from numba_kernels.serve.mailbox import (
     ALL_FIRED,
     ALL_GATES,
@@ -52,7 +55,8 @@ class DenseFfnArrays(NamedTuple):
 
     offsets (L + 1,) int64; gate, up (L * N, d) weights, up (0, d) in a two-matrix FFN; down: d rows
     a layer, of N weights each; gate_bias, up_bias (L * N,) or (0,), down_bias (L, d) or (L, 0)
-    float32
+    float32; down_norms (L * N,) or (0,) float32: lengths of what neurons weigh in down, for
+    thresholds of products
     """
 
     offsets: np.ndarray
@@ -62,14 +66,25 @@ class DenseFfnArrays(NamedTuple):
     gate_bias: np.ndarray
     up_bias: np.ndarray
     down_bias: np.ndarray
+    down_norms: np.ndarray = NO_NORMS
 
 
 class DenseFfnScratch(NamedTuple):
     """Work space: gates, ups (T * N,) float32, the inputs of products quantized, for quantized
-    weights, and counters of the blocks taken. T is the most tokens of one request."""
+    weights, and counters of the blocks taken. T is the most tokens of one request.
+
+    Of one token, fired_ids (N,) int32, fired_masks the same uint32, fired (N,) float32: who passes
+    thresholds in each thread's range. counts, up_counts (threads,) int64: how many neurons
+    contribute, and of how many the up row was read.
+    """
 
     gates: np.ndarray
     ups: np.ndarray
+    fired_ids: np.ndarray
+    fired_masks: np.ndarray
+    fired: np.ndarray
+    counts: np.ndarray
+    up_counts: np.ndarray
     inputs: QuantizedVectors
     counters: np.ndarray
     num_tokens: int
@@ -82,6 +97,11 @@ def new_dense_scratch(
     return DenseFfnScratch(
         gates=np.zeros(num_tokens * num_neurons, np.float32),
         ups=np.zeros(num_tokens * num_neurons, np.float32),
+        fired_ids=np.zeros(num_neurons, np.int32),
+        fired_masks=np.zeros(num_neurons, np.uint32),
+        fired=np.zeros(num_neurons, np.float32),
+        counts=np.zeros(num_threads, np.int64),
+        up_counts=np.zeros(num_threads, np.int64),
         inputs=empty_vectors(num_threads, num_tokens, max(num_neurons, width)),
         counters=new_block_counters(_NUM_COUNTERS, num_threads),
         num_tokens=num_tokens,
@@ -95,19 +115,51 @@ def _by_token(values, num_tokens, num_neurons):
 
 
 @njit(nogil=True, cache=True)
-def _activate(first, last, function, has_up, gates, ups):
-    """gates[t, n] = fn(gates[t, n]) * ups[t, n] for neurons first..last-1."""
-    for t in range(gates.shape[0]):
-        for n in range(first, last):
+def _activate(first, last, function, has_up, thresholds, down_norms, gates, ups):
+    """gates[t, n] = fn(gates[t, n]) * ups[t, n] for neurons first..last-1, 0 below a threshold.
+
+    Returns how many neurons contribute to some token, and of how many one wants the up row.
+    """
+    num_fired = num_up = 0
+    for n in range(first, last):
+        fires = wants_up = False
+        for t in range(gates.shape[0]):
             value = activate(function, gates[t, n])
-            if has_up:
+            is_kept = passes(value, thresholds.gate)
+            wants_up |= is_kept
+            if is_kept and has_up:
                 value *= activate_up(function, ups[t, n])
-            gates[t, n] = value
+                is_kept = passes(contribution(value, down_norms, n), thresholds.product)
+            fires |= is_kept
+            gates[t, n] = value if is_kept else np.float32(0)
+        num_fired += fires
+        num_up += wants_up
+    return num_fired, num_up
+
+
+@njit(nogil=True, cache=True)
+def _activate_some(first, last, function, thresholds, up, up_bias, down_norms, x, gates, scratch):
+    """`_activate` for one token that reads those up rows alone whose gates pass."""
+    ids, fired = scratch.fired_ids[first:last], scratch.fired[first:last]
+    for n in range(first, last):
+        gates[n] = activate(function, gates[n])
+    num_up = keep_fired_kernel(
+        NO_IDS, NO_MASKS, thresholds.gate, first, last, gates[first:last], ids,
+        scratch.fired_masks[first:last], fired,
+    )  # fmt: skip
+    scale_by_up(up, up_bias, ids, num_up, x, function, fired)
+    num_fired = num_up
+    if thresholds.product >= 0:
+        num_fired = drop_small(ids, num_up, fired, down_norms, thresholds.product)
+    gates[first:last] = 0
+    for i in range(num_fired):
+        gates[ids[i]] = fired[i]
+    return num_fired, num_up
 
 
 @njit(nogil=True, cache=True)
 def dense_layer_ffn(
-    thread, num_threads, cells, service, layer, x, arrays, scratch, function, out
+    thread, num_threads, cells, service, layer, thresholds, x, arrays, scratch, function, out
 ):  # fmt: skip
     """out = the layer's FFN of x (T, d): this thread's part of the work; checks nothing.
 
@@ -117,21 +169,31 @@ def dense_layer_ffn(
     """
     begin, end = arrays.offsets[layer], arrays.offsets[layer + 1]
     gate, has_up, none = arrays.gate[begin:end], arrays.up.shape[0] > 0, x[:0]
+    up = arrays.up[begin:end] if has_up else arrays.up
     gates = _by_token(scratch.gates, x.shape[0], end - begin)
     ups = _by_token(scratch.ups, x.shape[0], end - begin)
     vectors = prepared(gate, x, scratch.inputs, thread)
+    up_bias = part_of(arrays.up_bias, begin, end)
+    down_norms = part_of(arrays.down_norms, begin, end)
     work_stealing_rows(
         scratch.counters[_GATE], thread, num_threads, gate, part_of(arrays.gate_bias, begin, end),
         vectors, none, gates, np.int64(0),
     )  # fmt: skip
-    if has_up:
+    some_ups = has_up and x.shape[0] == 1 and thresholds.gate >= 0
+    if has_up and not some_ups:
         work_stealing_rows(
-            scratch.counters[_UP], thread, num_threads, arrays.up[begin:end],
-            part_of(arrays.up_bias, begin, end), vectors, none, ups, np.int64(0),
+            scratch.counters[_UP], thread, num_threads, up, up_bias, vectors, none, ups,
+            np.int64(0),
         )  # fmt: skip
     meet(cells, service, num_threads)
     first, last = split_range(end - begin, thread, num_threads, _GROUP)
-    _activate(first, last, function, has_up, gates, ups)
+    if some_ups:
+        counts = _activate_some(
+            first, last, function, thresholds, up, up_bias, down_norms, vectors, gates[0], scratch
+        )
+    else:
+        counts = _activate(first, last, function, has_up, thresholds, down_norms, gates, ups)
+    scratch.counts[thread], scratch.up_counts[thread] = counts
     meet(cells, service, num_threads)
     work_stealing_layer(
         scratch.counters[_DOWN : _DOWN_SECOND + 1], thread, num_threads, arrays.down, layer,
@@ -140,47 +202,52 @@ def dense_layer_ffn(
 
 
 @njit(nogil=True, cache=True)
-def _count_all(service, layer, buckets, wires):
-    """Count in the arena that all neurons of the layer have been computed."""
-    counts = wires.neuron_counts[service, layer]
+def _count(service, layer, first, buckets, gates, is_all, wires):
+    """Count in the arena which neurons of the layer contribute to some token: where gates are not
+    zero, or all of them. Every gate has been computed."""
+    counts, bucket_of = wires.neuron_counts[service, layer], buckets.bucket[first:]
     for bucket in range(counts.shape[0]):
         every = buckets.sizes[layer, bucket]
-        counts[bucket, LAST_GATES] = counts[bucket, LAST_FIRED] = every
-        counts[bucket, ALL_FIRED] += every
-        counts[bucket, ALL_GATES] += every
+        counts[bucket, LAST_GATES] = every
+        counts[bucket, LAST_FIRED] = every if is_all else np.uint32(0)
+    if not is_all:
+        for n in range(gates.shape[1]):
+            fires = False
+            for t in range(gates.shape[0]):
+                fires |= gates[t, n] != 0
+            counts[bucket_of[n], LAST_FIRED] += np.uint32(fires)
+    for bucket in range(counts.shape[0]):
+        counts[bucket, ALL_FIRED] += counts[bucket, LAST_FIRED]
+        counts[bucket, ALL_GATES] += counts[bucket, LAST_GATES]
     wires.counted_steps[service, layer] += np.uint32(1)
 
 
 @njit(nogil=True, cache=True)
-def computes_all(request):
-    """Whether an FFN request (words,) wants all neurons, whatever their activation."""
-    told = read_thresholds(request)
-    return request[NUM_IDS] < 0 and told.gate < 0 and told.product < 0
-
-
-@njit(nogil=True, cache=True)
 def serve_dense_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, function):
-    """`numba_kernels.serve.serve_ffn.serve_ffn` of neurons that are all computed.
+    """`numba_kernels.serve.serve_ffn.serve_ffn` of whole down rows.
 
-    Requests that choose among them are Python's, which refuses them.
+    Requests that list neurons are Python's, which refuses them.
     """
     request, reply = wires.requests[service], wires.replies[service]
     while True:
         number = next_request(wires.cells, service, seen)
         started = now_ns()
         num_tokens = request[NUM_TOKENS]
-        is_own = request[OPERATION] == FFN and computes_all(request)
+        is_own = request[OPERATION] == FFN and request[NUM_IDS] < 0
         if is_own and num_tokens <= scratch.num_tokens:
-            layer = request[LAYER]
+            layer, thresholds = request[LAYER], read_thresholds(request)
             dense_layer_ffn(
-                thread, num_threads, wires.cells, service, layer, wires.ffn_input[:num_tokens],
-                arrays, scratch, function, wires.partials[service, :num_tokens],
+                thread, num_threads, wires.cells, service, layer, thresholds,
+                wires.ffn_input[:num_tokens], arrays, scratch, function,
+                wires.partials[service, :num_tokens],
             )  # fmt: skip
             if thread == 0:
-                count = arrays.offsets[layer + 1] - arrays.offsets[layer]
-                reply[NUM_COMPUTED] = reply[NUM_UP] = count
+                first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
+                reply[NUM_COMPUTED], reply[NUM_UP] = scratch.counts.sum(), scratch.up_counts.sum()
                 if request[WATCHED]:
-                    _count_all(service, layer, buckets, wires)
+                    gates = _by_token(scratch.gates, num_tokens, last - first)
+                    is_all = thresholds.gate < 0 and thresholds.product < 0
+                    _count(service, layer, first, buckets, gates, is_all, wires)
         elif request[OPERATION] != PING:
             return number
         finish_request(

@@ -55,11 +55,15 @@ class PredictorCost:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of a neuron's first row, of its up row (0 in a two-matrix FFN), and of its down row."""
+    """Bytes of a neuron's first row, of its up row (0 in a two-matrix FFN), and of its down row.
+
+    Where down projections lie by outputs, all of `down` is read whoever fires.
+    """
 
     first: int
     up: int
     down: int
+    reads_all_down: bool = False
 
     @property
     def rest(self) -> int:
@@ -71,7 +75,13 @@ class RowBytes:
         """The rows of `config`, in its dtypes."""
         first = row_bytes(config, config.hidden_size, "gate")
         down = round(mean_row_bytes(config, config.hidden_size, "down"))
-        return cls(first, first if config.has_gate else 0, down)
+        by_outputs = "down" in dict(config.mean_row_bytes)
+        return cls(first, first if config.has_gate else 0, down, by_outputs)
+
+    def read(self, gates: float, ups: float, downs: float) -> float:
+        """Bytes of a neuron where such shares of these rows are computed."""
+        of_down = self.down if self.reads_all_down else self.down * downs
+        return self.first * gates + self.up * ups + of_down
 
 
 def read_bytes(

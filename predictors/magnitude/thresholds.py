@@ -56,11 +56,6 @@ class Calibrated:
     down_share: np.ndarray
     text_digest: str
 
-    def ffn_share(self, gate_bytes: int, up_bytes: int, down_bytes: int) -> float:
-        """The share of the FFN's bytes that a token reads, of rows of so many bytes."""
-        read = up_bytes * self.up_share.mean() + down_bytes * self.down_share.mean()
-        return float((gate_bytes + read) / (gate_bytes + up_bytes + down_bytes))
-
 
 def thresholds_path(model_path: str | Path) -> Path:
     """Where a model's thresholds lie unless told otherwise."""

@@ -179,6 +179,7 @@ class InProcessSystem:
                     (spec.neuron_ids or [])[0],
                     spec.index == 1,
                     lambda num_bytes: None,
+                    has_down_norms=spec.has_down_norms,
                 )
                 for spec in self.specs[1:]
             ]

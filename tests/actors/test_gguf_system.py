@@ -6,12 +6,13 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from actors.cpu.dense_service import load_dense_service
 from actors.processes.scaling import scaled_system
-from actors.protocol.failures import AnswerFailed
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.options import SystemOptions
 from actors.setup.preflight import prepare_system, read_model
@@ -20,8 +21,11 @@ from actors.system import System
 from model.errors import UsageError
 from model.reference import reference_logits
 from model.sampling import SamplingParams
+from numba_kernels.decode.activations import Thresholds
+from numba_kernels.serve.mailbox import FFN, OPERATION
 from tests.actors.batching import Asking
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_threshold_mode import written
 from tests.gguf_files import LlamaFile
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import IDS as IDS_OF_LOGITS
@@ -76,15 +80,43 @@ def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: P
     assert np.abs(by_kernels - by_products).max() < 0.03 * spread
 
 
+def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
+    """Neurons that add little are left out, as the reference leaves them out."""
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny(), path, MIXED)
+    thresholds = [Thresholds(np.float32(20), np.float32(20000))] * 2
+    told = [(float(each.gate), float(each.product)) for each in thresholds]
+    file = written(path, 2, thresholds)
+    options = SystemOptions(context_length=128, mode="threshold", thresholds=file)
+    system, config = prepare_system(path, options)
+    assert system.down_by_outputs and system.has_down_norms
+    dense = reference_logits(path, MODEL_IDS)
+    wanted = reference_logits(path, MODEL_IDS, thresholds=told)
+    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
+        engine = running.engine("threshold", thresholds=thresholds)
+        for at, token in enumerate(MODEL_IDS.tolist()):
+            engine.step([token], [at], [0])
+        times = engine.times
+        assert 0.2 * times.num_gates < times.num_neurons < times.num_ups < 0.9 * times.num_gates
+        found = running.logits("threshold", MODEL_IDS, (1,), thresholds=thresholds)
+        for size in (3, 10):
+            together = running.logits("threshold", MODEL_IDS, (size,), thresholds=thresholds)
+            assert np.array_equal(found, together)
+    # A number beside a threshold may fall to its other side: vectors have 8 bits here.
+    left_out = np.abs(wanted - dense).max()
+    assert left_out > 0.02 * np.abs(dense).max()
+    assert np.abs(found - wanted).max() < 0.5 * left_out
+
+
 def test_rows_of_outputs_choose_no_neurons(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     file_of(tiny(), path, MIXED)
-    system, config = prepare_system(path, SystemOptions(context_length=128))
-    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
-        for mode, size in (("exact", 1), ("exact", 40)):
-            with pytest.raises(AnswerFailed, match="computes all neurons, and was asked for some"):
-                running.logits(mode, np.arange(40), (size,))
-        assert np.isfinite(running.logits("dense", IDS, (1,))).all()
+    neurons = np.arange(512, dtype=np.int32)
+    service = load_dense_service(path, read_model(path), 1, 1, neurons, True, lambda _: None)
+    service.wires = mock.Mock(requests=np.zeros((2, 16), np.int64))
+    service.wires.requests[1, OPERATION] = FFN  # of no ids
+    with pytest.raises(ValueError, match="computes all gates, and was asked for some"):
+        service.answer_in_python()
 
 
 def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:

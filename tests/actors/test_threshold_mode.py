@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from scipy.special import log_softmax
 from actors.driver.driver import Driver
 from actors.driver.scoring import ThresholdTrials, score_window
 from actors.protocol.messages import THRESHOLD, SystemConfig
+from actors.setup.threshold_mode import ffn_share
 from jobs.commands.perplexity import summary
 from model import reference
 from model.files.artifact import ModelIdentity
@@ -198,4 +200,6 @@ def test_the_file_holds_what_was_written(tmp_path: Path) -> None:
     found = read_thresholds(file, ModelIdentity.of(path), config)
     assert found.thresholds.of_layers() == thresholds
     assert (found.mean_kld, found.target_kld) == (0.02, 0.03)
-    assert found.ffn_share(10, 10, 20) == pytest.approx((10 + 5 + 5) / 40)
+    assert ffn_share(found, config) == pytest.approx((1 + 0.5 + 0.25) / 3)
+    by_outputs = replace(config, mean_row_bytes=(("down", 2.0 * 4 * config.hidden_size),))
+    assert ffn_share(found, by_outputs) == pytest.approx((1 + 0.5 + 2) / 4)

@@ -1,4 +1,4 @@
-"""The FFN of neurons that are all computed: against float64, by any threads, in any company."""
+"""The FFN of whole down rows: against float64, by any threads, in any company."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from numba_kernels.decode.activations import activation
+from numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation
 from numba_kernels.layer_rows import LayerRows
 from numba_kernels.load.convert import to_float32
 from numba_kernels.serve.dense_ffn import DenseFfnArrays, dense_layer_ffn, new_dense_scratch
@@ -43,11 +43,18 @@ def arrays_of(has_up: bool, has_bias: bool) -> DenseFfnArrays:
         gate_bias=biases(rows),
         up_bias=biases(rows) if has_up else np.empty(0, np.float32),
         down_bias=biases(LAYERS, WIDTH),
+        down_norms=np.linspace(0.5, 1.5, rows, dtype=np.float32),
     )
 
 
 def computed(
-    arrays: DenseFfnArrays, name: str, layer: int, x: np.ndarray, num_threads: int
+    arrays: DenseFfnArrays,
+    name: str,
+    layer: int,
+    x: np.ndarray,
+    num_threads: int,
+    thresholds: Thresholds = ALL_FIRE,
+    counts: list[int] | None = None,
 ) -> np.ndarray:
     """What so many threads answer, each in its own time."""
     scratch = new_dense_scratch(num_threads, 8, NEURONS, WIDTH)
@@ -56,15 +63,24 @@ def computed(
 
     def run(thread: int) -> None:
         dense_layer_ffn(
-            thread, num_threads, cells, 0, layer, x, arrays, scratch, activation(name), out
-        )
+            thread, num_threads, cells, 0, layer, thresholds, x, arrays, scratch,
+            activation(name), out,
+        )  # fmt: skip
 
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(run, range(num_threads)))
+    if counts is not None:
+        counts[:] = [int(scratch.up_counts.sum()), int(scratch.counts.sum())]
     return out
 
 
-def expected(arrays: DenseFfnArrays, layer: int, x: np.ndarray) -> np.ndarray:
+def expected(
+    arrays: DenseFfnArrays,
+    layer: int,
+    x: np.ndarray,
+    thresholds: Thresholds = ALL_FIRE,
+    counts: list[int] | None = None,
+) -> np.ndarray:
     """silu(gate) * up, down, in float64; a two-matrix FFN without up."""
     part = slice(layer * NEURONS, (layer + 1) * NEURONS)
 
@@ -74,8 +90,13 @@ def expected(arrays: DenseFfnArrays, layer: int, x: np.ndarray) -> np.ndarray:
 
     gates = products(arrays.gate[part], x.astype(np.float64), arrays.gate_bias[part])
     h = gates / (1 + np.exp(-gates))
+    passed = np.abs(h) > thresholds.gate
     if arrays.up.size:
         h *= products(arrays.up[part], x.astype(np.float64), arrays.up_bias[part])
+    kept = passed & (np.abs(h * arrays.down_norms[part]) > thresholds.product)
+    if counts is not None:
+        counts[:] = [int(passed.any(axis=0).sum()), int(kept.any(axis=0).sum())]
+    h *= kept
     return products(arrays.down.matrix(layer), h, arrays.down_bias[layer])
 
 
@@ -94,4 +115,31 @@ def test_bits_in_any_company_by_any_threads(layer: int) -> None:
     for num_tokens in (1, 2, 3, 5, 8):
         for num_threads in (1, 2, 3):
             together = computed(arrays, "silu", layer, x[:num_tokens], num_threads)
+            assert together.tobytes() == alone[:num_tokens].tobytes()
+
+
+SOME = Thresholds(np.float32(0.15), np.float32(0.6))
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_thresholds_leave_out_what_adds_little(layer: int, num_tokens: int) -> None:
+    arrays, x = arrays_of(True, True), random_floats(5, num_tokens, WIDTH)
+    found_counts, counts = [0, 0], [0, 0]
+    found = computed(arrays, "silu", layer, x, 2, SOME, found_counts)
+    wanted = expected(arrays, layer, x, SOME, counts)
+    assert 0 < counts[1] < counts[0]
+    # A number beside a threshold may fall to its other side: x has 8 bits here.
+    assert np.abs(np.subtract(found_counts, counts)).max() <= 0.03 * NEURONS
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+    assert np.abs(found - expected(arrays, layer, x)).max() > 0.05 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_bits_with_thresholds_in_any_company_by_any_threads(layer: int) -> None:
+    arrays, x = arrays_of(True, True), random_floats(6, 8, WIDTH)
+    alone = np.concatenate([computed(arrays, "silu", layer, row[None], 1, SOME) for row in x])
+    for num_tokens in (1, 3, 8):
+        for num_threads in (1, 3):
+            together = computed(arrays, "silu", layer, x[:num_tokens], num_threads, SOME)
             assert together.tobytes() == alone[:num_tokens].tobytes()
