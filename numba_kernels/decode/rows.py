@@ -22,6 +22,7 @@ from numba_kernels.ir.tile_ir import (
     FLOAT_THREES,
     HAS_STREAMS,
     NEVER,
+    QUANTIZED_TILES,
     fewest_tokens,
     fit_first_level,
     tile_narrow,
@@ -38,6 +39,8 @@ from numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_r
 
 _PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
 _MOST_ROWS = 192
+_IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
+_SHORT_ROW_BYTES = 1440  # rows of more are not reliably faster for two tokens at a time
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -53,11 +56,19 @@ def rows_ahead(weights):
 def _token_by_token(weights, x, out, first, last, column):
     """out[t, column + n] = weights[n] . x[t] for n in first..last-1, one token after the other.
 
-    The first one reads the rows in one stream, the others find them in the cache.
+    Two at a time where quantized rows have no tiles and are short: a row is then unpacked for both.
+    The first ones read the rows in one stream, the others find them in the cache.
     """
-    for t in range(out.shape[0]):
+    t, in_twos = 0, _IN_TWOS and weights.shape[1] * weights.itemsize < _SHORT_ROW_BYTES
+    while in_twos and t + 2 <= out.shape[0]:
+        for row in range(first, last):
+            two = dot_tokens2(weights, row, x, t, t + 1)
+            out[t, column + row], out[t + 1, column + row] = two[0], two[1]
+        t += 2
+    while t < out.shape[0]:
         for row in range(first, last):
             out[t, column + row] = dot_row(weights, row, x, t)
+        t += 1
 
 
 def _row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
