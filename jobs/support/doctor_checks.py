@@ -159,7 +159,7 @@ def kernel_paths() -> str:
 
     def tiles(shape: Tiles) -> str:
         if shape.fewest_tokens == NEVER:
-            return "one token after the other"
+            return "one token after the other, short ones two at a time"
         return f"tiles of {shape.num_rows} rows x {shape.num_tokens} tokens"
 
     integers = "AVX2's byte products" if has_feature("avx2") else "plain products"

@@ -104,7 +104,7 @@ def drop_small(fired_ids, num_fired, h, down_norms, least):
     """Keep those neurons that contribute more than `least`, in their order; their number."""
     kept = 0
     for i in range(num_fired):
-        if passes(contribution(h[i], down_norms, fired_ids[i]), least):
+        if passes(contribution(h[i], down_norms, np.int64(fired_ids[i])), least):
             fired_ids[kept], h[kept] = fired_ids[i], h[i]
             kept += 1
     return kept
