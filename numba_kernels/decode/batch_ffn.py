@@ -225,7 +225,7 @@ def _drop_small(fired_ids, gates, down_norms, least, lists):
         places, kept = lists.places[t], lists.carried[t]
         for k in range(lists.carried[t], lists.counts[t]):
             i = places[k]
-            if passes(contribution(gates[i, t], down_norms, fired_ids[i]), least):
+            if passes(contribution(gates[i, t], down_norms, np.int64(fired_ids[i])), least):
                 places[kept] = i
                 kept += 1
             else:

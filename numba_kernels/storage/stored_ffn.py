@@ -154,7 +154,7 @@ def _keep_large(down_norms, slots, num_fired, h, least):
     """Keep those that contribute more than `least`, in their order; their number."""
     kept = 0
     for i in range(num_fired):
-        if passes(contribution(h[i], down_norms, slots[i]), least):
+        if passes(contribution(h[i], down_norms, np.int64(slots[i])), least):
             slots[kept], h[kept] = slots[i], h[i]
             kept += 1
     return kept

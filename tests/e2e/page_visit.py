@@ -9,7 +9,7 @@ from typing import Any
 
 QUESTION = "What does textwrap.dedent do?"
 OTHER = "What does os.path.join do?"
-PATIENCE_MS = 30_000
+PATIENCE_MS = 90_000
 
 
 def ask(page: Any, question: str) -> None:

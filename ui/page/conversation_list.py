@@ -11,9 +11,13 @@ _LONGEST_QUERY = 200
 
 
 def listed(history: ChatHistory) -> dict[str, Any]:
-    """What `list.js` shows: the conversations that hold something, and have the words searched."""
+    """What `list.js` shows: the conversations that hold something, and have the words searched.
+
+    `at` rises: what an answer's stream and a click of the same moment tell may come in any order.
+    """
     items = [item for item in history.matching() if item.messages]
     return {
+        "at": time.monotonic_ns(),
         "open": history.open_id,
         "query": history.query,
         "any": any(item.messages for item in history.conversations),

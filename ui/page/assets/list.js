@@ -9,6 +9,7 @@ let noting = 0;
 let searching = 0;
 let hasRemoved = false;
 let told = 0; // the number of the last thing that was told
+let newest = props.value; // of all values: an older one may come later
 
 function make(tag, className, text = "") {
   const made = document.createElement(tag);
@@ -27,7 +28,7 @@ function button(className, text, label, action) {
 }
 
 function row({ id, title, busy }) {
-  const isCurrent = id === props.value.open;
+  const isCurrent = id === newest.open;
   const item = make("li", `${busy ? "busy" : ""} ${isCurrent ? "current" : ""}`);
   const open = button("open", title, "", () => act("open", { id }));
   if (isCurrent) open.setAttribute("aria-current", "true");
@@ -84,7 +85,7 @@ function download(conversations) {
 }
 
 function show() {
-  const { rows, any, query, removed, number, note, file: kept } = props.value;
+  const { rows, any, query, removed, number, note, file: kept } = newest;
   if (number && number !== told) {
     told = number;
     if (kept) download(kept);
@@ -118,5 +119,9 @@ search.addEventListener("input", () => {
   clearTimeout(searching);
   searching = setTimeout(() => act("search", { text: search.value }), SEARCH_MS);
 });
-watch("value", show);
+watch("value", () => {
+  if (props.value.at < newest.at) return;
+  newest = props.value;
+  show();
+});
 show();
