@@ -25,6 +25,7 @@ from numba_kernels.ir.tile_ir import (
     QUANTIZED_TILES,
     fewest_tokens,
     fit_first_level,
+    is_slow_to_unpack,
     tile_narrow,
     tile_panel,
     tile_panel3,
@@ -121,7 +122,7 @@ def _overload_tiles(weights, row, count, x, out, column):  # type: ignore[no-unt
         return _no_tiles
     row_format = format_of(weights.dtype)
     if row_format:
-        return _quantized_tiles(row_format.bits == 8)
+        return _quantized_tiles(row_format.bits == 8 or is_slow_to_unpack(row_format))
     return _float_panels if FLOAT_THREES else _float_pairs
 
 
@@ -132,7 +133,7 @@ def _no_tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-d
 def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
     """`_tiles` of a format; with `reads_first` rows are read through if tiles then come out even.
 
-    Rows of bytes are read a little faster alone than multiplied with a token.
+    Rows of bytes, and those slow to unpack, are read a little faster alone than multiplied.
     """
 
     def tiles(weights, row, count, x, out, column):  # type: ignore[no-untyped-def]

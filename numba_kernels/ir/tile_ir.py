@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from numba_kernels.formats import RowFormat
 from numba_kernels.ir.arguments import Arguments, codegen_of
 from numba_kernels.ir.float_ir import (
     FloatPanel,
@@ -49,6 +50,8 @@ _TILES = {
     False: (Tiles(3, 2, 8, 2), Tiles(1, 1, 48, NEVER)),
 }
 FLOAT_TILES, QUANTIZED_TILES = _TILES[has_feature("avx512f")]
+# Of quantized rows that take long to unpack, so that more tokens share it.
+UNPACKED_TILES = Tiles(4, 4, 6, 2) if has_feature("avx512f") else QUANTIZED_TILES
 # Of a block of float rows, for tokens that four do not divide: as many rows in all.
 FLOAT_THREES = Tiles(8, 3, 3, 2) if has_feature("avx512f") else None
 # Of as many rows, for two to four tokens that come first and take them from memory: how many rows,
@@ -64,7 +67,15 @@ _INDEX = types.int64
 
 def tiles_of(weights: Any) -> Tiles:
     """The tiles of an array's format."""
-    return QUANTIZED_TILES if format_of(weights.dtype) else FLOAT_TILES
+    row_format = format_of(weights.dtype)
+    if not row_format:
+        return FLOAT_TILES
+    return UNPACKED_TILES if is_slow_to_unpack(row_format) else QUANTIZED_TILES
+
+
+def is_slow_to_unpack(row_format: RowFormat) -> bool:
+    """Whether values or factors of a row take clearly longer than plain bytes and nibbles."""
+    return row_format.in_blocks or row_format.bits not in (4, 8)
 
 
 @intrinsic
