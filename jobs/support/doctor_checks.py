@@ -155,7 +155,7 @@ def kernel_paths() -> str:
     from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
     from numba_kernels.ir.prompt.int16_ir import has_word_products
     from numba_kernels.ir.target import has_feature
-    from numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES
+    from numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
 
     def tiles(shape: Tiles) -> str:
         if shape.fewest_tokens == NEVER:
@@ -169,7 +169,8 @@ def kernel_paths() -> str:
     pairs = "bfloat16" if has_pair_products() else pairs
     prompts = f"own pairs of {pairs}, or torch" if pairs else "torch"
     return (
-        f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}; "
+        f"several tokens: floats in {tiles(FLOAT_TILES)}, quantized rows {tiles(QUANTIZED_TILES)}, "
+        f"those slow to unpack {tiles(UNPACKED_TILES)}; "
         f"integers by {integers}; predictors' bits by {counts}; prompts by {prompts}"
     )
 

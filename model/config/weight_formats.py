@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from model.config.model_config import MatrixKind, ModelConfig, WeightDtype
 from model.errors import UsageError, shown
-from numba_kernels.formats import (
-    Q4,
-    Q4_1,
-    Q4_K,
-    Q5,
-    Q5_K,
-    Q6,
-    Q8,
-    QUANT_GROUP,
-    is_quantized,
-    row_items,
-)
+from numba_kernels.formats import QUANT_GROUP, QUANTIZED, is_quantized, row_items
 
 QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4_1", "q4")  # the most precise first
 CAST_NAMES: dict[str, WeightDtype] = {"f16": "float16", "bf16": "bfloat16"}  # by --dtype's names
@@ -27,13 +17,7 @@ _DTYPES: dict[WeightDtype, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.int16),
-    "q8": Q8,
-    "q6": Q6,
-    "q4_1": Q4_1,
-    "q4_k": Q4_K,
-    "q5": Q5,
-    "q5_k": Q5_K,
-    "q4": Q4,
+    **{cast(WeightDtype, name): dtype for dtype in QUANTIZED for name in dtype.names or ()},
 }
 
 

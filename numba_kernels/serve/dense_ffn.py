@@ -177,14 +177,13 @@ def dense_layer_ffn(
     down_norms = part_of(arrays.down_norms, begin, end)
     work_stealing_rows(
         scratch.counters[_GATE], thread, num_threads, gate, part_of(arrays.gate_bias, begin, end),
-        vectors, none, gates, np.int64(0),
+        vectors, none, gates, 0,
     )  # fmt: skip
     some_ups = has_up and x.shape[0] == 1 and thresholds.gate >= 0
     if has_up and not some_ups:
         work_stealing_rows(
-            scratch.counters[_UP], thread, num_threads, up, up_bias, vectors, none, ups,
-            np.int64(0),
-        )  # fmt: skip
+            scratch.counters[_UP], thread, num_threads, up, up_bias, vectors, none, ups, 0
+        )
     meet(cells, service, num_threads)
     first, last = split_range(end - begin, thread, num_threads, _GROUP)
     if some_ups:

@@ -22,12 +22,12 @@ from cuda_kernels.matrix import DeviceMatrix
 from cuda_kernels.protocol import DeviceKernels
 from model import torch_activations
 from numba_kernels.checks import ACTIVATION_NAMES, DRELU
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
+from numba_kernels.formats import QUANTIZED
 from numba_kernels.load.convert import to_float32
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
 GARBAGE = 255  # what new memory holds: a NaN in every float format
-_DTYPES = {"q8": Q8, "q4": Q4, "q4_1": Q4_1, "q6": Q6, "q4_k": Q4_K, "q5": Q5, "q5_k": Q5_K}
+_DTYPES = {name: dtype for dtype in QUANTIZED for name in dtype.names or ()}
 
 
 class LaunchError(RuntimeError):

@@ -15,9 +15,9 @@ import numpy as np
 from actors.gpu.cuda.device import Device
 from actors.gpu.gpu_service import attention_shape, position_arrays
 from actors.protocol.messages import CacheSpec
-from cuda_kernels.matrix import DeviceMatrix
+from cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import QUANTIZED_NAMES, dtype_name, requested_dtype
+from model.config.weight_formats import dtype_name, requested_dtype
 from model.files.checkpoint import Checkpoint
 from model.weights.attention import AttentionWeights, attention_layers
 from model.weights.check import weight_shapes
@@ -30,7 +30,7 @@ from numba_kernels.formats import is_quantized, row_width
 from numba_kernels.load.convert import row_lengths
 
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
-    name: name for name in (*QUANTIZED_NAMES, "q6", "q5", "q5_k", "q4_k")
+    name: name for name in QUANT_BLOCKS
 }
 
 
