@@ -78,7 +78,7 @@ def _cold_shards(
 
 
 def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Ids of one layer for each service: runs of them, where all neurons are computed.
+    """Ids of one layer for each service: runs of them, where none is chosen first.
 
     They are cut at multiples of UNIT. Service s has threads[s] threads, and about so large a share,
     a UNIT at least: there are as many.

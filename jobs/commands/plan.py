@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 _PLOTTED = 17  # sizes of memory in a plot
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _LOADS_WITHOUT = (
-    "where no neuron is chosen first, down projections stay as the file has them, and services hold "
-    "runs of neurons; with --out they are by neurons, for a system whose --plan names that file"
+    "where no neuron is chosen first, down projections stay as the file has them, and services "
+    "hold runs of neurons; with --out they are by neurons, for a system whose --plan names that "
+    "file"
 )
 
 
