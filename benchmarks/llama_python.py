@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-_WARM_UP = 8  # tokens
+_WARM_UP = 8  # tokens, or as many as are asked for, where those are fewer
 
 
 def rate_of(llama: Any, num_prompt: int, num_tokens: int) -> float:
@@ -57,7 +57,7 @@ def main(
         verbose=False,
     )  # fmt: skip
     if not no_warmup:
-        rate_of(llama, 0, _WARM_UP)
+        rate_of(llama, 0, min(_WARM_UP, num_tokens or _WARM_UP))
     runs = [(length, 0) for length in lengths] + [(0, num_tokens)] * bool(num_tokens)
     for num_prompt, num_gen in runs:
         rates = [rate_of(llama, num_prompt, num_gen) for _ in range(repeat)]

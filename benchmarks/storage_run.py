@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,12 +30,14 @@ from jobs.support.loading import running_system
 from jobs.support.options import Bytes
 from model.config.model_config import ModelConfig
 from model.sampling import SamplingParams
+from placement.machine.measure_disk import measure_disk
 
 AHEAD = "ahead"
 _WARM_TOKENS = 24  # with which slots fill; not counted
 _PROMPT = 16
 _LOAD_PROMPTS = (1, 16, 40, 200, 500)
-_LOAD_REQUESTS = 3
+_LOAD_REQUESTS, _LOAD_TOKENS = 3, 16
+_TURNS, _TURN = 4, 60  # of a conversation; tokens that each adds
 
 
 def prepared(
@@ -63,22 +66,54 @@ def token_times(running: System, request: GenerateRequest) -> tuple[list[float],
     return times, done
 
 
-def mixed_load(running: System, config: ModelConfig, seconds: float) -> int:
-    """Requests with prompts of several lengths, three at once; how many there were."""
-    ends = time.monotonic() + seconds
+def mixed_load(running: System, config: ModelConfig, seconds: float) -> dict[str, int]:
+    """Requests of several kinds, three at once; how many there were of each.
 
-    def ask(seed: int) -> int:
-        draw, count = random.Random(seed), 0
+    Answers to prompts of several lengths, some of them cancelled in the middle, and conversations
+    whose turns begin with all that was said before.
+    """
+    ends, kinds = time.monotonic() + seconds, (_answer, _answer, _cancelled, _conversation)
+
+    def ask(seed: int) -> Counter[str]:
+        draw, counts = random.Random(seed), Counter[str]()
         while time.monotonic() < ends:
-            size = draw.choice(_LOAD_PROMPTS)
-            ids = [draw.randrange(config.vocab_size) for _ in range(size)]
-            sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-            running.complete(GenerateRequest(sampling, prompt_ids=ids))
-            count += 1
-        return count
+            counts.update(draw.choice(kinds)(running, config, draw))
+        return counts
 
     with ThreadPoolExecutor(_LOAD_REQUESTS) as pool:
-        return sum(pool.map(ask, range(_LOAD_REQUESTS)))
+        return dict(sorted(sum(pool.map(ask, range(_LOAD_REQUESTS)), Counter[str]()).items()))
+
+
+def _ids(config: ModelConfig, draw: random.Random, size: int) -> list[int]:
+    return [draw.randrange(config.vocab_size) for _ in range(size)]
+
+
+def _request(ids: list[int], num_tokens: int, name: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=ids, request_id=name)
+
+
+def _answer(running: System, config: ModelConfig, draw: random.Random) -> dict[str, int]:
+    ids = _ids(config, draw, draw.choice(_LOAD_PROMPTS))
+    running.complete(_request(ids, _LOAD_TOKENS))
+    return {"answers": 1}
+
+
+def _cancelled(running: System, config: ModelConfig, draw: random.Random) -> dict[str, int]:
+    """Cancelled after some tokens, or after a part of its prompt."""
+    ids, name = _ids(config, draw, draw.choice(_LOAD_PROMPTS)), f"cancelled-{draw.random()}"
+    last = draw.randrange(_LOAD_TOKENS)
+    for number, _ in enumerate(running.generate(_request(ids, 4 * _LOAD_TOKENS, name))):
+        if number == last:
+            running.cancel(name)
+    return {"cancelled": 1}
+
+
+def _conversation(running: System, config: ModelConfig, draw: random.Random) -> dict[str, int]:
+    said = _ids(config, draw, _TURN)
+    for _ in range(_TURNS):
+        said += running.complete(_request(said, _LOAD_TOKENS)).ids + _ids(config, draw, _TURN)
+    return {"turns of conversations": _TURNS}
 
 
 def measure(
@@ -96,14 +131,14 @@ def measure(
         "per_token_ms": done.per_token_ms,
         "density": done.neurons_computed,
         "prompt_tokens_per_s": 0.0,
-        "num_requests": 0,
+        "requests": {},
     }
     if prompt:
         running.complete(decode_request(config, prompt, 0, 3))
         long = running.complete(decode_request(config, prompt, 0, 4))
         report["prompt_tokens_per_s"] = long.prefill_tokens_per_s
     if load_s:
-        report["num_requests"] = mixed_load(running, config, load_s)
+        report["requests"] = mixed_load(running, config, load_s)
     return report
 
 
@@ -117,6 +152,7 @@ def measure(
 @click.option("--load", "load_s", default=0.0, help="Then a mixed load of so many seconds.")
 @click.option("--context", default=1024, show_default=True)
 @click.option("--threads", default=2, show_default=True)
+@click.option("--read-bytes", type=Bytes(), default="16KiB", show_default=True)
 @click.option("--without", multiple=True, type=click.Choice([*PARTS, AHEAD]))
 def main(
     model: Path,
@@ -128,9 +164,10 @@ def main(
     load_s: float,
     context: int,
     threads: int,
+    read_bytes: int,
     without: Sequence[str],
 ) -> None:
-    """Measure MODEL once."""
+    """Measure MODEL once, then the disk alone by reads of that size where neurons are on it."""
     options = SystemOptions(
         mode=mode,
         weight_dtype=dtype,
@@ -142,7 +179,9 @@ def main(
     system, config = prepared(model, options, without)
     with running_system(system) as running:
         report = measure(running, config, tokens, prompt, load_s)
-    report["file"] = "" if system.storage is None else system.storage.path
+    report["disk_bytes_per_s"] = 0.0
+    if system.storage is not None:
+        report["disk_bytes_per_s"] = measure_disk(Path(system.storage.path), [read_bytes])[0]
     print(json.dumps(report))
 
 

@@ -12,7 +12,6 @@ import ctypes
 import hashlib
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from actors.processes.freed_memory import give_back_freed_memory
 from actors.protocol.failures import NotFiniteError
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import MATRIX_TOKENS
+from actors.protocol.system_json import system_as_json, system_of_json
 from actors.setup.shards import arena_layout, served_config, service_specs
 from actors.setup.storage import stored_share
 from model.config.build import read_config
@@ -68,7 +68,7 @@ class Rehearsal:
             )
             assert self._process.stdin is not None
             with self._process.stdin as stdin:
-                stdin.write(pickle.dumps(system))
+                stdin.write(system_as_json(system))
 
     @property
     def is_running(self) -> bool:
@@ -227,7 +227,7 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 def _main() -> None:
     """What is compiled for each kind of service first leaves less for the process with all."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    system: SystemConfig = pickle.load(sys.stdin.buffer)
+    system = system_of_json(sys.stdin.buffer.read())
     parts = (lambda: _begun(system, [0])), (lambda: _begun(system, [1])), (lambda: rehearse(system))
     sys.exit(sum(not _in_own_process(part) for part in parts))
 

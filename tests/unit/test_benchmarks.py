@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.benchmark_programs import rows_of, table_of
+from tests.benchmark_programs import error_of, rows_of, run_benchmark, table_of
 from tests.documents import ROOT
 
 
@@ -78,3 +78,21 @@ def test_the_quiz_asks_each_question_once() -> None:
     quiz = [json.loads(line) for line in lines]
     assert 30 <= len({each["question"] for each in quiz}) == len(quiz) <= 50
     assert all(each["answers"] and each["question"].endswith("?") for each in quiz)
+
+
+def test_memory_table_says_the_greatest_total_with_others_pages_too(tmp_path: Path) -> None:
+    gib, mib = 1 << 30, 1 << 20
+    peak = {"total": 3 * gib, "resident": 2 * gib, "page_cache": 512 * mib, "after_s": 70.4}
+    requests = {"answers": 7, "cancelled": 2}
+    run = {"promised": 4 * gib, "requests": requests, "peak": peak | {"others": 256 * mib}}
+    table = table_of("storage_memory", {"minutes": 20, "mode": "sign", "runs": [run]}, tmp_path)
+    assert rows_of(table) == [
+        ["4.00", "7 answers, 2 cancelled", "3.000", "0.750", "256", "0.812", "2.000", "512", "70"]
+    ]
+
+
+def test_a_disk_that_cannot_be_limited_is_no_run_without_a_limit(tmp_path: Path) -> None:
+    said = run_benchmark("limited_run", "--disk", "1GB", "--file", "/proc/self/stat", "--", "true")
+    assert "cannot be limited" in error_of(said)
+    asked = run_benchmark("limited_run", "--disk", "1GB", "--", "true")
+    assert "--disk needs a --file" in error_of(asked)

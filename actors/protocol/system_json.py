@@ -1,0 +1,27 @@
+"""A system's configuration as JSON, for a process that is no Ray actor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from actors.protocol.messages import SystemConfig
+from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.stored_neurons import NeuronStorage
+
+
+def system_as_json(system: SystemConfig) -> bytes:
+    """All fields of it; `system_of_json` undoes it."""
+    return json.dumps(asdict(system)).encode()
+
+
+def system_of_json(text: bytes) -> SystemConfig:
+    """What `system_as_json` wrote. Errors: ValueError, KeyError, TypeError."""
+    values: dict[str, Any] = json.loads(text)
+    storage, products = values["storage"], values["products"]
+    if storage is not None:
+        values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
+    if products is not None:
+        values["products"] = ProductChoice(*products)
+    return SystemConfig(**values | {"hosts": tuple(values["hosts"])})
