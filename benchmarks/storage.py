@@ -67,6 +67,15 @@ def hotcold_run(model: Path, size: int | None, limits: Limits, options: Sequence
     )
 
 
+def planned_speed(model: Path, size: int, disk_limit: int, options: Sequence[str]) -> float:
+    """Tokens a second that `hotcold plan` expects, on such a disk."""
+    command = [sys.executable, "-m", "jobs.cli", "plan", str(model), *options]
+    command += ["--cpu-memory", str(size), "--json"]
+    text, _ = run_limited(command, Limits(disk_bytes_per_s=disk_limit), files_of(model))
+    report: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return float(report["storage"][0]["tokens_per_s"])
+
+
 def llama_run(program: Sequence[str], gguf: Path, limits: Limits, tokens: int, threads: int) -> Run:
     """llama.cpp with mmap: its warming up is part of the run, as its pages are then there."""
     command = [*program, "-m", str(gguf), "-p", "0", "-n", str(tokens), "-t", str(threads)]
@@ -84,17 +93,9 @@ def files_of(model: Path) -> list[Path]:
 
 
 _COLUMNS = (
-    *("GiB", "program", "tokens/s", "of its own in memory", "of llama.cpp"),
-    *(
-        "ms a token",
-        "p99",
-        "prompt tokens/s",
-        "peak GiB",
-        "of the promise",
-        "MB read a step",
-        "found in memory",
-    ),
-    *("waited", "disk alone MB/s", "its limit, tokens/s"),
+    *("GiB", "program", "tokens/s", "planned", "of its own in memory", "of llama.cpp"),
+    *("ms a token", "p99", "prompt tokens/s", "peak GiB", "of the promise"),
+    *("MB read a step", "found in memory", "waited", "disk alone MB/s", "its limit, tokens/s"),
 )
 
 
@@ -103,7 +104,9 @@ def _speed(runs: Sequence[Run]) -> float:
     return median(run.tokens_per_s for run in runs) if runs else 0.0
 
 
-def _line(name: str, size: int | None, runs: Sequence[Run], whole: float, llama: float) -> str:
+def _line(
+    name: str, size: int | None, runs: Sequence[Run], whole: float, llama: float, planned: float
+) -> str:
     """A row of the table: medians; the greatest peak; 0 where a speed is not known."""
 
     def middle(values: Iterable[float], spec: str) -> str:
@@ -114,6 +117,7 @@ def _line(name: str, size: int | None, runs: Sequence[Run], whole: float, llama:
     share = f"{peak / size:.3f}" if size and peak else ""
     said = ["all" if size is None else f"{size / _GIB:.2f}", name]
     said.append(middle((run.tokens_per_s for run in runs), ".2f"))
+    said.append(f"{planned:.2f}" if planned else "")
     said.append(f"{_speed(runs) / whole:.2f}" if whole else "")
     said.append(f"{_speed(runs) / llama:.1f}" if llama else "")
     said.append(middle((run.mean_ms for run in runs), ".0f"))
@@ -195,19 +199,12 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure MODEL with all in memory, and under each --cpu-memory."""
-    common = [
-        "--read-bytes",
-        str(read_bytes),
-        "--threads",
-        str(threads),
-        "--context",
-        str(context),
-        "--tokens",
-        str(tokens),
-    ]
-    common += [] if dtype is None else ["--dtype", dtype]
+    asked = ["--threads", str(threads), "--context", str(context)]
+    asked += [] if dtype is None else ["--dtype", dtype]
+    common = [*asked, "--tokens", str(tokens), "--read-bytes", str(read_bytes)]
     program = [sys.executable, "-m", "benchmarks.llama_python"] if llama is None else [llama]
     runs: dict[tuple[str, int | None], list[Run]] = {}
+    planned: dict[tuple[str, int | None], float] = {}
     for turn in range(repeat):
         for size in (*[None] * with_all, *sizes):
             limits = Limits() if size is None else Limits(int(size * ROOM), disk_limit)
@@ -215,6 +212,9 @@ def main(
                 options = [*common, "--mode", mode, "--prompt", str(prompt)]
                 if size is not None and turn == repeat - 1:
                     options += ["--load", str(load_s)]
+                if size is not None and turn == 0:
+                    speed = planned_speed(model, size, disk_limit, [*asked, "--mode", mode])
+                    planned[f"hotcold {mode}", size] = speed
                 found = hotcold_run(model, size, limits, options)
                 runs.setdefault((f"hotcold {mode}", size), []).append(found)
             if gguf is not None:
@@ -232,7 +232,8 @@ def main(
     for (name, size), found_runs in runs.items():
         own = runs.get((name if name in programs else programs[0], None), [])
         llama_runs = runs.get(("llama.cpp", size), []) if name != "llama.cpp" else []
-        lines.append(_line(name, size, found_runs, _speed(own), _speed(llama_runs)))
+        speeds = _speed(own), _speed(llama_runs), planned.get((name, size), 0.0)
+        lines.append(_line(name, size, found_runs, *speeds))
     click.echo("\n".join(lines))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from placement.profile import ActivationProfile
 
 _PLOTTED = 17  # sizes of memory in a plot
+_ROOMY = 1 << 50  # bytes of a node in which every model fits
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _LOADS_WITHOUT = (
     "where no neuron is chosen first, down projections stay as the file has them, and services "
@@ -101,7 +102,9 @@ def plan(
                 found, options, machine, described, profile, time_limit_s, out is not None
             )
         except MemoryBudgetError as problem:
-            if _plans_storage(found, options, as_json, plot):
+            if found.path is not None and _plans_storage(
+                found, options, machine, profile, as_json, plot
+            ):
                 return
             fits = _fitting_dtype(found, options, machine, described, profile)
             raise MemoryBudgetError(f"{problem}{fits}") from None
@@ -123,7 +126,12 @@ def plan(
 
 
 def _plans_storage(
-    model: PlannedModel, options: SystemOptions, as_json: bool, plot: Path | None
+    model: PlannedModel,
+    options: SystemOptions,
+    machine: Machine,
+    profile: ActivationProfile | None,
+    as_json: bool,
+    plot: Path | None,
 ) -> bool:
     """Say what stays in memory of a model that is here and does not fit; whether that can be done.
 
@@ -132,11 +140,16 @@ def _plans_storage(
     from jobs.profile.plot import plot_stored
     from jobs.support.stored_model import stored_json, stored_plans, stored_text
 
-    plans = [] if model.path is None else stored_plans(model.path, options)
+    assert model.path is not None
+    roomy = replace(machine, nodes=tuple(replace(n, free_bytes=_ROOMY) for n in machine.nodes))
+    with_all = replace(options, cpu_memory_bytes=None)
+    whole, _ = _make_plan(model, with_all, roomy, None, profile, time_limit_s=1.0)
+    memory_s = float(whole.report["token_s"])
+    plans = stored_plans(model.path, options, memory_s)
     if plans:
         click.echo(stored_text(plans))
-    if plans and plot is not None and model.path is not None:
-        more = stored_plans(model.path, options, _PLOTTED)
+    if plans and plot is not None:
+        more = stored_plans(model.path, options, memory_s, _PLOTTED)
         plot_stored(plot, more, resolved_model(model.path).name)
         click.echo(f"drew {plot}")
     if plans and as_json:

@@ -59,7 +59,7 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
 
 
 def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
-    """Draw how many tokens a second the disk allows against --cpu-memory, from least to all.
+    """Draw tokens a second, expected and allowed by the disk, against --cpu-memory.
 
     Errors:  UsageError where the file cannot be written
     """
@@ -70,8 +70,11 @@ def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
-    axes.plot(sizes, [plan.most_tokens_per_s for plan in plans], "o-", color="black")
-    axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s that the disk allows", yscale="log")
+    allowed = [plan.most_tokens_per_s for plan in plans]
+    axes.plot(sizes, [plan.tokens_per_s for plan in plans], "o-", color="black", label="expected")
+    axes.plot(sizes, allowed, "o:", color="0.5", label="that the disk allows")
+    axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s", yscale="log")
+    axes.legend(frameon=False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -13,16 +13,17 @@ from actors.setup.storage import has_bundles, pack_model
 from actors.setup.storage_shares import slot_bytes, token_reads
 from jobs.support.console import progress_bar, stderr_console
 from model.bundles.bundle_file import bundle_path
+from model.bundles.direct import PAGE_BYTES
 from model.bundles.geometry import BundleGeometry
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
 from placement.machine.measure_disk import measure_disk
-from placement.storage import Disk
+from placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
-_READ_SIZES = 16 << 10, 64 << 10
+_MOST_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
 
 
 def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
@@ -64,7 +65,10 @@ def require_bundles(system: SystemConfig) -> None:
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second."""
+    """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second.
+
+    Speeds: expected, and the most that the disk allows, whatever is computed.
+    """
 
     cpu_memory_bytes: int
     gates_stay: bool
@@ -73,12 +77,16 @@ class StoredPlan:
     num_neurons: int
     read_bytes: float
     read_ms: float
-    most_tokens_per_s: float  # that the disk allows, whatever is computed
+    tokens_per_s: float
+    most_tokens_per_s: float
 
 
-def stored_plans(path: Path, options: SystemOptions, num_sizes: int = _SIZES) -> list[StoredPlan]:
+def stored_plans(
+    path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
+) -> list[StoredPlan]:
     """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
 
+    `memory_s` is what a token takes with everything in memory.
     The disk is measured on the file of neurons, where that was made already.
     Errors:  MemoryBudgetError naming the least that would do
     """
@@ -90,19 +98,22 @@ def stored_plans(path: Path, options: SystemOptions, num_sizes: int = _SIZES) ->
         return []
     all_bytes = system_need(replace(system, storage=None), config).total_bytes
     file = Path(system.storage.path)
-    disk = _measured(file) if file.exists() else Disk()
+    disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
     step = (all_bytes - 1 - asked) / (num_sizes - 1)
     sizes = [asked + int(step * i) for i in range(num_sizes)]
-    return list(_plans(path, options, sizes, disk))
+    return list(_plans(path, options, sizes, disk, memory_s))
 
 
-def _measured(file: Path) -> Disk:
-    small, large = zip(_READ_SIZES, measure_disk(file, _READ_SIZES), strict=True)
+def _measured(file: Path, geometry: BundleGeometry) -> Disk:
+    """By reads of a gate's size, and by larger ones."""
+    pages = -(-geometry.gate_bytes // PAGE_BYTES)
+    sizes = min(_MOST_SMALL, pages * PAGE_BYTES), _LARGE
+    small, large = zip(sizes, measure_disk(file, sizes), strict=True)
     return Disk.of_rates(small, large)
 
 
 def _plans(
-    path: Path, options: SystemOptions, sizes: list[int], disk: Disk
+    path: Path, options: SystemOptions, sizes: list[int], disk: Disk, memory_s: float
 ) -> Iterator[StoredPlan]:
     for size in sizes:
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
@@ -112,14 +123,17 @@ def _plans(
         reads = token_reads(path, system, config, system.storage)
         seconds = disk.seconds(reads)
         num_neurons = geometry.num_layers * geometry.num_neurons
+        gates_stay = system.storage.has_gates
+        token_s = token_seconds(memory_s, seconds, reads, system.num_threads, gates_stay)
         yield StoredPlan(
             size,
-            system.storage.has_gates,
+            gates_stay,
             bool(system.storage.predictors),
             min(num_neurons, system.storage.cache_bytes // slot_bytes(geometry, system.storage)),
             num_neurons,
             reads.num_bytes,
             1e3 * seconds,
+            1 / max(token_s, 1e-9),
             1 / max(seconds, 1e-9),
         )
 
@@ -132,8 +146,8 @@ def stored_text(plans: list[StoredPlan]) -> str:
         lines.append(
             f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {gates}"
             f"{plan.num_slots / plan.num_neurons:.0%} of the neurons in memory, "
-            f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: at most "
-            f"{plan.most_tokens_per_s:.1f} tokens/s"
+            f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: expect "
+            f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )
     return "\n".join(lines)
 
