@@ -157,12 +157,16 @@ class CpuService(Service):
             partial,
             skip_silent=bool(told_thresholds(request).gate >= 0),
             counts=counts,
+            await_rest=self.await_rest,
         )
         self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays | DenseFfnArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""
         return self.arrays, layer
+
+    def await_rest(self) -> None:
+        """Return when up and down rows of `layer_arrays` are there. Errors: ServiceError."""
 
     def _ship(self, layer: int, number: int) -> None:
         """Lay the neurons of a round into the arena; the reply says how many rounds there are."""

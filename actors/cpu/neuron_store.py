@@ -220,6 +220,7 @@ class NeuronStore:
         """All of a layer's neurons, as one layer, until the next request.
 
         They lie side by side in the last slots; `together` has all threads copy what is in others.
+        Where gates stay, `await_rest` comes before up and down rows are looked at.
         Errors:  ServiceError
         """
         first, last = self._layer_rows()[layer]
@@ -233,8 +234,8 @@ class NeuronStore:
             copy_layer(slots, self._slot_rows, first, base, *share)
 
         together(copy)
-        if not await_layer(self.stored):
-            raise ServiceError(self.failure())
+        if not self._has_gates:
+            self.await_rest()
         weights = self._weights
 
         def part(bias: np.ndarray) -> np.ndarray:
@@ -251,6 +252,11 @@ class NeuronStore:
             weights.down_bias[layer : layer + 1],
             part(self._down_norms),
         )
+
+    def await_rest(self) -> None:
+        """Return when all of the layer of `layer_arrays` has come. Errors: ServiceError."""
+        if not await_layer(self.stored):
+            raise ServiceError(self.failure())
 
     def failure(self) -> str:
         """What became of the last read that failed; "" where none did."""

@@ -4,6 +4,8 @@ Where few neurons fire, up and down are computed for those tokens alone for whic
 are matrix products too.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -39,12 +41,15 @@ def prompt_ffn(
     *,
     skip_silent: bool,
     counts: np.ndarray | None = None,
+    await_rest: Callable[[], None] = lambda: None,
 ) -> None:
     """out = the partial FFN output of layer `layer`'s shard for all tokens.
 
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
-    tokens for which neuron n's activation is not 0; with drelu also its up product.
+    tokens for which neuron n's activation is not 0; with drelu also its up product. `await_rest`
+    returns once up and down rows are there; gates are at once, and are multiplied before where
+    products need not be asked for together.
     Shapes:  x, out (T, d) float32; counts (N of the layer's shard,) int64
     """
     first, last = int(arrays.offsets[layer]), int(arrays.offsets[layer + 1])
@@ -75,10 +80,14 @@ def prompt_ffn(
         out[begin:end] += arrays.down_bias[layer]
 
     with products.at_once():
+        if scales_at_once or not waits:
+            await_rest()
         products.linears(tokens, [gate_product, up_product] if scales_at_once else [gate_product])
         products.then_rows(len(x), activate)
         if waits:
             products.run()
+            if not scales_at_once:
+                await_rest()
         if counts is not None:
             torch.from_numpy(counts).add_((h != 0).sum(dim=0))
         by_neurons = isinstance(arrays, FfnArrays)

@@ -51,13 +51,20 @@ class StoredCpuService(CpuService):
             self.store.ask_for_layer(following)
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
-        """The layer alone, read as far as it is not in memory. Errors: ServiceError."""
+        """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
+
+        Up and down rows may still be on their way: see `await_rest`.
+        """
 
         def together(phase: Callable[[int], None]) -> None:
             with (products := self._products.get()).at_once():
                 products.then(phase)
 
         return self.store.layer_arrays(layer, together), 0
+
+    def await_rest(self) -> None:
+        """See `CpuService.await_rest`."""
+        self.store.await_rest()
 
     def explain(self, service: int) -> str:
         """What became of a read, if the last one failed; else as `Service.explain`."""
