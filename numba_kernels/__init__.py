@@ -13,18 +13,25 @@ Compiled kernels are kept on disk as `kernel_cache` says.
 
 import numba
 
-from numba_kernels.called_kernels import compile_called_kernels
-from numba_kernels.kernel_cache import share_compilers
+from numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
 
-numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
-    [
-        "numba_kernels.kernel_cache.SourceHashLocator",
-        "UserProvidedCacheLocator",
-        "InTreeCacheLocator",
-        "UserWideCacheLocator",
-        "IPythonCacheLocator",
-        "ZipCacheLocator",
-    ]
-)
-compile_called_kernels()
-share_compilers()
+if has_compiling_parts():
+    from numba_kernels.called_kernels import compile_called_kernels
+
+    compile_called_kernels()
+if has_cache_parts():
+    from numba_kernels.one_compiler import share_compilers
+
+    numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
+        [
+            "numba_kernels.one_compiler.SourceHashLocator",
+            "UserProvidedCacheLocator",
+            "InTreeCacheLocator",
+            "UserWideCacheLocator",
+            "IPythonCacheLocator",
+            "ZipCacheLocator",
+        ]
+    )
+    share_compilers()
+else:
+    use_numbas_cache()

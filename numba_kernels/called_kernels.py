@@ -9,13 +9,12 @@ To Numba a number that is written in a call is a type of its own, and what is ca
 once more for each. Here it is an int64, as any other.
 
 A kernel is always made of such code, so its bits do not depend on what was compiled before it.
-This leans on parts of Numba that are its own; a later Numba than those tried compiles as it does.
+This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
@@ -23,17 +22,12 @@ from numba.core.dispatcher import Dispatcher, _FunctionCompiler
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
-_NEWEST_NUMBA = (0, 68)
+from numba_kernels.kernel_cache import being_compiled, is_called
+
 _PACKAGE = __name__.partition(".")[0] + "."
 _CALLED = "called"  # how LLVM code is kept, beside Numba's own "object" and "bitcode"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
-_being_compiled: list[Dispatcher] = []  # each for the one before it
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
-
-
-def is_called() -> bool:
-    """Whether what is compiled now is for a function that calls it, not for Python."""
-    return len(_being_compiled) > 1
 
 
 class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
@@ -95,8 +89,6 @@ def _set_waiting(codegen: Any) -> None:
 
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
-    if numba.version_info.short > _NEWEST_NUMBA:
-        return
     codegen = cpu_target.target_context.codegen()
     compile_function, add_overload = Dispatcher.compile, Dispatcher.add_overload
     customize_flags = _FunctionCompiler._customize_flags
@@ -106,7 +98,7 @@ def compile_called_kernels() -> None:
         """Compile for Python or for a caller; each has what was compiled for it."""
         args = tuple(normalize_signature(sig)[0])
         with global_compiler_lock:
-            _being_compiled.append(self)
+            being_compiled.append(self)
             try:
                 known, key = self.__dict__.setdefault("variants", {}), (args, is_called())
                 if key not in known:
@@ -114,7 +106,7 @@ def compile_called_kernels() -> None:
                     compile_function(self, sig)
                     known[key] = self.overloads[args]
             finally:
-                _being_compiled.pop()
+                being_compiled.pop()
             self.overloads[args] = known[key]  # which callers ask for what they call
             return known[key].entry_point
 
@@ -131,11 +123,11 @@ def compile_called_kernels() -> None:
         flags.no_cpython_wrapper = flags.no_cpython_wrapper or is_called()
         return flags
 
-    def keep(self: Any, compiled: Any) -> None:
+    def keep(self: Any, cres: Any) -> None:
         if is_called():
-            self.overloads[tuple(compiled.signature.args)] = compiled
+            self.overloads[tuple(cres.signature.args)] = cres
         else:
-            add_overload(self, compiled)
+            add_overload(self, cres)
 
     def set_env(name: str, environment: Any) -> None:
         _waiting[name] = environment

@@ -1,36 +1,23 @@
-"""Where compiled kernels are kept on disk.
+"""Where compiled kernels are kept on disk, and which two of one function are told apart.
 
 Numba keys its cache by the path of a function's source and by that file's content alone. Kernels
 here call kernels of other files, whose change would go unnoticed; and every upload of a job unpacks
 the same sources under another path, which would compile everything again. So compiled kernels of
 this package are in one folder named after a hash of all its sources, wherever they stand.
-
-The services of a system start at the same time and need the same kernels. One process compiles a
-function for given types, and the others wait for what it writes: it takes half of the time.
-Meanwhile others compile it for other types. Numba's index of a function's kernels, which it reads,
-changes and writes again, is changed by one process at a time.
 """
 
-import fcntl
 import functools
-import gc
 import hashlib
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numba
-import numba.core.dispatcher
-from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
-from numba.core.compiler_lock import global_compiler_lock
 
-from numba_kernels.called_kernels import is_called
 from numba_kernels.own_cache import cache_home, own_folder
 
 _ROOM = "numba"
 _PACKAGE = Path(__file__).resolve().parent
+being_compiled: list[Any] = []  # functions, each for the one before it: `called_kernels` notes them
 
 
 @functools.cache
@@ -43,103 +30,16 @@ def cache_folder() -> Path:
     return cache_home() / "hotcold" / _ROOM / digest.hexdigest()[:16]
 
 
-class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Numba's cache locator for this package; others are left to Numba's own."""
-
-    def __init__(self, py_func: Any, py_file: str) -> None:
-        """See numba.core.caching."""
-        super().__init__(py_func, py_file)
-        self._cache_path = str(cache_folder())
-
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
-        """A locator for a function of this package."""
-        return cls(py_func, py_file) if _is_ours(py_file) else None
+def own_cache_folder() -> Path:
+    """`cache_folder`, made. Errors: those of `own_folder`."""
+    return own_folder(_ROOM, cache_folder().name)
 
 
-def _is_ours(py_file: str) -> bool:
+def is_ours(py_file: str) -> bool:
+    """Whether it is a source of this package."""
     return _PACKAGE in Path(py_file).resolve().parents
 
 
-def _cache_of(py_func: Any) -> Any:
-    """A function's cache; none on disk where the folder of this package's is not to be trusted."""
-    if _is_ours(py_func.__code__.co_filename):
-        try:
-            own_folder(_ROOM, cache_folder().name)
-        except OSError:
-            return NullCache()
-    return OneCompilerCache(py_func)
-
-
-class OneCompilerCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of a function, to which at most one process at a time adds some types."""
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """See numba.core.caching; what is not there is nobody else's to compile from now on."""
-        found = super().load_overload(sig, target_context)
-        if found is None and self._is_shared and _locks:
-            _locks[-1].enter_context(_locked(self._file(_digest_of(sig))))
-            found = super().load_overload(sig, target_context)
-        return found
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """See numba.core.caching."""
-        with _locked(self._file("index")) if self._is_shared else nullcontext():
-            super().save_overload(sig, data)
-
-    @property
-    def _is_shared(self) -> bool:
-        return isinstance(self._impl.locator, SourceHashLocator)
-
-    def _file(self, name: str) -> Path:
-        return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), is_called())
-
-
-_locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
-
-
-def _digest_of(sig: Any) -> str:
-    """The same for the same types, and a caller's or Python's variant, in every process."""
-    types = re.sub(" at 0x[0-9a-f]+", "", str(sig))
-    return hashlib.sha256(f"{is_called()} {types}".encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _locked(what: Path) -> Iterator[None]:
-    """Hold a lock; without one where the file system has none."""
-    with ExitStack() as opened:
-        with suppress(OSError):
-            file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's garbage collection takes a tenth of a compiler's time, and finds next to nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def share_compilers() -> None:
-    """Let every function that Numba compiles from now on hold its locks until it is written."""
-    compile_function = numba.core.dispatcher.Dispatcher.compile
-
-    def compile_alone(self: Any, sig: Any) -> Any:
-        with global_compiler_lock, _no_collections(), ExitStack() as locks:
-            _locks.append(locks)
-            try:
-                return compile_function(self, sig)
-            finally:
-                _locks.pop()
-
-    numba.core.dispatcher.Dispatcher.compile = compile_alone
-    numba.core.dispatcher.FunctionCache = _cache_of
+def is_called() -> bool:
+    """Whether what is compiled now is for a function that calls it, not for Python."""
+    return len(being_compiled) > 1

@@ -14,7 +14,7 @@ import pytest
 from numba import njit, types
 from numba.core.types import Literal
 
-from numba_kernels import called_kernels, kernel_cache
+from numba_kernels import kernel_cache
 from numba_kernels.called_kernels import KernelLibrary
 
 PACKAGE = Path(kernel_cache.__file__).parent
@@ -141,10 +141,3 @@ def test_no_kernel_is_compiled_again_for_another_kind_of_number(tmp_path: Path) 
             assert not written, name
             kinds = {tuple(map(without_width, types)) for types in found}
             assert len(kinds) == len(found) or name.startswith(DOORBELLS), (name, found)
-
-
-def test_a_later_numba_compiles_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(called_kernels, "_NEWEST_NUMBA", (0, 1))
-    before = called_kernels.Dispatcher.compile
-    called_kernels.compile_called_kernels()
-    assert called_kernels.Dispatcher.compile is before

@@ -11,9 +11,9 @@ import pytest
 from numba.core.caching import NullCache
 
 from cuda_kernels import compiled
-from numba_kernels import kernel_cache, own_cache
-from numba_kernels.kernel_cache import OneCompilerCache
+from numba_kernels import one_compiler, own_cache
 from numba_kernels.load import convert
+from numba_kernels.one_compiler import OneCompilerCache
 
 _FOLDERS: list[Callable[[], Path]] = [
     lambda: own_cache.own_folder("room"),
@@ -102,6 +102,6 @@ def test_in_a_folder_open_to_all_anybody_could_swap_it(
 def test_kernels_are_compiled_in_memory_then(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = convert.widen_kernel.py_func
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    assert isinstance(kernel_cache._cache_of(kernel), OneCompilerCache)
+    assert isinstance(one_compiler._cache_of(kernel), OneCompilerCache)
     (home / "hotcold").chmod(0o777)
-    assert isinstance(kernel_cache._cache_of(kernel), NullCache)
+    assert isinstance(one_compiler._cache_of(kernel), NullCache)

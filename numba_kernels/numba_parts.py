@@ -1,0 +1,94 @@
+"""Numba's own parts that this package leans on, and whether this Numba has them as they were tried.
+
+Numba may change them in any version, also in ways that no name tells: a version that lacks one, or
+whose functions take other arguments, compiles as it does by itself. Kernels then compute the same
+and take longer to compile.
+"""
+
+import atexit
+import importlib
+import inspect
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import numba
+
+from numba_kernels.kernel_cache import own_cache_folder
+
+_NEWEST = (0, 68)  # what compiling leans on was not tried with a later one
+_CORE = "numba.core."
+
+# Each with the names of its arguments, None where it is no function.
+_CACHE = {
+    "compiler_lock:global_compiler_lock": None,
+    "caching:UserProvidedCacheLocator.__init__": "self py_func py_file",
+    "caching:NullCache": None,
+    "caching:FunctionCache.__init__": "self py_func",
+    "caching:FunctionCache.load_overload": "self sig target_context",
+    "caching:FunctionCache.save_overload": "self sig data",
+    "caching:FunctionCache._index_key": "self sig codegen",
+    "dispatcher:FunctionCache": None,
+    "dispatcher:Dispatcher.compile": "self sig",
+}
+_COMPILING = {
+    "dispatcher:Dispatcher.add_overload": "self cres",
+    "dispatcher:Dispatcher.get_call_template": "self args kws",
+    "dispatcher:_FunctionCompiler._customize_flags": "self flags",
+    "codegen:JITCodeLibrary._optimize_final_module": "self",
+    "codegen:JITCodeLibrary._finalize_final_module": "self",
+    "codegen:JITCodeLibrary._finalize_dynamic_globals": "self",
+    "codegen:JITCodeLibrary._verify_declare_only_symbols": "self",
+    "codegen:JITCodeLibrary._get_module_for_linking": "self",
+    "codegen:JITCodeLibrary._ensure_finalized": "self",
+    "codegen:JITCodeLibrary.get_defined_functions": "self",
+    "codegen:JITCodeLibrary.get_pointer_to_function": "self name",
+    "codegen:JITCodeLibrary.serialize_using_object_code": "self",
+    "codegen:JITCodeLibrary._unserialize": "codegen state",
+    "codegen:JITCPUCodegen._library_class": None,
+    "codegen:JITCPUCodegen.set_env": "self env_name env",
+    "registry:cpu_target": None,
+    "sigutils:normalize_signature": "sig",
+    "types:unliteral": "lit_type",
+}
+
+
+def has_cache_parts() -> bool:
+    """Whether `numba_kernels.one_compiler` works with this Numba."""
+    return all(_is_as_tried(*part) for part in _CACHE.items())
+
+
+def has_compiling_parts() -> bool:
+    """Whether `numba_kernels.called_kernels` works with this Numba."""
+    is_known = numba.version_info.short <= _NEWEST
+    return is_known and has_cache_parts() and all(_is_as_tried(*p) for p in _COMPILING.items())
+
+
+def _is_as_tried(name: str, arguments: str | None) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(_CORE + module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        return arguments is None or list(inspect.signature(found).parameters) == arguments.split()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False
+
+
+def use_numbas_cache() -> None:
+    """Keep kernels where `numba_kernels.kernel_cache` says, by Numba's own cache alone.
+
+    Where that folder is not to be trusted they are kept until this process ends.
+    """
+    try:
+        folder = str(own_cache_folder())
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="hotcold-kernels-")
+        atexit.register(_remove, folder, os.getpid())
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+
+
+def _remove(folder: str, maker: int) -> None:
+    if os.getpid() == maker:  # and not one that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)

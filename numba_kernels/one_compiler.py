@@ -1,0 +1,120 @@
+"""One process compiles a kernel for given types, and the others wait for what it writes.
+
+The services of a system start at the same time and need the same kernels, so this takes half of the
+time. Meanwhile others compile it for other types. Numba's index of a function's kernels, which it
+reads, changes and writes again, is changed by one process at a time.
+This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
+"""
+
+import fcntl
+import gc
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numba.core.dispatcher
+from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
+from numba.core.compiler_lock import global_compiler_lock
+
+from numba_kernels.kernel_cache import cache_folder, is_called, is_ours, own_cache_folder
+
+
+class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """Numba's cache locator for this package; others are left to Numba's own."""
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        """See numba.core.caching."""
+        super().__init__(py_func, py_file)
+        self._cache_path = str(cache_folder())
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
+        """A locator for a function of this package."""
+        return cls(py_func, py_file) if is_ours(py_file) else None
+
+
+def _cache_of(py_func: Any) -> Any:
+    """A function's cache; none on disk where the folder of this package's is not to be trusted."""
+    if is_ours(py_func.__code__.co_filename):
+        try:
+            own_cache_folder()
+        except OSError:
+            return NullCache()
+    return OneCompilerCache(py_func)
+
+
+class OneCompilerCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of a function, to which at most one process at a time adds some types."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """See numba.core.caching; what is not there is nobody else's to compile from now on."""
+        found = super().load_overload(sig, target_context)
+        if found is None and self._is_shared and _locks:
+            _locks[-1].enter_context(_locked(self._file(_digest_of(sig))))
+            found = super().load_overload(sig, target_context)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """See numba.core.caching."""
+        with _locked(self._file("index")) if self._is_shared else nullcontext():
+            super().save_overload(sig, data)
+
+    @property
+    def _is_shared(self) -> bool:
+        return isinstance(self._impl.locator, SourceHashLocator)
+
+    def _file(self, name: str) -> Path:
+        return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), is_called())
+
+
+_locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
+
+
+def _digest_of(sig: Any) -> str:
+    """The same for the same types, and a caller's or Python's variant, in every process."""
+    types = re.sub(" at 0x[0-9a-f]+", "", str(sig))
+    return hashlib.sha256(f"{is_called()} {types}".encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(what: Path) -> Iterator[None]:
+    """Hold a lock; without one where the file system has none."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python's garbage collection takes a tenth of a compiler's time, and finds next to nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def share_compilers() -> None:
+    """Let every function that Numba compiles from now on hold its locks until it is written."""
+    compile_function = numba.core.dispatcher.Dispatcher.compile
+
+    def compile_alone(self: Any, sig: Any) -> Any:
+        with global_compiler_lock, _no_collections(), ExitStack() as locks:
+            _locks.append(locks)
+            try:
+                return compile_function(self, sig)
+            finally:
+                _locks.pop()
+
+    numba.core.dispatcher.Dispatcher.compile = compile_alone
+    numba.core.dispatcher.FunctionCache = _cache_of
