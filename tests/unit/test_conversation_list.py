@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -80,7 +82,14 @@ def test_what_is_unknown_changes_nothing(history: ChatHistory, done: dict[str, A
     before = listed(history) | {"at": 0}
     act(history, done)
     assert listed(history) | {"at": 0} == before
-    assert listed(history)["at"] < listed(history)["at"]  # which of two is the newer
+    older, newer = listed(history), listed(history)
+    assert older["server"] == newer["server"] and older["at"] < newer["at"]
+
+
+def test_another_server_says_that_it_is_another() -> None:
+    code = "from ui.page import conversation_list as c; print(c.listed(c.ChatHistory())['server'])"
+    told = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
+    assert len({*told, listed(ChatHistory())["server"] + "\n"}) == 3
 
 
 def test_the_state_is_that_of_the_open_conversation() -> None:

@@ -1,23 +1,28 @@
 """The list of a visitor's conversations: what it shows, and what is done in it."""
 
+import itertools
 import json
-import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from ui.page.conversations import ChatHistory
 
 _LONGEST_QUERY = 200
+_SERVER = uuid.uuid4().hex  # whose numbers these are: another process begins anew
+_numbers = itertools.count(1)
 
 
 def listed(history: ChatHistory) -> dict[str, Any]:
     """What `list.js` shows: the conversations that hold something, and have the words searched.
 
-    `at` rises: what an answer's stream and a click of the same moment tell may come in any order.
+    `at` rises while `server` stays: what an answer's stream and a click of the same moment tell may
+    come in any order. An open page may outlive its server; the next one's numbers begin anew.
     """
     items = [item for item in history.matching() if item.messages]
     return {
-        "at": time.monotonic_ns(),
+        "server": _SERVER,
+        "at": next(_numbers),
         "open": history.open_id,
         "query": history.query,
         "any": any(item.messages for item in history.conversations),
@@ -32,7 +37,7 @@ def act(history: ChatHistory, done: dict[str, Any]) -> dict[str, Any]:
     done: "do" is one of the names below, "id" a conversation's, "text" what was written or read
     """
     kind, name, text = (str(done.get(key, "")) for key in ("do", "id", "text"))
-    told: dict[str, Any] = {"number": time.monotonic_ns()}  # the same may be told twice
+    told: dict[str, Any] = {"number": uuid.uuid4().hex}  # the same may be told twice
     actions: dict[str, Callable[[], Any]] = {
         "new": history.start_new,
         "open": lambda: history.show(name),

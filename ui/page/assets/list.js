@@ -8,8 +8,9 @@ const act = (what, more = {}) => trigger("act", { do: what, ...more });
 let noting = 0;
 let searching = 0;
 let hasRemoved = false;
-let told = 0; // the number of the last thing that was told
+let told = ""; // the number of the last thing that was told
 let newest = props.value; // of all values: an older one may come later
+const isOld = (value) => value.server === newest.server && value.at < newest.at;
 
 function make(tag, className, text = "") {
   const made = document.createElement(tag);
@@ -120,7 +121,7 @@ search.addEventListener("input", () => {
   searching = setTimeout(() => act("search", { text: search.value }), SEARCH_MS);
 });
 watch("value", () => {
-  if (props.value.at < newest.at) return;
+  if (isOld(props.value)) return;
   newest = props.value;
   show();
 });
