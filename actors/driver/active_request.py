@@ -195,9 +195,9 @@ class ActiveRequest:
         self._prompt_logprobs.add(place, logits)
 
     def embed(self, place: int, hidden: np.ndarray) -> None:
-        """Take the hidden state (d,) of a prompt's token after the last layer, if it embeds."""
-        if self._mean is not None:
-            self._mean.add(place, hidden)
+        """Take the hidden state (d,) of its token at `place` after the last layer; it `embeds`."""
+        assert self._mean is not None
+        self._mean.add(place, hidden)
 
     def end(self, finish_reason: str, text: str = "") -> bool:
         """Hand out the result, after `text` and what was held back until now; True."""

@@ -50,9 +50,13 @@ class Batch:
         logits = engine.step(token_ids, positions, slots, len(heard))
         for request, count in zip(self.requests, self.counts, strict=True):
             request.num_done += count
-        for (request, place), hidden in zip(silent, engine.exchange.wires.hidden, strict=False):
-            request.embed(place, hidden)
-        ends = [(one, NO_LOGITS) for one in self.requests if one.embeds and not one.num_left]
+        embedding = [request for request in self.requests if request.embeds]
+        if embedding:
+            hidden = engine.exchange.wires.hidden
+            for row, (request, place) in enumerate(silent):
+                if request.embeds:
+                    request.embed(place, hidden[row])
+        ends = [(one, NO_LOGITS) for one in embedding if not one.num_left]
         for (request, place), scores in zip(heard, logits, strict=True):
             if place == len(request.tokens) - 1:
                 ends.append((request, scores))
