@@ -18,6 +18,7 @@ from jobs.support.text_file import read_text
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from placement.profile import ActivationProfile, write_profile
+from placement.solver.cost import RowBytes
 from predictors.magnitude.thresholds import DEFAULT_KLD, Calibrated, write_thresholds
 
 
@@ -35,18 +36,18 @@ def calibrate(
 
     length = min(WINDOW, read_model(path).max_positions)
     options = replace(options, context_length=length)
-    system, config = prepare_system(path, options)
+    system, served = prepare_system(path, options)
     require_memory_to_calibrate(system.storage is not None)
-    prompts = Prompts(path, config, length)
+    prompts = Prompts(path, served, length)
     text = read_text(text_path, prompts)
-    windows = Windows.of(text, prompts, config, max_tokens)
-    check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
+    windows = Windows.of(text, prompts, served, max_tokens)
     started = time.monotonic()
-    # Thresholds choose neurons, so down rows are neurons.
+    # What a neuron adds is measured on rows of down, so down rows are neurons here.
     system = replace(system, has_down_norms=True, down_by_outputs=False)
     config = read_model(path, options.weight_dtype)
+    check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
     with running_system(system) as running, calibration_bar(config, windows) as step:
-        run = Calibration(running, path, config, windows, step)
+        run = Calibration(running, path, config, windows, step, RowBytes.of(served))
         calibrated, found = run.run(target_kld or DEFAULT_KLD, text)
     identity = ModelIdentity.of(path)
     assert files.thresholds is not None
@@ -56,7 +57,7 @@ def calibrate(
         from jobs.profile.plot import plot_profile
 
         plot_profile(files.plot, found, identity.name)
-    _report(calibrated, found, config, files, time.monotonic() - started, as_json)
+    _report(calibrated, found, served, files, time.monotonic() - started, as_json)
 
 
 def _report(
@@ -67,12 +68,14 @@ def _report(
     seconds: float,
     as_json: bool,
 ) -> None:
-    share = ffn_share(calibrated, config)
-    ups, downs = float(calibrated.up_share.mean()), float(calibrated.down_share.mean())
+    share, ups = ffn_share(calibrated, config), float(calibrated.up_share.mean())
+    downs = f"{float(calibrated.down_share.mean()):.1%} of"
+    if RowBytes.of(config).reads_all_down:
+        downs = "all of"
     click.echo(
         f"{found.num_tokens} tokens of {found.text_name}, {seconds:.1f} s: mean KL divergence from "
         f"dense {calibrated.mean_kld:.3g} nats\n"
-        f"all gates, {ups:.1%} of the up rows and {downs:.1%} of the down rows are read: "
+        f"all gates, {ups:.1%} of the up rows and {downs} the down rows are read: "
         f"{share:.1%} of the FFN's bytes"
     )
     for file in files.all:

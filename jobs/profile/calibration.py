@@ -84,12 +84,16 @@ class Calibration:
         config: ModelConfig,
         windows: Windows,
         step: Callable[[], None],
+        served: RowBytes,
     ) -> None:
-        """`config` has the formats that weights are loaded in; `step` is called after each step."""
+        """`config` has the formats that weights are loaded in; `step` is called after each step.
+
+        `served` has those that the thresholds are for. Where it reads all of down, leaving out down
+        rows costs and saves nothing, so the gates' thresholds get the whole budget.
+        """
         self._running, self._config, self._windows, self._step = running, config, windows, step
         self._checkpoint = Checkpoint(path)
-        rows = RowBytes.of(config)
-        self._up_weight = rows.up / rows.rest
+        self._up_weight = 1.0 if served.reads_all_down else served.up / served.rest
 
     def run(self, target_kld: float, text: TextIds) -> tuple[Calibrated, ActivationProfile]:
         """The thresholds that cost `target_kld` nats or a little less, and who passes them."""
