@@ -50,7 +50,7 @@ PACKAGES = (
 )
 _HERE = Path(__file__).resolve().parents[1]
 _SLOW_IMPORTS = ["torch", "transformers", "numba", "scipy.optimize", "hypothesis", "pytest"]
-_SUFFIXES = (".py", ".cu", ".cuh")
+_SUFFIXES = (".py", ".cu", ".cuh", ".js")
 _OLD_S = 1_600_000_000  # when every file of a copy was last changed, as far as caches can tell
 _LONGEST_S = 200.0  # of one fault's tests
 _LONGEST_TEST_S = 25, 60  # of one test, the second where kernels are compiled
@@ -71,22 +71,12 @@ class Result:
     failed: tuple[str, ...] = ()
 
 
-class Tree:
-    """A copy of a checkout that faults are sown into."""
+class Sources:
+    """A folder's sources: where a fault's text stands, and which tests there are."""
 
-    def __init__(self, checkout: Path, folder: Path) -> None:
-        """Copy what the checkout's `git ls-files` lists, changed files as they are."""
+    def __init__(self, folder: Path) -> None:
+        """`folder` holds the packages."""
         self.folder = folder
-        listed = subprocess.run(
-            ["git", "-C", str(checkout), "ls-files", "-z"], capture_output=True, check=True
-        )
-        for name in filter(None, listed.stdout.decode().split("\0")):
-            if not (checkout / name).is_file():
-                continue
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkout / name, folder / name)
-            os.utime(folder / name, (_OLD_S, _OLD_S))
-        self._num_sown = 0
 
     def find(self, fault: Fault) -> tuple[Path, str, str]:
         """The file that holds the fault's text, the text there, and what takes its place.
@@ -106,21 +96,6 @@ class Tree:
             if len(found) == 1 and counts[found[0]] == 1:
                 return found[0], old, new
         raise LookupError(f"no single place in {fault.package} has the text of {fault.name}")
-
-    @contextmanager
-    def sown(self, fault: Fault) -> Iterator[Path]:
-        """The tree with the fault, in the file that is yielded; without it again afterwards."""
-        file, old, new = self.find(fault)
-        whole = file.read_text()
-        self._num_sown += 1
-        try:
-            file.write_text(whole.replace(old, new))
-            changed = _OLD_S + self._num_sown  # caches go by a file's time and size
-            os.utime(file, (changed, changed))
-            yield file
-        finally:
-            file.write_text(whole)
-            os.utime(file, (_OLD_S, _OLD_S))
 
     def test_id(self, test: str) -> str:
         """Pytest's id of `stem::test_name` or `test_name`, perhaps with [parameters].
@@ -144,6 +119,51 @@ class Tree:
 
     def _test_files(self) -> list[Path]:
         return sorted((self.folder / "tests").rglob("test_*.py"))
+
+
+def out_of_place(checkout: Path, fault: Fault) -> str:
+    """What has moved since the fault was listed, in a line; "" where it can be sown."""
+    sources = Sources(checkout)
+    try:
+        _, old, new = sources.find(fault)
+        for test in fault.tests:
+            sources.test_id(test)
+    except LookupError as problem:
+        return f"{fault.name}: {problem}"
+    return "" if (old, new) == (fault.old, fault.new) else f"{fault.name}: has its earlier text"
+
+
+class Tree(Sources):
+    """A copy of a checkout that faults are sown into."""
+
+    def __init__(self, checkout: Path, folder: Path) -> None:
+        """Copy what the checkout's `git ls-files` lists, changed files as they are."""
+        super().__init__(folder)
+        listed = subprocess.run(
+            ["git", "-C", str(checkout), "ls-files", "-z"], capture_output=True, check=True
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if not (checkout / name).is_file():
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkout / name, folder / name)
+            os.utime(folder / name, (_OLD_S, _OLD_S))
+        self._num_sown = 0
+
+    @contextmanager
+    def sown(self, fault: Fault) -> Iterator[Path]:
+        """The tree with the fault, in the file that is yielded; without it again afterwards."""
+        file, old, new = self.find(fault)
+        whole = file.read_text()
+        self._num_sown += 1
+        try:
+            file.write_text(whole.replace(old, new))
+            changed = _OLD_S + self._num_sown  # caches go by a file's time and size
+            os.utime(file, (changed, changed))
+            yield file
+        finally:
+            file.write_text(whole)
+            os.utime(file, (_OLD_S, _OLD_S))
 
 
 class Runner:
@@ -425,6 +445,7 @@ def _part(faults: list[Fault], text: str) -> list[Fault]:
 @click.option("--jobs", type=click.IntRange(1), default=1, help="Faults at a time.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Keeps kernels for the next run.")
 @click.option("--out", type=click.Path(path_type=Path), help="Adds to OUT.json, writes OUT.md.")
+@click.option("--check", is_flag=True, help="Sow nothing: has each fault its place and tests?")
 def main(
     checkout: Path,
     only: tuple[str, ...],
@@ -433,9 +454,14 @@ def main(
     jobs: int,
     cache: Path | None,
     out: Path | None,
+    check: bool,
 ) -> None:
     """Sow faults into copies of CHECKOUT; status 1 where one is not caught."""
     faults = _part(_chosen(only, packages), part)
+    if check:
+        problems = [text for fault in faults if (text := out_of_place(checkout, fault))]
+        click.echo("\n".join(problems) or f"{len(faults)} faults have their places and tests")
+        sys.exit(bool(problems))
     commit, found = commit_of(checkout), {}
 
     def show(fault: Fault, result: Result) -> None:

@@ -52,7 +52,7 @@ _ACTORS = [
     Fault(
         "last-tokens-of-a-step-first",
         "actors", "token_batch", _ORDER,
-        "zip(*silent, *wanted, strict=True)", "zip(*wanted, *silent, strict=True)",
+        "in (*silent, *heard)]", "in (*heard, *silent)]",
         ("test_requests_wait_for_each_other",),
     ),
     Fault(
@@ -153,8 +153,8 @@ _ACTORS = [
     Fault(
         "fired-and-listed-swapped",
         "actors", "scoring", _INDEX,
-        "+= (num_listed, num_fired_listed, num_fired)",
-        "+= (num_listed, num_fired, num_fired_listed)",
+        "+= (num_listed, num_fired_listed, num_fired, num_up)",
+        "+= (num_listed, num_fired, num_fired_listed, num_up)",
         ("test_recall_and_precision_equal_a_count_neuron_by_neuron",),
     ),
     Fault(
@@ -242,13 +242,13 @@ _ACTORS = [
     Fault(
         "the-down-bias-is-taken-off",
         "actors", "prompt_ffn", _SIGN,
-        "out += arrays.down_bias[layer]", "out -= arrays.down_bias[layer]",
+        "out[begin:end] += arrays.down_bias[layer]", "out[begin:end] -= arrays.down_bias[layer]",
         ("test_in_process::test_only_the_logits_asked_for",),
     ),
     Fault(
         "a-token-does-not-see-itself",
         "actors", "prompt_attention", _OFF_BY_ONE,
-        "mask = theirs <= own", "mask = theirs < own",
+        "mask = theirs <= at", "mask = theirs < at",
         ("test_in_process::test_only_the_logits_asked_for",),
     ),
     Fault(
@@ -314,14 +314,62 @@ _ACTORS = [
         "return replace(first, is_kept=first.tokens_per_s != tried.tokens_per_s)", "return tried",
         ("test_of_two_that_try_at_the_same_time_both_take_the_first_ones",),
     ),
+    Fault(
+        "one-state-for-all-tokens",
+        "actors", "token_batch", _INDEX,
+        "request.embed(place, hidden[row])", "request.embed(place, hidden[0])",
+        ("test_an_embedding_is_the_mean_of_transformers_states[llama-gqa]",),
+    ),
+    Fault(
+        "everybody-is-handed-states",
+        "actors", "token_batch", _CHECK,
+        "if request.embeds:\n                    request.embed(place",
+        "if True:\n                    request.embed(place",
+        ("test_embeddings_have_the_same_bits_in_any_company[exact-False]",),
+    ),
+    Fault(
+        "a-rehearsal-that-failed-is-noted",
+        "actors", "rehearsal", _CHECK,
+        "self._process.wait() == 0", "self._process.wait() >= 0",
+        ("test_a_rehearsal_takes_place_once",),
+    ),
+    Fault(
+        "one-rehearsal-for-all-modes",
+        "actors", "rehearsal", _UPDATE,
+        "asked = system.mode, system.weight_dtype", "asked = system.weight_dtype",
+        ("test_a_rehearsal_takes_place_once",),
+    ),
+    Fault(
+        "a-rehearsal-where-nothing-is-promised",
+        "actors", "rehearsal", _CHECK,
+        "None if system.storage is None else _note_of(system)", "_note_of(system)",
+        ("test_a_rehearsal_takes_place_once",),
+    ),
+    Fault(
+        "outputs-where-neurons-are-chosen",
+        "actors", "shards", _CHECK,
+        'system.mode in ("dense", THRESHOLD)', 'system.mode in ("dense", "exact", THRESHOLD)',
+        ("test_where_rows_are_neurons",),
+    ),
+    Fault(
+        "outputs-quantized-anew",
+        "actors", "shards", _CHECK,
+        "        and not system.weight_dtype\n", "",
+        ("test_where_rows_are_neurons",),
+    ),
+    Fault(
+        "a-plan-beside-rows-of-outputs",
+        "actors", "preflight", _CHECK,
+        "keeps = not has_plan and can_keep_outputs", "keeps = can_keep_outputs",
+        ("test_where_rows_are_neurons",),
+    ),
 ]  # fmt: skip
 
 _NUMBA_KERNELS = [
     Fault(
         "two-tokens-swapped",
         "numba_kernels", "rows", _INDEX,
-        "out[t, column + row], out[t + 1, column + row] = two[0], two[1]",
-        "out[t, column + row], out[t + 1, column + row] = two[1], two[0]",
+        "= two[0], two[1]\n        t += 2", "= two[1], two[0]\n        t += 2",
         ("test_rows::test_rows_times_vectors[numba-17-f32]",),
     ),
     Fault(
@@ -427,7 +475,7 @@ _NUMBA_KERNELS = [
     Fault(
         "one-waiter-is-woken",
         "numba_kernels", "doorbell", _LOCK,
-        "_i64(_FUTEX_WAKE), _i64(2**31 - 1)]", "_i64(_FUTEX_WAKE), _i64(1)]",
+        "_futex_wake(cells, index, _ALL)", "_futex_wake(cells, index, np.int64(1))",
         ("test_every_waiter_is_woken",),
     ),
     Fault(
@@ -509,6 +557,106 @@ _NUMBA_KERNELS = [
         "known, key = self.__dict__.setdefault(\"variants\", {}), (args, is_called())",
         "known, key = self.__dict__.setdefault(\"variants\", {}), (args, False)",
         ("test_called_kernels_have_no_machine_code",),
+    ),
+    Fault(
+        "blocks-minima-are-added",
+        "numba_kernels", "block_kernels", _SIGN,
+        "block[2], block[3] ^ 0x80", "block[2], block[3]",
+        ("test_what_has_a_format_of_its_own",),
+    ),
+    Fault(
+        "the-fifth-bit-is-the-fourth",
+        "numba_kernels", "block_kernels", _INDEX,
+        "codes[k] |= uint8(((block[16 + k] >> part) & 1) << 4)",
+        "codes[k] |= uint8(((block[16 + k] >> part) & 1) << 3)",
+        ("test_what_has_a_format_of_its_own",),
+    ),
+    Fault(
+        "upper-bits-of-the-wrong-half",
+        "numba_kernels", "block_kernels", _ORDER,
+        "of_chunk[place] | (upper << 4)", "of_chunk[place] | (upper << 2)",
+        ("test_what_has_a_format_of_its_own",),
+    ),
+    Fault(
+        "an-infinite-minimum-passes",
+        "numba_kernels", "block_kernels", _CHECK,
+        "if block[1] & 0x7C == 0x7C or block[3] & 0x7C == 0x7C:", "if block[1] & 0x7C == 0x7C:",
+        ("test_what_has_a_format_of_its_own",),
+    ),
+    Fault(
+        "minima-of-four-bits-are-added",
+        "numba_kernels", "block_kernels", _SIGN,
+        "-(least * float32(offset))", "least * float32(offset)",
+        ("test_q4_k_as_q4_1_keeps_its_values_and_rounds_its_scales",),
+    ),
+    Fault(
+        "a-minimum-beyond-float16",
+        "numba_kernels", "block_kernels", _CHECK,
+        "if not (abs(scale) <= _LARGEST_HALF and abs(least) <= _LARGEST_HALF):",
+        "if not abs(scale) <= _LARGEST_HALF:",
+        ("test_q4_k_beyond_float16_is_refused",),
+    ),
+    Fault(
+        "five-bits-without-a-minimum",
+        "numba_kernels", "formats", _VALUE,
+        "Q5_K: RowFormat(5, has_min=True,", "Q5_K: RowFormat(5,",
+        ("test_sizes_are_ggmls",),
+    ),
+    Fault(
+        "rows-of-blocks-are-added-up",
+        "numba_kernels", "formats", _CHECK,
+        "return self.bits in (4, 8) and not self.in_blocks", "return self.bits in (4, 8)",
+        ("test_rows_that_are_not_made_for_sums_are_refused",),
+    ),
+    Fault(
+        "what-adds-little-stays",
+        "numba_kernels", "dense_ffn", _UPDATE,
+        "gates[t, n] = value if is_kept else np.float32(0)", "gates[t, n] = value",
+        ("test_dense_ffn::test_thresholds_leave_out_what_adds_little[4-0]",),
+    ),
+    Fault(
+        "gates-that-did-not-pass-stay",
+        "numba_kernels", "dense_ffn", _UPDATE,
+        "    gates[first:last] = 0\n", "",
+        ("test_dense_ffn::test_thresholds_leave_out_what_adds_little[1-0]",),
+    ),
+    Fault(
+        "the-last-token-says-whose-up-is-read",
+        "numba_kernels", "dense_ffn", _UPDATE,
+        "wants_up |= is_kept", "wants_up = is_kept",
+        ("test_dense_ffn::test_thresholds_leave_out_what_adds_little[4-0]",),
+    ),
+    Fault(
+        "down-rows-of-one-length",
+        "numba_kernels", "dense_ffn", _VALUE,
+        "passes(contribution(value, down_norms, n), thresholds.product)",
+        "passes(value, thresholds.product)",
+        ("test_dense_ffn::test_bits_with_thresholds_in_any_company_by_any_threads[0]",),
+    ),
+    Fault(
+        "a-stream-begins-at-what-was-there",
+        "numba_kernels", "float_ir", _OFF_BY_ONE,
+        "index, first.equals(0)) for parity", "index, first.equals(1)) for parity",
+        ("test_company::test_rows[numba-51-2848-numbers3-f32]",),
+    ),
+    Fault(
+        "all-gates-come-with-their-rest",
+        "numba_kernels", "stored_ffn", _CHECK,
+        "if keeps_all or (is_listed and stored.options[READS_WHOLE]) else GATE",
+        "if keeps_all or is_listed or stored.options[READS_WHOLE] else GATE",
+        ("test_a_larger_cache_reads_less",),
+    ),
+    Fault(
+        "any-numba-is-as-tried",
+        "numba_kernels", "numba_parts", _CHECK,
+        "list(inspect.signature(found).parameters) == arguments.split()", "bool(found)",
+        ("test_kernels_work_with_what_another_numba_has",),
+    ),
+    Fault(
+        "later-numbas-are-as-tried",
+        "numba_kernels", "numba_parts", _CHECK,
+        "return is_known and has_cache_parts()", "return has_cache_parts()",
+        ("test_kernels_work_with_what_another_numba_has[a later version]",),
     ),
 ]  # fmt: skip
 
@@ -612,7 +760,7 @@ _MODEL = [
     ),
     Fault(
         "parts-of-files-stay",
-        "model", "artifact", _UPDATE,
+        "model", "whole_file", _UPDATE,
         "part.unlink(missing_ok=True)", "pass",
         ("test_a_full_disk_leaves_the_old_file",),
     ),
@@ -658,6 +806,19 @@ _MODEL = [
         "return config.eos_token_ids",
         ("test_end_tokens",),
     ),
+    Fault(
+        "neurons-of-powerinfer-as-outputs",
+        "model", "down_outputs", _CHECK,
+        "is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name)",
+        "is_blocks(checkpoint.dtype(name))",
+        ("test_quantized_rows_by_neurons_keep_their_numbers",),
+    ),
+    Fault(
+        "squares-for-lengths-of-down-rows",
+        "model", "down_outputs", _VALUE,
+        "lengths.append(np.sqrt(squares))", "lengths.append(squares)",
+        ("test_thresholds_beside_rows_of_outputs",),
+    ),
 ]  # fmt: skip
 
 _PLACEMENT = [
@@ -682,9 +843,8 @@ _PLACEMENT = [
     Fault(
         "rows-of-a-neuron",
         "placement", "cost", _VALUE,
-        "down + first if config.has_gate else down", "down if config.has_gate else down + first",
+        "first if config.has_gate else 0", "0 if config.has_gate else first",
         ("test_seconds_of_a_neuron",),
-        before=("2 * row if config.has_gate else row", "row if config.has_gate else 2 * row"),
     ),
     Fault(
         "a-part-on-a-cpu-column",
@@ -866,6 +1026,12 @@ _JOBS = [
         'base = 1000 if unit.endswith("i") else 1024',
         ("test_sizes_of_the_command_line",),
     ),
+    Fault(
+        "half-of-the-cost-for-rows-that-are-read",
+        "jobs", "calibration", _VALUE,
+        "1.0 if served.reads_all_down else served.up / served.rest", "served.up / served.rest",
+        ("test_where_all_of_down_is_read_its_threshold_costs_nothing",),
+    ),
 ]  # fmt: skip
 
 _UI = [
@@ -937,8 +1103,26 @@ _UI = [
     Fault(
         "an-event-has-no-end",
         "ui", "sse", _OFF_BY_ONE,
-        r'return f"data: {text}\n\n".encode()', r'return f"data: {text}\n".encode()',
+        r'data: {text}\n\n".encode()', r'data: {text}\n".encode()',
         ("test_an_event_is_one_line_whatever_it_holds",),
+    ),
+    Fault(
+        "every-list-has-one-number",
+        "ui", "conversation_list", _UPDATE,
+        '"at": next(_numbers)', '"at": 1',
+        ("test_conversation_list::test_what_is_unknown_changes_nothing[done0]",),
+    ),
+    Fault(
+        "numbers-of-another-server-count",
+        "ui", "list", _CHECK,
+        "value.server === newest.server && value.at", "value.at",
+        ("test_another_servers_values_are_taken_whatever_their_numbers",),
+    ),
+    Fault(
+        "older-lists-are-shown",
+        "ui", "list", _CHECK,
+        "if (isOld(props.value)) return;", "",
+        ("test_an_older_value_that_comes_later_is_dropped",),
     ),
 ]  # fmt: skip
 

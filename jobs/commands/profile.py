@@ -24,7 +24,7 @@ from model.errors import UsageError
 from model.files.artifact import ModelIdentity
 from model.files.locate import locate_model
 from placement.profile import ActivationProfile, write_profile
-from predictors.inputs import LayerInputs, write_inputs
+from predictors.fitting.inputs import LayerInputs, write_inputs
 from predictors.magnitude.thresholds import DEFAULT_KLD, thresholds_path
 
 _WINDOW = 512

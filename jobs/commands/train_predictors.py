@@ -134,9 +134,9 @@ def _train(
     """The predictors, and what they and the gates that they let through take, of all gates."""
     from model.files.artifact import artifact_path
     from placement.machine.survey import usable_cores
-    from predictors.inputs import read_inputs
-    from predictors.read_prices import measure_prices
-    from predictors.training import Fitted, gather, train_predictors
+    from predictors.fitting.inputs import read_inputs
+    from predictors.fitting.read_prices import measure_prices
+    from predictors.fitting.training import Fitted, gather, train_predictors
 
     source = inputs_file or artifact_path(path, "inputs.safetensors")
     inputs = read_inputs(source, identity, config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from model.errors import UsageError
 from model.files.artifact import artifact_path
 from placement.profile import PROFILE_FILE
-from predictors.inputs import INPUTS_FILE
+from predictors.fitting.inputs import INPUTS_FILE
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 

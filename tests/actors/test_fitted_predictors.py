@@ -21,9 +21,9 @@ from model.errors import ArtifactError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.sampling import SamplingParams
-from predictors.fit_lowrank import fit_lowrank
-from predictors.fit_sign import fit_sign
-from predictors.layer_data import LayerData
+from predictors.fitting.fit_lowrank import fit_lowrank
+from predictors.fitting.fit_sign import fit_sign
+from predictors.fitting.layer_data import LayerData
 from predictors.predictor_file import AnyLayer, Predictors, write_predictors
 from predictors.quality import Quality
 from tests.actors.in_process import InProcessSystem

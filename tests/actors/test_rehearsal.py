@@ -84,6 +84,8 @@ def test_a_rehearsal_takes_place_once(
     monkeypatch.setattr(subprocess, "Popen", Process)
     system = SystemConfig(str(tiny("llama-relu").path))
     stored = replace(system, storage=NeuronStorage("f", 1, has_gates=False))
-    for asked in (system, stored, stored, stored, replace(stored, mode="dense")):
+    Rehearsal(system).wait()
+    assert not begun  # nothing is promised
+    for asked in (stored, stored, stored, replace(stored, mode="dense")):
         Rehearsal(asked).wait()
     assert len(begun) == 3  # one failed, one did not, and one was of another mode

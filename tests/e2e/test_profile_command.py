@@ -25,7 +25,7 @@ from model.files.artifact import ModelIdentity, check_artifact
 from model.files.locate import DEMO_DIRECTORY
 from model.hot_share import hot_share
 from placement.profile import ActivationProfile, read_profile, write_profile
-from predictors.inputs import LayerInputs, read_inputs, write_inputs
+from predictors.fitting.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import add_tokenizer, make_word_model

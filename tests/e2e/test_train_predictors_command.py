@@ -17,10 +17,10 @@ from jobs.cli import main
 from model.config.build import read_config
 from model.files.artifact import ModelIdentity, artifact_path
 from model.files.locate import DEMO_DIRECTORY
-from predictors.inputs import LayerInputs, write_inputs
+from predictors.fitting.inputs import LayerInputs, write_inputs
+from predictors.fitting.read_prices import ReadPrices
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import predictors_path, read_predictors
-from predictors.read_prices import ReadPrices
 from predictors.sign import SignLayer
 from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import add_tokenizer
@@ -137,7 +137,7 @@ def test_best_leaves_layers_out_where_gates_cost_less(
     run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prices = ReadPrices(gates=1e-3)
-    monkeypatch.setattr("predictors.read_prices.measure_prices", lambda *_: prices)
+    monkeypatch.setattr("predictors.fitting.read_prices.measure_prices", lambda *_: prices)
     out = tmp_path / "predictors"
     found = last_line(run("train-predictors", small, "--kind", "best", "--out", out, "--json"))
     written = read_predictors(out, ModelIdentity.of(small), read_config(small))
@@ -155,7 +155,7 @@ def test_prices_are_measured_here(run: Run, small: Path, tmp_path: Path) -> None
 def costly_gates(patch: pytest.MonkeyPatch) -> None:
     """Costs are bytes then, and no layer is left without a predictor."""
     prices = ReadPrices(gates=100.0)
-    patch.setattr("predictors.read_prices.measure_prices", lambda *_: prices)
+    patch.setattr("predictors.fitting.read_prices.measure_prices", lambda *_: prices)
 
 
 def test_best_takes_the_cheaper_one(

@@ -13,6 +13,7 @@ import pytest
 from model.config.model_config import SPARSE_ACTIVATION_FNS
 from numba_kernels.checks import ACTIVATION_CODES
 from numba_kernels.decode.activations import Thresholds
+from numba_kernels.formats import Q4_K, Q5, Q5_K, Q6, row_items
 from numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
@@ -377,3 +378,11 @@ def test_mismatches_refused(backend: SimpleNamespace, changes: dict[str, Any]) -
     case.run(backend)
     with pytest.raises(ValueError):
         replace(case, **changes).run(backend)
+
+
+@pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
+def test_rows_that_are_not_made_for_sums_are_refused(dtype: np.dtype) -> None:
+    gate = np.zeros((3, 256), np.float32)
+    down = np.zeros((3, row_items(dtype, 256)), dtype)
+    with pytest.raises(ValueError, match="down rows are added up"):
+        sparse_ffn(gate, None, down, gate[:1])

@@ -112,6 +112,7 @@ def test_two_formats_or_one(
     [
         ({"mode": "exact"}, {"ffn_": "Q4_0"}),  # which skips where activations are zero
         ({"weight_dtype": "q8"}, {"ffn_": "F32"}),
+        ({"weight_dtype": "q8"}, {"ffn_": "Q4_0"}),
         ({}, {"ffn_": "F16"}),  # nothing is quantized again
         ({"plan": Path("plan.json")}, {"ffn_": "Q4_0"}),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmark_programs import error_of, rows_of, run_benchmark, table_of
+from tests.benchmark_programs import error_of, output_of, rows_of, run_benchmark, table_of
 
 BEFORE_RAY, BEFORE_OUTPUT, IN_OUTPUT, AFTER = (
     "before Ray",
@@ -91,3 +92,9 @@ def test_faults_are_counted_by_load_and_kind(leaks: str, tmp_path: Path) -> None
 def test_an_unknown_kind_of_fault_is_refused() -> None:
     told = error_of(run_benchmark("faults", "--only", "earthquake"))
     assert "'earthquake' is not one of 'kill -9', 'SIGSTOP'" in told
+
+
+def test_every_fault_has_its_place_and_its_tests() -> None:
+    """A fault whose text has moved is sown nowhere, and says nothing of the tests."""
+    told = output_of(run_benchmark("fault_sowing", "--check"))
+    assert re.fullmatch(r"\d{3} faults have their places and tests\n", told)

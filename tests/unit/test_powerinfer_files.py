@@ -16,6 +16,7 @@ from model.errors import CheckpointError, ConfigError, HotcoldError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.reference import reference_logits
+from model.weights.down_outputs import has_down_outputs
 from model.weights.ffn import load_ffn
 from numba_kernels.formats import Q4, Q6, Q8
 from numba_kernels.load.convert import to_float32
@@ -152,6 +153,7 @@ def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     powerinfer(path, tmp_path / "m.gguf", "Q4_0")
     config = read_model(tmp_path / "m.gguf")
     assert config.dtype_of("down") == "q4"
+    assert not has_down_outputs(Checkpoint(tmp_path / "m.gguf"), config)
     ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
     weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
     assert weights.down.dtype == Q4

@@ -14,14 +14,14 @@ from torch import Tensor
 from model.config.build import read_config
 from model.errors import ArtifactError
 from model.files.checkpoint import Checkpoint
-from predictors import fit_lowrank as lowrank_module
-from predictors.fit_lowrank import fit_lowrank
-from predictors.fit_sign import fit_sign
-from predictors.layer_data import LayerData, Split
+from predictors.fitting import fit_lowrank as lowrank_module
+from predictors.fitting.fit_lowrank import fit_lowrank
+from predictors.fitting.fit_sign import fit_sign
+from predictors.fitting.layer_data import LayerData, Split
+from predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
 from predictors.lowrank import LowRankLayer
 from predictors.predictor_file import AnyLayer
 from predictors.quality import Quality
-from predictors.read_prices import IN_BYTES, ReadPrices, measure_prices
 from predictors.sign import SignLayer
 from tests.patched_models import load_model
 from tests.tiny_models import make_tiny

@@ -27,7 +27,7 @@ from model.weights.embedding import load_embedding, load_head
 from model.weights.ffn import load_ffn, load_gate
 from model.weights.quantized_checkpoint import write_quantized
 from numba_kernels.formats import Q8, row_items
-from predictors.layer_data import as_float32
+from predictors.fitting.layer_data import as_float32
 from tests.quantized_models import MODELS, make_model
 from tests.tiny_models import make_tiny
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from model.config.model_config import ModelConfig
 from model.errors import UsageError
 from model.files.checkpoint import Checkpoint
-from predictors.fit_lowrank import fit_lowrank
-from predictors.fit_sign import fit_sign
-from predictors.inputs import LayerInputs
-from predictors.layer_data import LayerData
+from predictors.fitting.fit_lowrank import fit_lowrank
+from predictors.fitting.fit_sign import fit_sign
+from predictors.fitting.inputs import LayerInputs
+from predictors.fitting.layer_data import LayerData
+from predictors.fitting.read_prices import ReadPrices
 from predictors.predictor_file import AnyLayer, Predictors
 from predictors.quality import Quality
-from predictors.read_prices import ReadPrices
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from numba_kernels.decode.predict import pack_weights, sign_scores
-from predictors.layer_data import LayerData
+from predictors.fitting.layer_data import LayerData
+from predictors.fitting.thresholds import MarginFit, least_margin
 from predictors.quality import Quality
 from predictors.sign import SignLayer
-from predictors.thresholds import MarginFit, least_margin
 
 
 def fit_sign(data: LayerData, target_recall: float) -> tuple[SignLayer, Quality]:

@@ -16,8 +16,8 @@ from model.errors import ArtifactError
 from model.files.checkpoint import Checkpoint
 from model.weights.ffn import load_gate, load_up
 from numba_kernels.load.convert import to_float32
+from predictors.fitting.read_prices import IN_BYTES, ReadPrices
 from predictors.lowrank import LowRankLayer
-from predictors.read_prices import IN_BYTES, ReadPrices
 from predictors.sign import SignLayer
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
