@@ -600,7 +600,7 @@ _NUMBA_KERNELS = [
         "five-bits-without-a-minimum",
         "numba_kernels", "formats", _VALUE,
         "Q5_K: RowFormat(5, has_min=True,", "Q5_K: RowFormat(5,",
-        ("test_sizes_are_ggmls",),
+        ("test_what_has_a_format_of_its_own",),
     ),
     Fault(
         "rows-of-blocks-are-added-up",

@@ -165,9 +165,10 @@ def test_q4_k_as_q4_1_keeps_its_values_and_rounds_its_scales() -> None:
     assert (np.abs(found - groups) <= sizes * 2.0**-9 + 1e-6).all()
 
 
-def test_q4_k_beyond_float16_is_refused() -> None:
+@pytest.mark.parametrize("at", [0, 2], ids=["scale", "minimum"])
+def test_q4_k_beyond_float16_is_refused(at: int) -> None:
     rows, _ = blocks("Q4_K")
-    rows.view(np.uint8)[1, :2] = np.array([60000], np.float16).view(np.uint8)
+    rows.view(np.uint8)[1, at : at + 2] = np.array([60000], np.float16).view(np.uint8)
     rows.view(np.uint8)[1, 4:16] = 63
     out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
     assert blocks_into(rows, np.arange(HEIGHT), out) == TOO_LARGE
