@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +16,16 @@ import ray
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.service import Service
 from actors.processes.freed_memory import give_back_freed_memory
+from actors.processes.service_loading import Loader, service_loader
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.host_files import require_room, require_same_model, weight_bytes
-from actors.setup.storage import stored_share
 from actors.telemetry.compiling import CompileCounter
 from actors.telemetry.vitals import ServiceVitals, resident_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, ServiceError
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
 from placement.threads.core_keeper import CoreKeeper
 from placement.threads.first_touch import FirstTouch
 from placement.threads.pinning import find_cores, find_place, pin_process, settle_thread
@@ -125,80 +121,10 @@ class ServiceActor:
 
         threading.Thread(target=prepare, name="prompts", daemon=True).start()
 
-    def _loader(self, config: ModelConfig) -> Callable[[Callable[[int], None]], Service]:
-        from actors.cpu.cpu_service import load_cpu_service
-        from actors.gpu.gpu_service import load_gpu_service
-
-        spec, path = self.spec, Path(self.spec.model_path)
-        if spec.gpu is not None:
+    def _loader(self, config: ModelConfig) -> Loader:
+        if self.spec.gpu is not None:
             return self._gpu_loading(config).fill
-        dtype, touch = spec.weight_dtype, self._touch()
-        if spec.cache is not None:
-            cache = spec.cache
-            return lambda on_bytes: load_gpu_service(
-                path,
-                config,
-                spec.index,
-                spec.num_threads,
-                cache,
-                on_bytes,
-                dtype,
-                touch,
-                spec.neuron_ids,
-                spec.has_down_norms,
-                keeps_pages=spec.storage is None,
-            )
-        ids = spec.neuron_ids or []
-        if spec.storage is not None:
-            return self._stored_loader(config, spec.storage)
-        if spec.down_by_outputs:
-            from actors.cpu.dense_service import load_dense_service
-
-            return lambda on_bytes: load_dense_service(
-                path,
-                config,
-                spec.index,
-                spec.num_threads,
-                ids[0],
-                spec.index == 1,
-                on_bytes,
-                touch,
-                spec.has_down_norms,
-            )
-        return lambda on_bytes: load_cpu_service(
-            path,
-            config,
-            spec.index,
-            spec.num_threads,
-            ids,
-            spec.index == 1,
-            on_bytes,
-            dtype,
-            touch,
-            spec.has_down_norms,
-        )
-
-    def _stored_loader(
-        self, config: ModelConfig, storage: NeuronStorage
-    ) -> Callable[[Callable[[int], None]], Service]:
-        from actors.cpu.stored_service import load_stored_service
-
-        spec, path = self.spec, Path(self.spec.model_path)
-        share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
-        return lambda on_bytes: load_stored_service(
-            path,
-            config,
-            spec.index,
-            spec.num_threads,
-            spec.neuron_ids or [],
-            spec.index == 1,
-            on_bytes,
-            Path(storage.path),
-            share,
-            spec.weight_dtype,
-            Path(storage.predictors) if storage.predictors else None,
-            spec.has_down_norms,
-        )
+        return service_loader(self.spec, config, self._touch())
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
         """What `fit` took, or the same taken by a process that comes in another's place."""
