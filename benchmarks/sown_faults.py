@@ -637,14 +637,14 @@ _NUMBA_KERNELS = [
         "a-stream-begins-at-what-was-there",
         "numba_kernels", "float_ir", _OFF_BY_ONE,
         "index, first.equals(0)) for parity", "index, first.equals(1)) for parity",
-        ("test_company::test_rows[numba-51-2848-numbers3-f32]",),
+        ("test_company::test_rows[numba-51-2848-numbers3-f16]",),
     ),
     Fault(
         "all-gates-come-with-their-rest",
         "numba_kernels", "stored_ffn", _CHECK,
         "if keeps_all or (is_listed and stored.options[READS_WHOLE]) else GATE",
         "if keeps_all or is_listed or stored.options[READS_WHOLE] else GATE",
-        ("test_a_larger_cache_reads_less",),
+        ("test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire",),
     ),
     Fault(
         "any-numba-is-as-tried",

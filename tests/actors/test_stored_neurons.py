@@ -47,7 +47,7 @@ from numba_kernels.storage.read_queue import NOW, num_left
 from predictors.predictor_file import Predictors, write_predictors
 from predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
+from tests.actors.test_predicted_modes import Constant, for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 
@@ -198,6 +198,22 @@ def predicted(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     file = tmp_path / "p.safetensors"
     write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
     return path, file
+
+
+def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire(
+    tiny: Tiny,
+) -> None:
+    """Of all neurons about half fire: one read of each, or one and a half."""
+    path, num_reads = tiny("llama-relu").path, []
+    packed(path)
+    for reads_whole in (True, False):
+        store = {"reads_whole": reads_whole, "left_out": {"forgets": True}}
+        with StoredSystem(path, 1, 2, more_slots=40, **store) as stored:
+            every = [Constant(np.ones(stored.config.ffn_size, bool))] * stored.config.num_layers
+            stored.logits("sign", IDS, [1], predictor=for_services(stored, every))
+            num_reads.append(stored.counted(PARTS_MISSED))
+    whole, parts = num_reads
+    assert 1.2 * whole < parts < 1.8 * whole
 
 
 AHEAD: list[dict[str, Any]] = [
