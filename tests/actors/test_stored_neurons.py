@@ -207,7 +207,7 @@ def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire
     path, num_reads = tiny("llama-relu").path, []
     packed(path)
     for reads_whole in (True, False):
-        store = {"reads_whole": reads_whole, "left_out": {"forgets": True}}
+        store: dict[str, Any] = {"reads_whole": reads_whole, "left_out": {"forgets": True}}
         with StoredSystem(path, 1, 2, more_slots=40, **store) as stored:
             every = [Constant(np.ones(stored.config.ffn_size, bool))] * stored.config.num_layers
             stored.logits("sign", IDS, [1], predictor=for_services(stored, every))
