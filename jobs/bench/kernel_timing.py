@@ -14,7 +14,7 @@ from model.weights.memory import aligned_empty
 from numba_kernels.checks import read_only
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import Q4, Q4_1, Q8, row_items
+from numba_kernels.formats import ROW_FORMATS, row_items
 from numba_kernels.measure.parts import dense_part, sparse_part
 from numba_kernels.measure.plain_reads import read_listed, read_row
 from numba_kernels.serve.doorbell import INTS_A_CELL
@@ -25,14 +25,22 @@ DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.uint16),
     "bf16": np.dtype(np.int16),
-    "q8": Q8,
-    "q4_1": Q4_1,
-    "q4": Q4,
+    **{str(dtype.names[0]): dtype for dtype in ROW_FORMATS if dtype.names},
 }
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01
 _ROW_BYTE = 0x11  # of quantized rows: all values and scales are small and positive
 
 Work = Callable[[], tuple[float, int]]
+
+
+def has_width(dtype: np.dtype, width: int) -> bool:
+    """Whether rows of a format can have so many weights."""
+    return dtype not in ROW_FORMATS or width % ROW_FORMATS[dtype].block_weights == 0
+
+
+def is_summed(dtype: np.dtype) -> bool:
+    """Whether a neuron's down row can have a format, so that there is a sparse FFN of it alone."""
+    return dtype not in ROW_FORMATS or ROW_FORMATS[dtype].is_summed
 
 
 class Memory:
@@ -86,7 +94,8 @@ class KernelBench:
         self.partial = np.zeros((1, width), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
-        for work in (self.read_in_order, self.dense, self.read_listed, self.sparse):
+        works = [self.read_in_order, self.dense]
+        for work in [*works, self.read_listed, self.sparse] if is_summed(memory.dtype) else works:
             work()
 
     def _fresh_ids(self) -> np.ndarray:

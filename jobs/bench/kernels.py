@@ -2,13 +2,22 @@
 
 A plain read sums the same bytes as 64-bit words, in the same order, row by row with the rows to
 come prefetched as the kernels do it. Several widths are measured in turn, over the same memory.
+Lines at the end say which of them is slowest beside the first.
 """
 
 from typing import Any
 
 import click
 
-from jobs.bench.kernel_timing import DTYPES, Comparison, KernelBench, Memory, compare
+from jobs.bench.kernel_timing import (
+    DTYPES,
+    Comparison,
+    KernelBench,
+    Memory,
+    compare,
+    has_width,
+    is_summed,
+)
 from jobs.settings.shared_option import shared_option
 from jobs.support.console import json_option, print_json, stderr_console
 from placement.machine.survey import usable_cores
@@ -42,7 +51,7 @@ from placement.machine.survey import usable_cores
     multiple=True,
     default=tuple(DTYPES),
     show_default=True,
-    help="May be given several times.",
+    help="Of rows; those that no down row is in have no sparse FFN. May be given several times.",
 )
 @shared_option("--threads", type=click.IntRange(min=1), help="Cores to use; all without it.")
 @click.option(
@@ -70,28 +79,45 @@ def kernels(
     """Time kernels over fresh memory; each timing stands between two plain reads of the same.
 
     Matrices should be larger than the caches together: those of one kind hold layers * ffn rows of
-    the first width, and of the others as many as take the same bytes.
+    the first width, and of the others as many as take the same bytes. Left out are
+    widths that a format's rows cannot have, and formats whose rows cannot have the first.
     """
     num_threads = threads or len(usable_cores())
     shape = f"{layers} x {ffn} x {widths[0]}, {num_threads} threads"
     click.echo(f"{shape}; GB/s, and the share of a plain read of the same bytes (least to most)")
     report: dict[str, Any] = {"shape": shape, "tokens": list(batches), "kernels": {}}
-    for dtype in dtypes:
+    slowest: dict[str, tuple[float, str, int]] = {}  # by kernels
+    for dtype in _with_width(dtypes, widths[0]):
+        own = [width for width in widths if has_width(DTYPES[dtype], width)]
         with stderr_console().status(f"measuring {dtype}"):
             memory = Memory(DTYPES[dtype], widths[0], layers, ffn)
-            benches = [KernelBench(memory, width, num_threads, max(batches)) for width in widths]
-            found = _compare_all(benches, batches, densities, repeat)
+            benches = [KernelBench(memory, width, num_threads, max(batches)) for width in own]
+            some = densities if is_summed(DTYPES[dtype]) else ()
+            found = _compare_all(benches, batches, some, repeat)
         report["kernels"][dtype] = {
             width: {name: results[i].as_json() for name, results in found.items()}
-            for i, width in enumerate(widths)
+            for i, width in enumerate(own)
         }
         for name, results in found.items():
-            for width, result in zip(widths, results, strict=True):
-                _print(dtype, name, width, result, len(widths) > 1)
+            for width, result in zip(own, results, strict=True):
+                _print(dtype, name, width, result, len(own) > 1)
+                if width != widths[0]:
+                    here = result.of_first, dtype, width
+                    slowest[name] = min(slowest.get(name, here), here)
+    for name, (share, dtype, width) in slowest.items():
+        click.echo(f"{name}: slowest beside the first width {dtype} {width}, {share:.2f} of it")
     if as_json:
-        first = report["kernels"][dtypes[0]][widths[0]]
+        first = next(iter(report["kernels"].values()))[widths[0]]
         dense = next(iter(first.values()))
         print_json({name: dense[name] for name in ("gb_per_s", "read_gb_per_s")} | report)
+
+
+def _with_width(dtypes: tuple[str, ...], first: int) -> list[str]:
+    """The formats whose rows can be as wide as the first. Errors: UsageError for none."""
+    known = [dtype for dtype in dtypes if has_width(DTYPES[dtype], first)]
+    if not known:
+        raise click.UsageError(f"no rows of {', '.join(dtypes)} are {first} wide")
+    return known
 
 
 def _compare_all(

@@ -43,9 +43,12 @@ def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVec
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Zeros that begin with a line of the cache: loads of whole lines then take one line each."""
+    """Zeros that begin with a line of the cache: loads of whole lines then take one line each.
+
+    Behind them is room for as much as a vector of the CPU takes (`numba_kernels.ir.half_ir`).
+    """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    room = np.zeros(num_bytes + 2 * LINE_BYTES, np.uint8)
     start = -room.ctypes.data % LINE_BYTES
     return room[start : start + num_bytes].view(dtype).reshape(shape)
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
+from numba_kernels.ir.byte_products import ByteProducts
+from numba_kernels.ir.half_ir import Halves, takes_halves
 from numba_kernels.ir.quantized_ir import (
-    BYTE_LANES,
     CHUNK_BYTES,
     INTS,
     PACKED_STEPS,
@@ -27,14 +28,12 @@ from numba_kernels.ir.quantized_ir import (
     joined,
     packed_steps,
     row_bytes,
-    signed_byte,
     unpacked,
-    value_offset,
     with_chunks,
     with_tops,
 )
-from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
-from numba_kernels.ir.vec import F32, I8, I16, I32, Ptr, Var, Vec, for_range, room, shaped
+from numba_kernels.ir.target import LANES, LINE_BYTES
+from numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
 
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
@@ -94,17 +93,23 @@ class _Products:
         rest = Rest(number, self.groups - number * CHUNK_GROUPS, self.bits)
         few, many = _FewChunks(self, number), _Stretches(self, number)
         is_short, has_rest = number.below(_FEW_CHUNKS + 1), rest.chunk.num_lanes.differs(0)
-        of_rest = self.no_counts()
-        self._either(is_short, lambda: few.count(ahead), lambda: many.count(ahead))
+        last = self._last_chunk(number, rest)
+        self.either(is_short, lambda: few.count(ahead), lambda: many.count(ahead))
         with self.builder.if_then(has_rest.value):
-            _set_all(of_rest, self._rest_counts(rest))
-        self._either(is_short, few.add, many.add)
+            last.count()
+        self.either(is_short, few.add, many.add)
         with self.builder.if_then(has_rest.value):
-            self.add_scaled(rest.chunk, [count.get() for count in of_rest])
+            last.add()
         if ahead:
             self._prefetch_rest(ahead, number)
 
-    def _either(self, bit: Vec, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    def _last_chunk(self, index: Vec, rest: Rest) -> _LastChunk:
+        if not takes_halves(self.format):
+            return _LastChunk(self, rest)
+        halves = Halves(self.format, self.rows[0], self.vectors, self.groups, index)
+        return _LastChunk(self, rest, halves)
+
+    def either(self, bit: Vec, yes: Callable[[], None], no: Callable[[], None]) -> None:
         with self.builder.if_else(bit.value) as (first, second):
             with first:
                 yes()
@@ -214,9 +219,9 @@ class _Products:
             total.set(minima.fma(scaled[vector], total.get()))
 
     def _add_rest(self, rest: Rest) -> None:
-        self.add_scaled(rest.chunk, self._rest_counts(rest))
+        self.add_scaled(rest.chunk, self.rest_counts(rest))
 
-    def _rest_counts(self, rest: Rest) -> list[Vec]:
+    def rest_counts(self, rest: Rest) -> list[Vec]:
         """The integer sums of the last chunk, several of whose steps are taken at a time."""
         empty, chunk = self.multiply.empty(self.builder), rest.chunk
         chains = [[Var(empty) for _ in range(self.num_chains)] for _ in range(self.num_counts)]
@@ -265,6 +270,37 @@ class _Products:
         counts = [Var(count) for count in self._without([var.get() for var in added], ends)]
         rest.fold(counts)
         return [count.get() for count in counts]
+
+
+class _LastChunk:
+    """The last, partial chunk of a row: by `halves` after a whole chunk, else by `rest`."""
+
+    def __init__(self, products: _Products, rest: Rest, halves: Halves | None = None) -> None:
+        self.products, self.rest, self.halves = products, rest, halves
+        self.sums = products.no_counts()
+
+    def count(self) -> None:
+        """Read the values."""
+        self._way(lambda halves: halves.count(), self._count)
+
+    def add(self) -> None:
+        """Add what has been counted, with its scales."""
+        totals = self.products.totals
+        self._way(lambda halves: halves.add_scaled(totals), self._add)
+
+    def _count(self) -> None:
+        _set_all(self.sums, self.products.rest_counts(self.rest))
+
+    def _add(self) -> None:
+        self.products.add_scaled(self.rest.chunk, [count.get() for count in self.sums])
+
+    def _way(self, by_halves: Callable[[Halves], None], by_rest: Callable[[], None]) -> None:
+        halves = self.halves
+        if halves is None:
+            by_rest()
+            return
+        has_whole = self.rest.chunk.index.differs(0)
+        self.products.either(has_whole, lambda: by_halves(halves), by_rest)
 
 
 class _FewChunks:
@@ -351,93 +387,3 @@ def _set_all(cells: list[Var], values: list[Vec]) -> None:
     """Change all of them."""
     for cell, value in zip(cells, values, strict=True):
         cell.set(value)
-
-
-class ByteProducts:
-    """sum[lane] += product of four bytes of weights with four of a vector, exactly.
-
-    VNNI multiplies unsigned with signed bytes, so Q8's values get 128 added, and `offset` times a
-    group's sum of values is what that, or the offset of Q4 and Q5, adds too much. Values beside a
-    minimum have no offset. AVX2 multiplies bytes to pairs of 16 bits. Eight pairs of nibbles'
-    products fit in them, all that a lane has of a chunk: they are added up before they become 32
-    bits. VNNI leaves high nibbles where they are if a second chain of additions is theirs.
-    """
-
-    def __init__(self, row_format: RowFormat, num_chains: int) -> None:
-        self.bits = row_format.bits
-        self.vnni = has_feature("avx512vnni") and has_feature("avx512f")
-        self.avx2 = has_feature("avx2") and not self.vnni
-        self.in_pairs = self.avx2 and self.bits in (4, 6)
-        stored = value_offset(row_format)
-        self.high_in_place = self.vnni and self.bits == 4 and num_chains == 2
-        self.offset = {8: 128 if self.vnni else 0, 6: 0, 5: stored, 4: stored}[self.bits]
-        self.half_offset = stored if self.bits == 6 and self.vnni else 0
-        self.subtracted = stored if self.bits == 6 and not self.vnni else 0
-
-    def empty(self, builder: ir.IRBuilder) -> Vec:
-        """Sums of nothing."""
-        if self.in_pairs:
-            return Vec.full(builder, 0, I16, 2 * LANES)
-        return Vec.full(builder, 0, I32, LANES)
-
-    def add(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        """The sums with one step's products added."""
-        if self.subtracted:
-            weights = (weights.view(I8) - self.subtracted).view(I32)
-        if self.vnni:
-            return self._vnni(total, weights, values)
-        if self.avx2:
-            pairs = _avx2_pairs(self.bits, weights.view(I8), values.view(I8))
-            return total + (pairs if self.in_pairs else _avx2_fours(pairs))
-        for byte in range(4):
-            total = total + signed_byte(weights, byte) * signed_byte(values, byte)
-        return total
-
-    def add_offset(self, total: Vec, values: Vec) -> Vec:
-        """The sums of values times `half_offset`, with one step's added."""
-        if not self.half_offset:
-            return total
-        return self._dot(total, values.view(I8).like(self.half_offset), values.view(I8))
-
-    def end(self, chains: list[Vec]) -> Vec:
-        """All chains of sums together, int32, `offset` still in them."""
-        total = chains[0]
-        for more in chains[1:]:
-            total = total + (more.shifted_right(4) if self.high_in_place else more)
-        return _avx2_fours(total) if self.in_pairs else total
-
-    def _vnni(self, total: Vec, weights: Vec, values: Vec) -> Vec:
-        if self.bits == 8:
-            weights = weights ^ 0x80808080 - (1 << 32)
-        return self._dot(total, weights.view(I8), values.view(I8))
-
-    def _dot(self, total: Vec, unsigned: Vec, signed: Vec) -> Vec:
-        return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, unsigned, signed)
-
-
-def _avx2_pairs(bits: int, unsigned: Vec, signed: Vec) -> Vec:
-    """Products of bytes, two added up in 16 bits.
-
-    |weight| <= 127 and |value| <= 127, so no pair overflows.
-    """
-    width, found = BYTE_LANES // 2, []
-    for first in (0, width):
-        lanes = range(first, first + width)
-        weights, values = unsigned.take(lanes), signed.take(lanes)
-        kind = weights.value.type
-        if bits > 5:
-            values = values.call("llvm.x86.avx2.psign.b", kind, values, weights)
-            weights = (weights < 0).where(-weights, weights)
-        name = "llvm.x86.avx2.pmadd.ub.sw"
-        found.append(weights.call(name, shaped(I16, width // 2), weights, values))
-    return found[0].take(range(width), found[1])
-
-
-def _avx2_fours(pairs: Vec) -> Vec:
-    """Neighbours of 16 bits added up to 32 bits."""
-    found = []
-    for first in (0, LANES):
-        part = pairs.take(range(first, first + LANES))
-        kind = shaped(I32, LANES // 2)
-        found.append(part.call("llvm.x86.avx2.pmadd.wd", kind, part, part.like(1)))
-    return found[0].take(range(LANES), found[1])

@@ -163,4 +163,29 @@ def test_bench_kernels(command: Command, dtype: str) -> None:
         ]  # fmt: skip
         assert all(number > 0 for part in parts.values() for number in part.values())
     assert all(part["of_first"] == 1 for part in found["64"].values())
-    assert len(lines) == 1 + 4 * 2
+    assert len(lines) == 1 + 4 * 2 + 4
+    slowest = found["96"]["rows x 5 vectors"]["of_first"]
+    said = f"rows x 5 vectors: slowest beside the first width {dtype} 96, {slowest:.2f} of it"
+    assert said in lines
+
+
+def test_bench_kernels_of_blocks(command: Command) -> None:
+    """Rows of whole blocks, in which no down row is; formats that cannot be so wide are left out"""
+    lines, report = command(
+        "bench", "kernels", "--hidden", "256", "--hidden", "96", "--hidden", "512", "--ffn", "96",
+        "--layers", "2", "--repeat", "1", "--threads", "1", "--dtype", "q4_k", "--dtype", "q5",
+    )  # fmt: skip
+    found = report["kernels"]
+    assert {dtype: list(widths) for dtype, widths in found.items()} == {
+        "q4_k": ["256", "512"], "q5": ["256", "96", "512"]
+    }  # fmt: skip
+    assert all(list(parts) == ["rows x vector"] for parts in found["q5"].values())
+    assert len(lines) == 1 + 2 + 3 + 1
+
+
+def test_bench_kernels_of_no_width(command: Command) -> None:
+    _, report = command(
+        "bench", "kernels", "--hidden", "96", "--ffn", "96", "--layers", "1", "--repeat", "1",
+        "--threads", "1", "--dtype", "q6", "--dtype", "q5", "--density", "0.5",
+    )  # fmt: skip
+    assert list(report["kernels"]) == ["q5"]

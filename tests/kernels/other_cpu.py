@@ -23,17 +23,26 @@ from safetensors.numpy import save_file
 from numba_kernels.decode.ffn import _add_one
 from numba_kernels.decode.rows import add_in_order, rows_kernel, rows_times_vectors
 from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.formats import is_quantized, whole_chunks
+from numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
 from numba_kernels.ir.target import has_feature
 from numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
-from tests.kernels.quantized_rows import IN_BLOCKS, SUMMED, quantized_vectors, random_rows
+from tests.kernels.page_end import at_page_end
+from tests.kernels.quantized_rows import (
+    IN_BLOCKS,
+    SUMMED,
+    Quantized,
+    quantized_vectors,
+    random_rows,
+)
 
 KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q6")
 FEATURES = ("avx2", "avx512f", "avx512vnni", "f16c", "fma")
 NUM_ROWS, WIDTH = 27, 2240  # some whole tiles of rows and some not, four chunks and six groups more
 WIDTH_IN_BLOCKS = 2304  # eight groups more
 TOKENS = (1, 5)  # row after row, and rows side by side
+LAST_GROUPS = range(1, 16)  # of rows' last chunks, behind a whole one
+LAST_ROWS, LAST_TOKENS = 3, (1, 2)
 LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice four, and three
 _TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -50,6 +59,11 @@ def matrix(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
         return bits, bits.view(np.float16).astype(np.float64)
     quantized = random_rows(seed, kind, NUM_ROWS, width_of(kind))
     return quantized.rows, quantized.weights
+
+
+def with_last_chunk(kind: str, groups: int) -> Quantized:
+    """Rows of a whole chunk and so many groups."""
+    return random_rows(groups, kind, LAST_ROWS, CHUNK + QUANT_GROUP * groups)
 
 
 def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +86,8 @@ def results(kind: str) -> dict[str, np.ndarray]:
     """The kernels' products for all TOKENS, and sums of the rows in LISTED for one token."""
     gate, down = matrix(kind, 1)[0], matrix(kind, 2)[0]
     found = {f"rows{n}": rows_times_vectors(gate, inputs(kind, n)[0]) for n in TOKENS}
+    if kind != "f16":
+        found |= _last_chunks(kind)
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found
     x, _ = inputs(kind, 1)
@@ -80,6 +96,17 @@ def results(kind: str) -> dict[str, np.ndarray]:
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
     _listed_sums(gate, down, LISTED, x, room, h, sums, out)
     return found | {"listed": h, "sums": out}
+
+
+def _last_chunks(kind: str) -> dict[str, np.ndarray]:
+    """Products of rows at the end of what can be read, for all LAST_GROUPS."""
+    found = {}
+    for groups in LAST_GROUPS if kind not in IN_BLOCKS else (8,):
+        rows = at_page_end(with_last_chunk(kind, groups).rows)
+        for n in LAST_TOKENS:
+            x = random_floats(n, n, CHUNK + QUANT_GROUP * groups)
+            found[f"last{groups}x{n}"] = rows_times_vectors(rows, x)
+    return found
 
 
 def aarch64_assembly(kind: str) -> str:

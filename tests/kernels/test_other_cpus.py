@@ -19,8 +19,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kernels.other_cpu import KINDS, LISTED, TOKENS, inputs, matrix, results
-from tests.kernels.quantized_rows import SUMMED
+from tests.kernels.arrays import random_floats
+from tests.kernels.other_cpu import (
+    KINDS,
+    LAST_GROUPS,
+    LAST_TOKENS,
+    LISTED,
+    TOKENS,
+    inputs,
+    matrix,
+    results,
+    with_last_chunk,
+)
+from tests.kernels.quantized_rows import IN_BLOCKS, SUMMED, quantized_vectors
 
 ROOT = Path(__file__).parents[2]
 HASWELL = (
@@ -77,12 +88,25 @@ def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
         _, x = inputs(kind, num_tokens)
         limit = 2e-6 * (np.abs(x) @ np.abs(gate).T)
         assert (np.abs(found[f"rows{num_tokens}"] - x @ gate.T) <= limit).all()
+    if kind != "f16":
+        check_last_chunks(kind, found)
     if kind != "f16" and kind not in SUMMED:  # nobody adds up its rows
         return
     assert found["listed"].tobytes() == found["rows1"][0, LISTED].tobytes()
     h = found["listed"].astype(np.float64)
     limit = 2e-6 * (np.abs(h) @ np.abs(down[LISTED]))
     assert (np.abs(found["sums"] - h @ down[LISTED]) <= limit).all()
+
+
+def check_last_chunks(kind: str, found: dict[str, np.ndarray]) -> None:
+    """The same of rows that end with a part of a chunk."""
+    for groups in LAST_GROUPS if kind not in IN_BLOCKS else (8,):
+        rows = with_last_chunk(kind, groups)
+        for n in LAST_TOKENS:
+            x = quantized_vectors(random_floats(n, n, rows.weights.shape[1]))
+            limit = 2e-6 * (np.abs(x) @ rows.sizes.T)
+            products = found[f"last{groups}x{n}"]
+            assert (np.abs(products - x @ rows.weights.T) <= limit).all(), (groups, n)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="runs x86 code")

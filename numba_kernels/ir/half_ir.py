@@ -1,0 +1,153 @@
+"""A row's last, partial chunk with AVX2: by vectors of 8 lanes, which are its registers.
+
+Masked loads cost there, and lanes that hold nothing as much as others. Here a load takes what
+stands behind the groups with it: after a whole chunk that is still of the row, or of a vector's
+room (`numba_kernels.decode.vectors`). Scales of those lanes are zeros, so they add nothing.
+"""
+
+from __future__ import annotations
+
+from numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
+from numba_kernels.ir.byte_products import avx2_fours, avx2_pairs
+from numba_kernels.ir.quantized_ir import (
+    CHUNK_BYTES,
+    PACKED_STEPS,
+    Row,
+    Vector,
+    unpacked,
+    value_offset,
+)
+from numba_kernels.ir.target import LANES, has_feature
+from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
+
+_LANES = LANES // 2
+_INTS = shaped(I32, _LANES)
+_FLOATS = shaped(F32, _LANES)
+
+
+def takes_halves(row_format: RowFormat) -> bool:
+    """Whether last chunks of a format are read so."""
+    is_avx2 = has_feature("avx2") and not has_feature("avx512f")
+    return is_avx2 and row_format.bits in (4, 8) and not row_format.in_blocks
+
+
+class Halves:
+    """A row's last chunk of 0 < g < 16 groups after at least one whole chunk, times vectors.
+
+    Where 2 g or 4 g are at most 8, two or four of its steps stand side by side in a vector.
+    """
+
+    def __init__(
+        self, row_format: RowFormat, row: Row, vectors: list[Vector], groups: Vec, index: Vec
+    ) -> None:
+        """groups: of the whole row; index: the last chunk's number."""
+        self.format, self.bits = row_format, row_format.bits
+        self.row, self.vectors, self.all_groups, self.index = row, vectors, groups, index
+        self.builder = groups.builder
+        self.groups = groups - index * CHUNK_GROUPS
+        self.has_second = groups.like(_LANES).below(self.groups)
+        self.halvings = groups.like(0)
+        self.steps = PACKED_STEPS[self.bits]
+        for doublings in range(1, self.steps.bit_length()):
+            fits = self.groups.below((_LANES >> doublings) + 1)
+            self.halvings = self.halvings + fits.astype(I64, signed=False)
+        self.num_turns = groups.like(self.steps) >> self.halvings
+        self.num_lanes = self.groups << self.halvings
+        self.in_pairs = self.bits == 4
+        ints = Vec.full(self.builder, 0, I32, _LANES)
+        self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
+
+    def count(self) -> None:
+        """Read the values: integer sums of all groups."""
+        kind, lanes = (I16, LANES) if self.in_pairs else (I32, _LANES)
+        zeros = Vec.full(self.builder, 0, kind, lanes)
+        sums = [Var(zeros) for _ in self.vectors]
+        self._first_half(sums)
+        ends = [Var(self._end(total.get())) for total in sums]
+        self._fold(ends)
+        for cell, end in zip(self.counts[0], ends, strict=True):
+            cell.set(end.get())
+        with self.builder.if_then(self.has_second.value):
+            more = [Var(zeros) for _ in self.vectors]
+            for turn in range(self.steps):
+                self._add(more, self.groups.like(turn), 4 * _LANES)
+            for cell, total in zip(self.counts[1], more, strict=True):
+                cell.set(self._end(total.get()))
+
+    def add_scaled(self, totals: list[Var]) -> None:
+        """Add the integer sums to the totals (16 lanes), with scales and minima."""
+        self._add_half(totals, 0)
+        with self.builder.if_then(self.has_second.value):
+            self._add_half(totals, 1)
+
+    def _first_half(self, sums: list[Var]) -> None:
+        """There are one, two, four ... turns, or all steps."""
+        self._add(sums, self.groups.like(0), 0)
+        done = 1
+        while done < self.steps:
+            with self.builder.if_then(self.groups.like(done).below(self.num_turns).value):
+                for turn in range(done, 2 * done):
+                    self._add(sums, self.groups.like(turn), 0)
+            done *= 2
+
+    def _add(self, sums: list[Var], turn: Vec, offset: int) -> None:
+        """Add the products of one vector of the row, `offset` bytes into its steps."""
+        at = turn * self.num_lanes * 4 + offset
+        loaded = _load(self.row.values + self.index * CHUNK_BYTES[self.bits] + at, I32)
+        for part, weights in enumerate(unpacked(self.bits, loaded)):
+            place = self.index * CHUNK + self.groups * (part * CHUNK // 2 // CHUNK_GROUPS) + at
+            for total, vector in zip(sums, self.vectors, strict=True):
+                values = _load(vector.values + place, I32)
+                pairs = avx2_pairs(self.bits, weights.view(I8), values.view(I8))
+                total.set(total.get() + (pairs if self.in_pairs else avx2_fours(pairs)))
+
+    def _end(self, total: Vec) -> Vec:
+        return avx2_fours(total) if self.in_pairs else total
+
+    def _fold(self, sums: list[Var]) -> None:
+        """Add up the steps that stand side by side, in the lanes of the first."""
+        places = Vec.of(self.builder, range(_LANES), I32)
+        for number in range(self.steps.bit_length() - 1):
+            moved = places + (self.num_lanes >> number + 1).astype(I32)
+            with self.builder.if_then(self.halvings.like(number).below(self.halvings).value):
+                for total in sums:
+                    ints = total.get()
+                    other = ints.call("llvm.x86.avx2.permd", _INTS, ints, moved)
+                    total.set(ints + other)
+
+    def _add_half(self, totals: list[Var], half: int) -> None:
+        """Add the counts of lanes 0 to 7, or of 8 to 15."""
+        lane = _LANES * half
+        first = self.index * CHUNK_GROUPS + lane
+        left = (self.groups + -lane).minimum(_LANES)
+        mask = Vec.of(self.builder, range(_LANES), I32).below(left.astype(I32))
+        factors, minima = self._halves(self.row.first, first), None
+        if self.format.has_min:
+            minima = self._halves(self.row.second, first)
+        offset = value_offset(self.format) if self.bits == 4 else 0
+        for total, vector, cell in zip(totals, self.vectors, self.counts[half], strict=True):
+            scales, count = (vector.scales + first * 4).load_masked(F32, mask), cell.get()
+            sums = None
+            if offset or minima:
+                sums = _load(vector.sums + first * 4, I32)
+            if offset and sums:
+                count = count - (sums << offset.bit_length() - 1)
+            parts = [total.get().take(range(at, at + _LANES)) for at in (0, _LANES)]
+            parts[half] = count.astype(F32).fma(factors * scales, parts[half])
+            if minima and sums:
+                parts[half] = minima.fma(sums.astype(F32) * scales, parts[half])
+            total.set(parts[0].take(range(LANES), parts[1]))
+
+    def _halves(self, start: Ptr, first: Vec) -> Vec:
+        """The float16 of groups from `first` on, as float32.
+
+        Where fewer than 8 are left, the row's last 8 are read and moved down.
+        """
+        begin = first.minimum(self.all_groups + -_LANES)
+        numbers = _load(start + begin * SCALE_BYTES, HALF).astype(F32)
+        places = Vec.of(self.builder, range(_LANES), I32) + (first - begin).astype(I32)
+        return numbers.call("llvm.x86.avx2.permps", _FLOATS, numbers, places)
+
+
+def _load(at: Ptr, dtype: object) -> Vec:
+    return at.load(dtype, _LANES, align=1)
