@@ -6,6 +6,7 @@ starts a system, answers with one token, says so in a line of JSON and stops: ho
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from statistics import mean
 
 import click
 import ray
+import torch
 
 from actors.launch import start_local_ray
 from actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
@@ -29,6 +31,7 @@ from benchmarks.process_memory import memory_of
 from benchmarks.runs import Json
 from jobs.bench.decode import batch_tokens_per_s, decode_report, decode_request
 from model.config.model_config import ModelConfig
+from numba_kernels.ir.target import has_feature
 from placement.machine.bandwidth import measure_read_bandwidth
 
 DTYPES = ("f16", "q8", "q4")
@@ -37,6 +40,7 @@ _PROMPT = 16  # tokens before those that are decoded
 _READ_BYTES, _READ_S = 1 << 29, 0.2
 _WARM_UP = 8  # tokens
 _KV_PAGE = 64  # positions
+_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "neon")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ def loaded(prepared: list[Prepared]) -> Iterator[list[System]]:
             yield running
     finally:
         ray.shutdown()
+
+
+def instructions() -> str:
+    """What hotcold's kernels are compiled for here, and what torch is limited to."""
+    own = [name for name in _FEATURES if has_feature(name)]
+    torch_own = torch.backends.cpu.get_cpu_capability()
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "no limit")
+    return f"kernels for {', '.join(own) or 'plain vectors'}; torch for {torch_own}; oneDNN: {most}"
 
 
 def measure(running: System, prepared: Prepared, sizes: Sizes, with_prefill: bool) -> Json:

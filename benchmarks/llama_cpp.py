@@ -9,6 +9,7 @@ each llama-bench. Where there is no llama-bench, llama-cpp-python is driven inst
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def measure(build: Build, gguf: Path, sizes: Sizes) -> Json:
     return {
         "name": build.name,
         "build": answer.rows[0].get("build_commit", ""),
+        "instructions": compiled_for(answer.rows[0].get("system_info", "")),
         "decode": rates[0, sizes.tokens],
         "prefill": prefill,
         "batch": _measure_batches(build, gguf, sizes),
@@ -114,6 +116,15 @@ def measure_load(build: Build, gguf: Path, threads: int) -> float:
     Only a token shows that weights are there: files are mapped, and read when they are first used.
     """
     return run_program([*_bench(build, gguf, threads, "0", 1), "--no-warmup"]).first_row_s
+
+
+def compiled_for(system_info: str) -> str:
+    """The vector instructions in what llama.cpp says of itself; "" where it says nothing.
+
+    It says all of a build's, and a build that is not native uses them without asking the CPU.
+    """
+    flags = re.findall(r"\b((?:AVX|FMA|F16C|NEON|SVE|AMX)\w*) = 1", system_info)
+    return ", ".join(flags)
 
 
 def run_program(command: Sequence[str]) -> Answer:

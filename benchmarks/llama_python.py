@@ -62,6 +62,7 @@ def main(
     for num_prompt, num_gen in runs:
         rates = [rate_of(llama, num_prompt, num_gen) for _ in range(repeat)]
         row = {"n_prompt": num_prompt, "n_gen": num_gen, "samples_ts": rates}
+        row["system_info"] = llama_cpp.llama_print_system_info().decode()
         click.echo(json.dumps(row | {"build_commit": llama_cpp.__version__}))
 
 

@@ -26,7 +26,15 @@ from pathlib import Path
 import click
 
 from actors.protocol.messages import MODES, PREDICTED_MODES
-from benchmarks.hotcold_side import AS_STORED, DTYPES, Prepared, loaded, measure, measure_load
+from benchmarks.hotcold_side import (
+    AS_STORED,
+    DTYPES,
+    Prepared,
+    instructions,
+    loaded,
+    measure,
+    measure_load,
+)
 from benchmarks.llama_cpp import Build, Sizes, find_builds
 from benchmarks.llama_cpp import measure as measure_llama_cpp
 from benchmarks.llama_cpp import measure_load as measure_llama_cpp_load
@@ -233,6 +241,7 @@ def main(
         raise click.ClickException(str(error)) from None
     report = {
         **about,
+        "instructions": instructions(),
         "modes": unique_modes,
         "tokens": tokens,
         "prompt_tokens": sizes.prompt_tokens,

@@ -41,6 +41,7 @@ def table_of(report: Json) -> str:
         load = _load_row(found, report["modes"][0])
         lines += [load] if load else []
     lines += ["", _builds_note(report)]
+    lines += [f"- hotcold: {report['instructions']}."] if "instructions" in report else []
     for found in report["formats"]:
         lines.append(f"- {found['dtype']}: llama.cpp reads {found['likeness']}.")
         lines += [_note(report, found, mode) for mode in report["modes"]]
@@ -148,7 +149,7 @@ def _middle(found: Json, mode: str) -> Json:
 
 def _builds_note(report: Json) -> str:
     builds = report["formats"][0]["runs"][0]["llama_cpp"]
-    names = ", ".join(f"{build['name']} ({build['build']})" for build in builds)
+    names = ", ".join(map(_build_text, builds))
     if len(builds) == 1:
         return f"- llama.cpp: {names}."
     better = []
@@ -160,6 +161,12 @@ def _builds_note(report: Json) -> str:
         f"- llama.cpp: builds {names}; the better one of each row is quoted, which is, by rows: "
         f"{'; '.join(better)}."
     )
+
+
+def _build_text(build: Json) -> str:
+    compiled = build.get("instructions")
+    more = f", compiled for {compiled}" if compiled else ""
+    return f"{build['name']} ({build['build']}{more})"
 
 
 def _note(report: Json, found: Json, mode: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.llama_cpp import compiled_for
 from tests.benchmark_programs import error_of, output_of, run_benchmark, run_in_own_process
 
 # Prints a row for each run asked for; notes how it was called.
@@ -40,6 +41,9 @@ for batch in options["-npl"].split(",")[lost:]:
 FAILING = "import sys\nsys.exit('one\\nlast words')\n"
 LLAMA_CPP = """
 __version__ = "1.2.3"
+
+def llama_print_system_info():
+    return b"CPU : AVX2 = 1 | "
 
 class Llama:
     def __init__(self, model, n_ctx, n_batch, n_threads, n_threads_batch, verbose):
@@ -185,3 +189,9 @@ def test_llama_cpp_python_decodes_batches(tmp_path: Path) -> None:
     assert said[0] == "context 64 3 2"
     first = said.index("clear", 2)  # after what warms up
     assert said[first + 1 : first + 5] == [f"decode [{at}, {at}] [0, 1]" for at in range(4)]
+
+
+def test_a_build_says_what_it_was_compiled_for() -> None:
+    said = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | AVX512 = 0 | OPENMP = 1 | "
+    assert compiled_for(said) == "AVX, AVX2, F16C, FMA"
+    assert compiled_for("") == ""

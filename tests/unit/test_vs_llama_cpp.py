@@ -111,6 +111,16 @@ def test_rows_have_ratios_of_each_round_and_the_better_build(tmp_path: Path) -> 
     assert "75% of 4" in notes[3] and "least layer" not in notes[6]
 
 
+def test_the_table_says_which_instructions_either_side_had(tmp_path: Path) -> None:
+    found = _format("q4")
+    for run in found["runs"]:
+        run["llama_cpp"][0]["instructions"] = "AVX2, FMA"
+    limits = {"instructions": "kernels for avx2; torch for AVX2; oneDNN: AVX2"}
+    table = table_of("vs_llama_cpp", REPORT | limits | {"formats": [found]}, tmp_path)
+    assert "native (abc, compiled for AVX2, FMA), portable (abc);" in table
+    assert "\n- hotcold: kernels for avx2; torch for AVX2; oneDNN: AVX2.\n" in table
+
+
 def test_requests_of_a_batch_are_summed() -> None:
     names: dict[str, Any] = {}
     exec(ROUND_OF_HOTCOLD, names)
@@ -156,4 +166,5 @@ def test_a_whole_run(how: list[str], rounds: int, tmp_path: Path) -> None:
         assert list(exact["prefill"]) == ["40"]
         assert len(exact["batch"]["2"]["requests_tokens_per_s"]) == 2
         assert exact["peak_bytes"] > 1e8
+    assert report["instructions"] in said
     assert len(rows_of(said)) == 5
