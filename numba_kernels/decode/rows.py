@@ -41,7 +41,6 @@ from numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_r
 _PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
 _MOST_ROWS = 192
 _IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
-_SHORT_ROW_BYTES = 1440  # rows of more are not reliably faster for two tokens at a time
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
 
 side_by_side = njit(nogil=True, cache=True)(steps_side_by_side)
@@ -57,11 +56,11 @@ def rows_ahead(weights):
 def _token_by_token(weights, x, out, first, last, column):
     """out[t, column + n] = weights[n] . x[t] for n in first..last-1, one token after the other.
 
-    Two at a time where quantized rows have no tiles and are short: a row is then unpacked for both.
+    Two at a time where quantized rows have no tiles: a row is then unpacked for both.
     The first ones read the rows in one stream, the others find them in the cache.
     """
-    t, in_twos = 0, _IN_TWOS and weights.shape[1] * weights.itemsize < _SHORT_ROW_BYTES
-    while in_twos and t + 2 <= out.shape[0]:
+    t = 0
+    while _IN_TWOS and t + 2 <= out.shape[0]:
         for row in range(first, last):
             two = dot_tokens2(weights, row, x, t, t + 1)
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]

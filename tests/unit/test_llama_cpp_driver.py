@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.llama_cpp import compiled_for
 from tests.benchmark_programs import error_of, output_of, run_benchmark, run_in_own_process
 
 # Prints a row for each run asked for; notes how it was called.
@@ -43,7 +42,7 @@ LLAMA_CPP = """
 __version__ = "1.2.3"
 
 def llama_print_system_info():
-    return b"CPU : AVX2 = 1 | "
+    return b"CPU : AVX = 1 | AVX2 = 1 | AVX512 = 0 | OPENMP = 1 | "
 
 class Llama:
     def __init__(self, model, n_ctx, n_batch, n_threads, n_threads_batch, verbose):
@@ -122,6 +121,7 @@ def test_every_build_is_measured_by_itself(gguf_file: Path, tmp_path: Path) -> N
     found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     assert [each["name"] for each in found] == ["fast", "slow"]
     assert [each["decode"] for each in found] == [20.0, 10.0]
+    assert [each["instructions"] for each in found] == ["", ""]  # they do not say
     assert found[1]["prefill"] == {
         "128": {"tokens_per_s": 100.0, "first_token_s": 1.28},
         "512": {"tokens_per_s": 100.0, "first_token_s": 5.12},
@@ -165,6 +165,7 @@ def test_llama_cpp_python_stands_in(gguf_file: Path, tmp_path: Path) -> None:
     run = ["--threads", 2, "--tokens", 3, "--prompt-tokens", 16]
     found = json.loads(output_of(run_in_own_process("llama_cpp", gguf_file, *run, modules=modules)))
     assert (found["name"], found["build"]) == ("llama-cpp-python", "1.2.3")
+    assert found["instructions"] == "AVX, AVX2"
     assert found["decode"] > 0 and list(found["prefill"]) == ["16"]
     direct = ["-m", "some.gguf", "-t", 2, "-p", "16,0", "-n", 3, "-r", 2, "-o", "jsonl"]
     said = output_of(
@@ -189,9 +190,3 @@ def test_llama_cpp_python_decodes_batches(tmp_path: Path) -> None:
     assert said[0] == "context 64 3 2"
     first = said.index("clear", 2)  # after what warms up
     assert said[first + 1 : first + 5] == [f"decode [{at}, {at}] [0, 1]" for at in range(4)]
-
-
-def test_a_build_says_what_it_was_compiled_for() -> None:
-    said = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | AVX512 = 0 | OPENMP = 1 | "
-    assert compiled_for(said) == "AVX, AVX2, F16C, FMA"
-    assert compiled_for("") == ""
