@@ -1,4 +1,4 @@
-"""Quantized rows, byte by byte, as the description in `numba_kernels.formats` has it."""
+"""Quantized rows, step by step, as the description in `numba_kernels.formats` has it."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def random_rows(seed: int, kind: str, num_rows: int, width: int) -> Quantized:
     if kind == "q4_1":
         minima = (rng.uniform(-12, -2, scales.shape) * scales).astype(np.float16)
     factors = [scales, minima] if kind == "q4_1" else [scales]
-    packed = np.stack(
-        [_pack(kind, values[i], *(factor[i] for factor in factors)) for i in range(num_rows)]
-    )
+    packed = np.hstack([*_pack(kind, values), *map(_bytes, factors)])
     doubles = (factor.astype(np.float64)[:, :, None] for factor in (scales, minima))
     return Quantized(packed.view(KINDS[kind]), values, *doubles)
 
@@ -70,14 +68,13 @@ def _random_q6(rng: np.random.Generator, values: np.ndarray) -> Quantized:
     num_rows, groups, _ = values.shape
     blocks = rng.uniform(1e-5, 2e-4, (num_rows, groups // 8)).astype(np.float16)
     halves = rng.integers(-128, 127, (num_rows, groups, 2), np.int8, endpoint=True)
-    packed = []
-    for row, own, block in zip(values, halves, blocks, strict=True):
-        chunks = [own[first : first + 16].T.tobytes() for first in range(0, groups, 16)]
-        parts = [_six_bits(row[first : first + 16] + 32) for first in range(0, groups, 16)]
-        packed.append(np.frombuffer(b"".join([*parts, *chunks, block.tobytes()]), np.uint8))
+    parts = [part for chunk in _chunks(values + 32) for part in _six_bits(chunk)]
+    packed = np.hstack(
+        [*parts, *(_bytes(chunk.transpose(0, 2, 1)) for chunk in _chunks(halves)), _bytes(blocks)]
+    )
     scales = blocks.astype(np.float64).repeat(8, axis=1)[:, :, None] * halves.repeat(16, axis=2)
     minima = np.full((num_rows, groups, 1), -0.0)  # which leaves zeros their sign
-    return Quantized(np.stack(packed).view(Q6), values, scales, minima)
+    return Quantized(packed.view(Q6), values, scales, minima)
 
 
 def _random_k(kind: str, rng: np.random.Generator, values: np.ndarray) -> Quantized:
@@ -86,61 +83,65 @@ def _random_k(kind: str, rng: np.random.Generator, values: np.ndarray) -> Quanti
     blocks = rng.uniform(1e-5, 4e-4, (num_rows, groups // 8, 2)).astype(np.float16)
     blocks[..., 1] *= -(_LIMITS[kind][1] + 1) / 2
     numbers = rng.integers(0, 63, (num_rows, groups, 2), endpoint=True)
-    packed = []
-    for row, own, block in zip(values, numbers, blocks, strict=True):
-        chunks = [_pairs_of_six_bits(own[first : first + 16]) for first in range(0, groups, 16)]
-        parts = [_pack(kind, row).tobytes(), *chunks, block.tobytes()]
-        packed.append(np.frombuffer(b"".join(parts), np.uint8))
+    pairs = [_pairs_of_six_bits(chunk) for chunk in _chunks(numbers)]
+    packed = np.hstack([*_pack(kind, values), *pairs, _bytes(blocks)])
     factors = blocks.astype(np.float64).repeat(8, axis=1) * numbers
     scales, minima = (factors[:, :, i, None] for i in range(2))
-    return Quantized(np.stack(packed).view(KINDS[kind]), values, scales, minima)
+    return Quantized(packed.view(KINDS[kind]), values, scales, minima)
 
 
-def _pairs_of_six_bits(numbers: np.ndarray) -> bytes:
-    """Scales and minima (g, 2) of a chunk: their low nibbles, then what stands above them."""
-    low = bytes(int(scale) % 16 | int(least) % 16 << 4 for scale, least in numbers)
-    tops = [int(scale) // 16 | int(least) // 16 << 2 for scale, least in numbers]
-    half = len(tops) // 2
-    return low + bytes(tops[i] | tops[half + i] << 4 for i in range(half))
+def _chunks(groups: np.ndarray) -> list[np.ndarray]:
+    """(N, groups, ...) by 16 groups."""
+    return [groups[:, first : first + 16] for first in range(0, groups.shape[1], 16)]
 
 
-def _six_bits(chunk: np.ndarray) -> bytes:
-    """A chunk of values 0..63 (g, 32): steps of nibbles, then steps of the two bits above them."""
-    found = bytearray()
+def _bytes(numbers: np.ndarray) -> np.ndarray:
+    """Each row's numbers (N, ...) as bytes (N, ...)."""
+    return np.ascontiguousarray(numbers).reshape(len(numbers), -1).view(np.uint8)
+
+
+def _pairs_of_six_bits(numbers: np.ndarray) -> np.ndarray:
+    """Scales and minima (N, g, 2) of a chunk: their low nibbles, then what stands above them."""
+    scale, least = numbers[:, :, 0], numbers[:, :, 1]
+    low = scale % 16 | least % 16 << 4
+    tops = scale // 16 | least // 16 << 2
+    half = tops.shape[1] // 2
+    return np.hstack([low, tops[:, :half] | tops[:, half:] << 4]).astype(np.uint8)
+
+
+def _six_bits(chunk: np.ndarray) -> list[np.ndarray]:
+    """A chunk of values 0..63 (N, g, 32): steps of nibbles, then steps of two bits above them."""
+    found = []
     for step in range(4):
-        for group in chunk:
-            for byte in range(4):
-                low, high = (int(group[16 * half + 4 * step + byte]) for half in range(2))
-                found.append(low % 16 | high % 16 << 4)
+        low, high = (_four(chunk, 16 * half + 4 * step) for half in range(2))
+        found.append(low % 16 | high % 16 << 4)
     for step in range(2):
-        for group in chunk:
-            for byte in range(4):
-                places = [
-                    16 * half + 4 * (step + 2 * k) + byte for k in range(2) for half in (0, 1)
-                ]
-                found.append(sum(int(group[at]) // 16 << 2 * i for i, at in enumerate(places)))
-    return bytes(found)
+        places = [16 * half + 4 * (step + 2 * k) for k in range(2) for half in (0, 1)]
+        tops = (_four(chunk, at) // 16 << 2 * i for i, at in enumerate(places))
+        found.append(sum(tops, np.zeros_like(low)))
+    return [_bytes(step.astype(np.uint8)) for step in found]
 
 
-def _pack(kind: str, values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
-    found, offset = bytearray(), -_LIMITS[kind][0]
-    for first in range(0, len(values), 16):
-        chunk = values[first : first + 16]
-        for step in range(8 if kind == "q8" else 4):
-            for group in chunk:
-                for byte in range(4):
-                    if kind == "q8":
-                        found.append(int(group[4 * step + byte]) % 256)
-                    else:
-                        low, high = (
-                            int(group[8 * step + 4 * half + byte]) + offset for half in range(2)
-                        )
-                        found.append(low % 16 | high % 16 << 4)
+def _pack(kind: str, values: np.ndarray) -> list[np.ndarray]:
+    """The bytes of values (N, groups, 32), step by step, each (N, 4 g)."""
+    found: list[np.ndarray] = []
+    for chunk in _chunks(values):
+        if kind == "q8":
+            found.extend(_four(chunk, 4 * step) % 256 for step in range(8))
+            continue
+        chunk = chunk - _LIMITS[kind][0]
+        for step in range(4):
+            low, high = (_four(chunk, 8 * step + 4 * half) for half in range(2))
+            found.append(low % 16 | high % 16 << 4)
         if kind in ("q5", "q5_k"):
-            for group in chunk + offset:
-                for byte in range(4):
-                    found.append(sum(int(group[4 * i + byte]) // 16 << i for i in range(8)))
-    return np.frombuffer(bytes(found) + b"".join(f.tobytes() for f in factors), np.uint8)
+            tops = (_four(chunk, 4 * i) // 16 << i for i in range(8))
+            found.append(sum(tops, np.zeros_like(low)))
+    return [_bytes(step.astype(np.uint8)) for step in found]
+
+
+def _four(chunk: np.ndarray, first: int) -> np.ndarray:
+    """Of each group (N, g, 32) the four values from `first` on, one for each byte of a step."""
+    return chunk[:, :, first : first + 4]
 
 
 def quantized_vectors(x: np.ndarray) -> np.ndarray:
