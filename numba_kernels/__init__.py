@@ -8,30 +8,5 @@ A function of this package without a leading underscore either checks its argume
 ValueError on any mismatch) or says in its docstring that it checks nothing (kernels, for the
 serving loops, whose arguments were checked when the weights were loaded).
 
-Compiled kernels are kept on disk as `kernel_cache` says.
+Kernels have their `njit` from `compiler`, which imports Numba; formats and checks do without.
 """
-
-import numba
-
-from numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
-
-if has_compiling_parts():
-    from numba_kernels.called_kernels import compile_called_kernels
-
-    compile_called_kernels()
-if has_cache_parts():
-    from numba_kernels.one_compiler import share_compilers
-
-    numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
-        [
-            "numba_kernels.one_compiler.SourceHashLocator",
-            "UserProvidedCacheLocator",
-            "InTreeCacheLocator",
-            "UserWideCacheLocator",
-            "IPythonCacheLocator",
-            "ZipCacheLocator",
-        ]
-    )
-    share_compilers()
-else:
-    use_numbas_cache()

@@ -5,28 +5,29 @@ text is cut into windows, each opened by bos where the tokenizer opens texts so;
 second half is scored, every token from all before it in the window.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from actors.driver.scoring import WindowScores
-from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import THRESHOLD, SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system, require_one_mode
-from actors.system import System
+from actors.protocol.options import SystemOptions
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json, transient_progress
-from jobs.support.loading import running_system
 from jobs.support.options import split_system_options, system_options
-from jobs.support.text_file import read_text_ids
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
 from model.errors import UsageError
 from model.files.locate import locate_model
+
+if TYPE_CHECKING:
+    from actors.driver.scoring import WindowScores
+    from actors.driver.text.prompts import Prompts
+    from actors.system import System
+    from model.config.model_config import ModelConfig
 
 _WINDOW = 512
 _LEAST_WINDOW = 32
@@ -68,6 +69,11 @@ def perplexity(
 ) -> None:
     """Score MODEL on a text, and compare the mode with dense (the embedded model without MODEL)."""
     path = locate_model(model)
+    from actors.driver.text.prompts import Prompts
+    from actors.setup.preflight import require_one_mode
+    from jobs.support.loading import running_system
+    from model.config.build import read_config
+
     config = read_config(path)
     options = split_system_options(values)
     require_one_mode(options)
@@ -109,6 +115,8 @@ def _window_size(window: int | None, context_length: int | None, config: ModelCo
 
 def _windows(text_path: Path, prompts: Prompts, size: int) -> list[list[int]]:
     """Whole windows of `size` ids; a text shorter than one is one window of its own length."""
+    from jobs.support.text_file import read_text_ids
+
     ids = read_text_ids(text_path, prompts).ids.tolist()
     bos = prompts.opening_id
     if bos is not None:
@@ -131,6 +139,8 @@ def _windows(text_path: Path, prompts: Prompts, size: int) -> list[list[int]]:
 
 def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfig, ModelConfig]:
     """As `prepare_system`, with a KV cache for the window and memory for the dense logits."""
+    from actors.setup.preflight import prepare_system
+
     if options.context_length is None:
         options = replace(options, context_length=size)
     system, config = prepare_system(path, options)

@@ -1,32 +1,29 @@
 """`hotcold profile`: read a text to learn how often each neuron fires, and on which inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.driver.text.prompts import Prompts
 from actors.protocol.messages import EXCHANGES
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from actors.setup.threshold_mode import has_thresholds
-from jobs.profile.calibrate import calibrate
+from actors.protocol.options import SystemOptions
 from jobs.profile.files import ProfileFiles
-from jobs.profile.report import LayerSummary, print_summary
-from jobs.profile.run import run_profile
-from jobs.profile.state import ProfileState, ProfileTask
 from jobs.settings.shared_option import GroupedCommand, shared_option
 from jobs.support.console import json_option, print_json
-from jobs.support.text_file import TextIds, read_text
-from model.config.model_config import ModelConfig
 from model.errors import UsageError
-from model.files.artifact import ModelIdentity
 from model.files.locate import locate_model
-from placement.profile import ActivationProfile, write_profile
-from predictors.fitting.inputs import LayerInputs, write_inputs
-from predictors.magnitude.thresholds import DEFAULT_KLD, thresholds_path
 
+if TYPE_CHECKING:
+    from jobs.profile.state import ProfileState, ProfileTask
+    from jobs.support.text_file import TextIds
+    from model.config.model_config import ModelConfig
+    from placement.profile import ActivationProfile
+
+_DEFAULT_KLD = 0.03  # nats a token; quantizing the same small models to q4 costs 0.2 to 0.5
 _WINDOW = 512
 _NUM_INPUTS = 4096
 _MOST_INPUT_BYTES = 2 << 30  # unless --inputs says how many
@@ -38,7 +35,7 @@ _OPTIONS = [
                  "language reference that comes with Python without it."),
     click.option("--target-kl", "target_kld", type=click.FloatRange(min=0, min_open=True),
                  help="What thresholds may cost: the mean KL divergence from the dense model in "
-                 f"nats, {DEFAULT_KLD:g} without it."),
+                 f"nats, {_DEFAULT_KLD:g} without it."),
     click.option("--thresholds-out", type=_FILE, help="The thresholds; in the model's directory "
                  "without it."),
     click.option("--out", type=_FILE, help="The profile; in the model's directory without it."),
@@ -101,6 +98,17 @@ def profile(
     Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
     calibrated first, for --mode threshold; neurons that pass them are counted.
     """
+    from actors.driver.text.prompts import Prompts
+    from actors.setup.preflight import prepare_system, read_model
+    from actors.setup.threshold_mode import has_thresholds
+    from jobs.profile.calibrate import calibrate
+    from jobs.profile.report import LayerSummary, print_summary
+    from jobs.profile.run import run_profile
+    from jobs.profile.state import ProfileState
+    from jobs.support.text_file import read_text
+    from model.files.artifact import ModelIdentity
+    from predictors.magnitude.thresholds import thresholds_path
+
     reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
     path = locate_model(model)
     config = read_model(path)
@@ -109,7 +117,8 @@ def profile(
         own = thresholds_out or thresholds_path(path)
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
         options = SystemOptions(mode="dense", **values)
-        calibrate(path, options, files, reading.text_path, reading.max_tokens, target_kld, as_json)
+        kld = target_kld or _DEFAULT_KLD
+        calibrate(path, options, files, reading.text_path, reading.max_tokens, kld, as_json)
         return
     if target_kld is not None or thresholds_out is not None:
         raise UsageError(
@@ -174,6 +183,8 @@ def _window(config: ModelConfig, window: int | None) -> int:
 
 
 def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading) -> ProfileTask:
+    from jobs.profile.state import ProfileTask
+
     num_tokens = min(text.ids.size, reading.max_tokens or text.ids.size)
     num_inputs = reading.num_inputs
     if num_inputs is None:
@@ -195,6 +206,9 @@ def _remark(config: ModelConfig, resumed_at: int) -> None:
 
 def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
     """Write all files; the state goes when all but the figure are there."""
+    from placement.profile import ActivationProfile, write_profile
+    from predictors.fitting.inputs import LayerInputs, write_inputs
+
     identity, num_tokens = state.identity, state.task.num_tokens
     found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
     write_profile(files.profile, identity, found)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.protocol.ray_memory import free_bytes
 from jobs.settings.shared_option import GroupedCommand, ModelsArgument
 from jobs.support.listening import listen, require_server_packages, url_of
 from jobs.support.options import split_system_options, system_options
@@ -104,6 +103,7 @@ def serve(
     """
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
     require_server_packages("serve")
+    from actors.protocol.ray_memory import free_bytes
     from jobs.serve.plans import model_plans
     from jobs.serve.starter import SystemStarter
     from ui.access_log import event_line

@@ -19,7 +19,7 @@ from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from placement.profile import ActivationProfile, write_profile
 from placement.solver.cost import RowBytes
-from predictors.magnitude.thresholds import DEFAULT_KLD, Calibrated, write_thresholds
+from predictors.magnitude.thresholds import Calibrated, write_thresholds
 
 
 def calibrate(
@@ -28,7 +28,7 @@ def calibrate(
     files: ProfileFiles,
     text_path: Path | None,
     max_tokens: int | None,
-    target_kld: float | None,
+    target_kld: float,
     as_json: bool,
 ) -> None:
     """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
@@ -48,7 +48,7 @@ def calibrate(
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
     with running_system(system) as running, calibration_bar(config, windows) as step:
         run = Calibration(running, path, config, windows, step, RowBytes.of(served))
-        calibrated, found = run.run(target_kld or DEFAULT_KLD, text)
+        calibrated, found = run.run(target_kld, text)
     identity = ModelIdentity.of(path)
     assert files.thresholds is not None
     write_profile(files.profile, identity, found)

@@ -4,9 +4,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import DRELU, FATRELU, GELU, GELU_TANH, RELU, SILU, activation_code
+from numba_kernels.compiler import njit
 
 _SQRT_HALF = 0.7071067811865476
 _TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)

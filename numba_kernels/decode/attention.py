@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
 from numba_kernels.checks import float_array, require
+from numba_kernels.compiler import njit
 from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4, dot1, dot4
 from numba_kernels.load.convert import widen_kernel
 

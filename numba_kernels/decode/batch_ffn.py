@@ -8,8 +8,8 @@ ascending order, so a token's sums do not depend on its company.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate, activate_up, passes
 from numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
 from numba_kernels.ir.bit_ir import lowest_bit

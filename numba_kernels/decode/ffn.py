@@ -11,8 +11,8 @@ then has no rows.
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate, activate_up, passes
 from numba_kernels.decode.batch_ffn import contribution, up_down_of_some
 from numba_kernels.decode.rows import rows_ahead

@@ -1,7 +1,8 @@
 """Whether numbers are finite: by their bits, which a CPU compares fastest."""
 
 import numpy as np
-from numba import njit
+
+from numba_kernels.compiler import njit
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)  # infinities and NaN have all exponent bits set

@@ -1,7 +1,6 @@
 """The driver's sum of partial outputs."""
 
-from numba import njit
-
+from numba_kernels.compiler import njit
 from numba_kernels.decode.norm import norm_kernel
 
 

@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import float_array, optional_floats
+from numba_kernels.compiler import njit
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
 RMS_NORM, LAYER_NORM = 0, 1

@@ -13,9 +13,9 @@ linear layers with ReLU between, as PowerInfer's.
 import math
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import float_array, require
+from numba_kernels.compiler import njit
 from numba_kernels.decode.rows import rows_kernel
 from numba_kernels.ir.bit_ir import (
     INPUT_PLANES,

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 
 from numba_kernels.checks import float_array, optional_floats, weight_rows
+from numba_kernels.compiler import njit
 from numba_kernels.decode.vectors import empty_vectors, prepared
 from numba_kernels.formats import (
     CHUNK,

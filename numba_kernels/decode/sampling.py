@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import float_array, require
+from numba_kernels.compiler import njit
 
 
 @njit(nogil=True, cache=True)

@@ -8,9 +8,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import float_array, require
+from numba_kernels.compiler import njit
 from numba_kernels.decode.sampling import argmax_kernel
 
 

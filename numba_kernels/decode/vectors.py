@@ -4,11 +4,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import overload
 from numpy.typing import DTypeLike
 
+from numba_kernels.compiler import njit
 from numba_kernels.formats import QUANT_GROUP
 from numba_kernels.ir.quantized_ir import format_of
 from numba_kernels.ir.target import LINE_BYTES

@@ -1,9 +1,9 @@
 """Weights in another format, and single numbers too."""
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import require, weight_rows
+from numba_kernels.compiler import njit
 from numba_kernels.formats import is_blocks, is_quantized, row_width
 from numba_kernels.ir.vector_ir import widen_row
 from numba_kernels.load.blocks import dequantize_rows

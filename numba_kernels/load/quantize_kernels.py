@@ -1,8 +1,9 @@
 """Compiled loops of `quantize`: rows of flat arrays, a group of 32 weights at a time."""
 
 import numpy as np
-from numba import float32, int32, njit, uint8, uint32
+from numba import float32, int32, uint8, uint32
 
+from numba_kernels.compiler import njit
 from numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
 from numba_kernels.ir.bit_ir import (
     float32_bits,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.mailbox import (
     BUSY_NS,

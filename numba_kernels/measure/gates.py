@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import RELU
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import Activation
 from numba_kernels.decode.ffn import gate_values_kernel
 from numba_kernels.decode.predict import (

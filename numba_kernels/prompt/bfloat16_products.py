@@ -9,8 +9,8 @@ Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van 
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.ir.prompt.bfloat16_ir import add_tile, narrow_pair, narrow_row
 from numba_kernels.ir.prompt.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
 from numba_kernels.ir.target import LANES

@@ -8,8 +8,8 @@ token gets does not depend on its company.
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.ir.bit_ir import float32_of
 from numba_kernels.ir.prompt.int16_ir import (
     COLUMN_GROUP,

@@ -1,7 +1,6 @@
 """Norms of a prompt's tokens."""
 
-from numba import njit
-
+from numba_kernels.compiler import njit
 from numba_kernels.decode.norm import norm_kernel
 
 

@@ -1,7 +1,6 @@
 """Products of quantized weights with the vectors of many tokens (prefill)."""
 
-from numba import njit
-
+from numba_kernels.compiler import njit
 from numba_kernels.decode.rows import rows_kernel
 from numba_kernels.decode.vectors import NO_BIAS, QuantizedVectors
 from numba_kernels.ir.vector_ir import quantize_vector

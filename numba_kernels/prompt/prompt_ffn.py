@@ -8,8 +8,8 @@ in the second-level cache while they pass by.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.rows import add_in_order
 from numba_kernels.ir.operands import PART_COLUMNS
 from numba_kernels.ir.vector_ir import add_part1, add_part4, dot_row, dot_rows4, prefetch_part

@@ -10,8 +10,8 @@ neurons that add too little; down rows are read whole.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate, activate_up, passes
 from numba_kernels.decode.batch_ffn import contribution
 from numba_kernels.decode.ffn import NO_IDS, NO_MASKS, drop_small, keep_fired_kernel, scale_by_up

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from numba_kernels.compiler import njit
 
 INTS_A_CELL = 16
 WAITED_US = 1  # word of a barrier's count cell

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from numba_kernels.checks import (
     float_array,
@@ -19,6 +18,7 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from numba_kernels.decode.batch_ffn import (
     TokenLists,

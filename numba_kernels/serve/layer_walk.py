@@ -8,8 +8,8 @@ is to be decided or done there, and goes on from there when it is called again: 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.finite import finite_pair
 from numba_kernels.decode.merge import merge_normed, merge_partials
 from numba_kernels.serve.doorbell import now_ns

@@ -8,8 +8,8 @@ ready. What to do then was written down before the service was asked.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.predict import (
     pack_planes_kernel,
     select_kernel,

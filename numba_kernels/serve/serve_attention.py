@@ -7,8 +7,8 @@ The order of a layer's parts is that of `model/config/layer_order.py`; its flags
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.attention import (
     attend_kernel,
     rope_kernel,

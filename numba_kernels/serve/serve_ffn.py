@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.ffn import NO_IDS, NO_MASKS
 from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.layer_ffn import layer_ffn

@@ -7,8 +7,8 @@ does not change the product.
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.rows import block_products, split_range
 from numba_kernels.decode.vectors import prepared
 from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add

@@ -1,8 +1,8 @@
 """Sums of many bundles, where they are written and where a file is checked."""
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.storage.neuron_file import part_sum
 
 

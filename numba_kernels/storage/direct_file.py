@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from numba_kernels.compiler import njit
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _INTERRUPTED, _AGAIN = 4, 11  # errno

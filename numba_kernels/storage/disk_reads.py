@@ -1,8 +1,8 @@
 """Reads that do nothing else: what a disk gives, beside which reading neurons is measured."""
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_add, now_ns
 from numba_kernels.storage.direct_file import read_bytes
 

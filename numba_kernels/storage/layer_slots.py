@@ -5,8 +5,8 @@ and are as much in memory as any. A step that comes in between may take those sl
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.storage.neuron_file import take_row
 from numba_kernels.storage.neuron_slots import empty_slot, put_in
 from numba_kernels.storage.read_queue import NOW, await_batch, settle

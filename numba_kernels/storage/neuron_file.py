@@ -7,8 +7,8 @@ is padded with zeros to a multiple of PART_UNIT bytes, and each has a sum that t
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.storage.direct_file import read_bytes
 
 PART_UNIT = 512  # bytes: what most file systems read directly

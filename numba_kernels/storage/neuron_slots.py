@@ -9,8 +9,8 @@ Source: docs/storage.md has what was compared
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_load, atomic_store
 from numba_kernels.storage.read_queue import FAILED
 

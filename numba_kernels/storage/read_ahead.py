@@ -9,8 +9,8 @@ are asked for follows how many of the last ones were of use.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
 from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.bit_ir import INPUT_PLANES

@@ -8,8 +8,8 @@ read ahead holds up nothing that is needed now.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import (
     INTS_A_CELL,
     atomic_add,

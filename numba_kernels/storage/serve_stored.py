@@ -1,8 +1,8 @@
 """One thread of a CPU service whose neurons are stored: its share of every FFN request."""
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.ffn import NO_IDS, NO_MASKS
 from numba_kernels.serve.doorbell import now_ns
 from numba_kernels.serve.mailbox import (

@@ -8,8 +8,8 @@ order at the end.
 """
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate_up, passes
 from numba_kernels.decode.batch_ffn import (
     contribution,

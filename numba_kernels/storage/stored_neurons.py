@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate
 from numba_kernels.ir.vector_ir import dot_row
 from numba_kernels.serve.doorbell import atomic_load, now_ns

@@ -19,7 +19,6 @@ from model.files.artifact import (
 from numba_kernels.decode.activations import Thresholds
 
 THRESHOLDS_FILE = "thresholds.safetensors"
-DEFAULT_KLD = 0.03  # nats a token; quantizing the same small models to q4 costs 0.2 to 0.5
 _KIND = "thresholds"
 _REMEDY = "make it again with `hotcold profile`"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 _KERNELS = {"numba_kernels", "cuda_kernels"}
 _OFFLINE = _KERNELS | {"model", "predictors", "placement"}
@@ -58,7 +60,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "client": {"system", "exchange", "protocol"},
     },
     "numba_kernels": {
-        "": {"called_kernels", "numba_parts", "one_compiler"},
+        "": set(),
+        "compiler": {"called_kernels", "numba_parts", "one_compiler"},
         "called_kernels": {"kernel_cache"},
         "formats": set(),
         "kernel_cache": {"own_cache"},
@@ -66,13 +69,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "one_compiler": {"kernel_cache"},
         "own_cache": set(),
         "checks": {"formats"},
-        "ir": {"formats"},
-        "load": {"checks", "formats", "ir"},
-        "decode": {"checks", "formats", "ir", "load"},
-        "prompt": {"decode", "ir"},
-        "serve": {"checks", "decode", "formats"},
-        "storage": {"decode", "ir", "serve"},
-        "measure": {"checks", "decode", "ir", "serve"},
+        "ir": {"compiler", "formats"},
+        "load": {"checks", "compiler", "formats", "ir"},
+        "decode": {"checks", "compiler", "formats", "ir", "load"},
+        "prompt": {"compiler", "decode", "ir"},
+        "serve": {"checks", "compiler", "decode", "formats"},
+        "storage": {"compiler", "decode", "ir", "serve"},
+        "measure": {"checks", "compiler", "decode", "ir", "serve"},
     },
     "model": {
         "errors": set(),
@@ -435,3 +438,29 @@ def test_what_starts_does_not_wait_for_torch() -> None:
         [sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True
     )
     assert found.stdout.splitlines() == [f"{name} False" for name in names], found.stderr
+
+
+def test_no_commands_help_waits_for_what_systems_need() -> None:
+    """Nor does completing an option: Ray, Numba and torch take a second or two to import."""
+    program = (
+        "import sys, click\nfrom jobs.cli import COMMANDS, cli\nfrom numba_kernels import checks\n"
+        "for name in COMMANDS:\n    cli.get_command(click.Context(cli), name)\n"
+        "    print(name, *{'torch', 'ray', 'numba', 'llvmlite', 'scipy'} & sys.modules.keys())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.stdout.splitlines() == list(COMMANDS), found.stderr
+
+
+def test_kernels_have_njit_from_where_it_is_told_what_to_do() -> None:
+    """Numba's own would keep and compile them otherwise, where it was imported first."""
+    folder = ROOT / "numba_kernels"
+    from_numba = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "numba"
+        and "njit" in {alias.name for alias in node.names}
+    ]  # fmt: skip
+    assert from_numba == ["compiler.py"]

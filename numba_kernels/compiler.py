@@ -1,0 +1,31 @@
+"""The `njit` of this package: Numba's, told how far kernels are compiled and where they are kept.
+
+Importing Numba takes half a second. What only reads headers, counts bytes or checks options needs
+`formats` and `checks` alone, and so never comes here.
+"""
+
+import numba
+from numba import njit as njit
+
+from numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
+
+if has_compiling_parts():
+    from numba_kernels.called_kernels import compile_called_kernels
+
+    compile_called_kernels()
+if has_cache_parts():
+    from numba_kernels.one_compiler import share_compilers
+
+    numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
+        [
+            "numba_kernels.one_compiler.SourceHashLocator",
+            "UserProvidedCacheLocator",
+            "InTreeCacheLocator",
+            "UserWideCacheLocator",
+            "IPythonCacheLocator",
+            "ZipCacheLocator",
+        ]
+    )
+    share_compilers()
+else:
+    use_numbas_cache()
