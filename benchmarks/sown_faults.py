@@ -369,7 +369,7 @@ _NUMBA_KERNELS = [
     Fault(
         "two-tokens-swapped",
         "numba_kernels", "rows", _INDEX,
-        "= two[0], two[1]\n        t += 2", "= two[1], two[0]\n        t += 2",
+        "= two[0], two[1]\n            t += 2", "= two[1], two[0]\n            t += 2",
         ("test_rows::test_rows_times_vectors[numba-17-f32]",),
     ),
     Fault(
