@@ -330,7 +330,7 @@ _ACTORS = [
     Fault(
         "a-rehearsal-that-failed-is-noted",
         "actors", "rehearsal", _CHECK,
-        "self._process.wait() == 0", "self._process.wait() >= 0",
+        "process.wait() == 0", "process.wait() >= 0",
         ("test_a_rehearsal_takes_place_once",),
     ),
     Fault(
@@ -344,6 +344,30 @@ _ACTORS = [
         "actors", "rehearsal", _CHECK,
         "None if system.storage is None else _note_of(system)", "_note_of(system)",
         ("test_a_rehearsal_takes_place_once",),
+    ),
+    Fault(
+        "a-whole-file-of-neurons-begun-anew",
+        "model", "pack", _CHECK,
+        "if os.path.samestat(os.stat(part), os.fstat(descriptor)):", "if True:",
+        ("test_what_another_process_is_writing_is_waited_for_and_taken",),
+    ),
+    Fault(
+        "every-hosts-processes-on-the-drivers",
+        "actors", "preflight", _UPDATE,
+        "2 + system.num_cpu_actors // num_hosts", "2 + system.num_cpu_actors",
+        ("test_memory_is_that_of_each_host",),
+    ),
+    Fault(
+        "slots-in-equal-parts",
+        "actors", "shards", _UPDATE,
+        "system.storage.cache_bytes * threads // of_all", "system.storage.cache_bytes // 2",
+        ("test_services_have_slots_as_they_have_neurons",),
+    ),
+    Fault(
+        "predictors-wanted-on-every-host",
+        "actors", "host_files", _CHECK,
+        "if file and (Path(file).exists() or not spec.has_own_files)", "if file",
+        ("test_a_host_without_predictors_reads_nothing_ahead",),
     ),
     Fault(
         "outputs-where-neurons-are-chosen",

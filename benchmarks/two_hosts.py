@@ -15,7 +15,7 @@ import json
 import shlex
 import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,11 +23,11 @@ from typing import Any
 import click
 
 from actors.protocol.messages import SystemConfig
-from benchmarks.hosts_client import Client
-from benchmarks.shaped_link import is_permitted
-from benchmarks.two_nodes import TwoNodes, two_nodes
 from model.config.build import read_config
 from model.files.locate import locate_model
+from tests.cluster.hosts_client import Client
+from tests.cluster.shaped_link import is_permitted
+from tests.cluster.two_nodes import TwoNodes, two_nodes
 
 _ROUND_TRIPS_MS = (0.0, 0.1, 0.5, 1.0, 5.0)
 _PROMPT_TOKENS = 16
@@ -116,9 +116,8 @@ def _measure(cluster: TwoNodes, client: Client, name: str, plan: Plan) -> list[d
         exchange=exchange,
     )
     cluster.link.delay_s = 0.0
-    processes = client.tell(
-        system=vars(system) | {"hosts": cluster.addresses[:num_hosts]}, name=name
-    )
+    system = replace(system, hosts=tuple(cluster.addresses[:num_hosts]))
+    processes = client.start(system, name)
     places = {service: cluster.link.end_of(pid) for service, pid in processes["processes"].items()}
     rows = []
     for ms in plan.round_trips_ms if num_hosts > 1 else (0.0,):

@@ -48,44 +48,39 @@ from placement.threads.pinning import find_cores
 _SET_DEATH_SIGNAL = 1  # of prctl(2)
 
 
-class Rehearsal:
-    """Of one system, unless one like it has been through it on this machine."""
+def rehearse_once(system: SystemConfig) -> None:
+    """Have a process go through it, unless one like it has been through it on this machine.
 
-    def __init__(self, system: SystemConfig) -> None:
-        """Begin. Where nothing can be kept, or it is not wanted, `wait` returns at once."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._done = None if system.storage is None else _note_of(system)
-        if self._done is None or self._done.exists():
-            return
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        with suppress(OSError):
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
-                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            assert self._process.stdin is not None
-            with self._process.stdin as stdin:
-                stdin.write(system_as_json(system))
+    Nothing is done where nothing is promised, or can be kept. What that process could not compile
+    the system's processes will.
+    """
+    done = None if system.storage is None else _note_of(system)
+    if done is None or done.exists():
+        return
+    with suppress(OSError):
+        process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(system_as_json(system))
+        if process.wait() == 0:
+            write_whole(done, b"")
 
-    @property
-    def is_running(self) -> bool:
-        """Whether there is anything to wait for."""
-        return self._process is not None and self._process.poll() is None
 
-    def wait(self) -> None:
-        """Return when it has ended. What it could not compile the system's processes will."""
-        if self._process is not None and self._process.wait() == 0 and self._done is not None:
-            with suppress(OSError):
-                write_whole(self._done, b"")
+def begin_process(module: str, *arguments: str, stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+    """A process of a module of this program, which is to call `end_with_parent`. Errors: OSError"""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+        stdin=stdin,
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+    )
 
-    def end(self) -> None:
-        """Do without it; may be repeated."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+
+def end_with_parent() -> None:
+    """This process is killed when the one that started it has ended."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _note_of(system: SystemConfig) -> Path | None:
@@ -216,7 +211,7 @@ def _in_own_process(function: Callable[[], object]) -> bool:
     if child := os.fork():
         return os.waitpid(child, 0)[1] == 0
     try:
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent()
         give_back_freed_memory()
         function()
         os._exit(0)  # threads wait for requests
@@ -226,7 +221,7 @@ def _in_own_process(function: Callable[[], object]) -> bool:
 
 def _main() -> None:
     """What is compiled for each kind of service first leaves less for the process with all."""
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     system = system_of_json(sys.stdin.buffer.read())
     parts = (lambda: _begun(system, [0])), (lambda: _begun(system, [1])), (lambda: rehearse(system))
     sys.exit(sum(not _in_own_process(part) for part in parts))

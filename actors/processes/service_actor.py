@@ -16,11 +16,12 @@ import ray
 from actors.exchange.call_exchange import Answer, Question
 from actors.exchange.service import Service
 from actors.processes.freed_memory import give_back_freed_memory
+from actors.processes.host_setup import HostSetup
 from actors.processes.service_loading import Loader, service_loader
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import ProductChoice
-from actors.setup.host_files import require_room, require_same_model, weight_bytes
+from actors.setup.host_files import named_host, require_room, require_same_model, weight_bytes
 from actors.telemetry.compiling import CompileCounter
 from actors.telemetry.vitals import ServiceVitals, resident_bytes
 from model.config.build import read_config
@@ -50,6 +51,7 @@ class ServiceActor:
             pin_process(self._place.cores)
         self._loaded_bytes = 0
         self._compiled = CompileCounter()
+        self._setup = HostSetup()
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
@@ -77,6 +79,12 @@ class ServiceActor:
 
         return open_device()
 
+    def prepare_host(self, system: SystemConfig) -> str:
+        """Once on a host, before services load there; see `HostSetup.run`. Errors: HotcoldError."""
+        require_same_model(self.spec)
+        with named_host(self.spec):
+            return self._setup.run(system, is_home=self.spec.index == 1)
+
     def load(self, spec: ServiceSpec | None = None) -> None:
         """Read this service's own part of the checkpoint; of `spec` instead of the one from before.
 
@@ -90,7 +98,8 @@ class ServiceActor:
         num_bytes = weight_bytes(self.spec, config)
         require_room(self.spec, num_bytes)
         self._settle(num_bytes)
-        service = self._loader(config)(self._count)
+        with named_host(self.spec):
+            service = self._loader(config)(self._count)
         # One that waits for a GPU goes where a core is free: all of them have threads that work.
         if self._place is not None and self.spec.gpu is None:
             service.thread_cores = self._place.thread_cores
@@ -160,8 +169,14 @@ class ServiceActor:
 
     def loaded(self) -> ServiceProgress:
         """How far this service is."""
-        compiled = self._compiled
-        return ServiceProgress(self._loaded_bytes, compiled.num_begun, compiled.is_compiling)
+        compiled, setup = self._compiled, self._setup
+        return ServiceProgress(
+            self._loaded_bytes,
+            compiled.num_begun,
+            compiled.is_compiling or setup.is_compiling,
+            setup.written_bytes,
+            setup.file_bytes,
+        )
 
     def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
         """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""

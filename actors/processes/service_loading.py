@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.exchange.service import Service
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.host_files import own_predictors
 from actors.setup.storage import stored_share
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
@@ -105,6 +106,6 @@ def _stored_loader(spec: ServiceSpec, config: ModelConfig, storage: NeuronStorag
         Path(storage.path),
         share,
         spec.weight_dtype,
-        Path(storage.predictors) if storage.predictors else None,
+        own_predictors(spec),
         spec.has_down_norms,
     )

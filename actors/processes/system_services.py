@@ -18,8 +18,7 @@ from ray.util.placement_group import remove_placement_group
 from actors.exchange.recovering_exchange import RecoveringExchange
 from actors.exchange.recovery import RecoveryPolicy
 from actors.processes.cluster import await_actors
-from actors.processes.load_progress import COMPILING, LOADING_KERNELS, STARTING
-from actors.processes.rehearsal import Rehearsal
+from actors.processes.load_progress import LOADING_KERNELS, PREPARING, STARTING
 from actors.protocol.failures import ServiceLost, cause_of
 from actors.protocol.messages import (
     LOADING_WEIGHTS,
@@ -91,7 +90,6 @@ class SystemServices:
         self._driver: Driver | None = None
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
-        self._rehearsal = Rehearsal(system)
         threading.Thread(target=_import_driver, name="imports", daemon=True).start()
 
     @property
@@ -127,9 +125,8 @@ class SystemServices:
             node_id = None if self.system.hosts else self.node_id
             await_actors(self.connection.handles, num_cpus, _START_S, node_id)
             self.connection.find(self.connection.services)
-            if self._rehearsal.is_running:
-                self.stage = COMPILING
-            self._rehearsal.wait()
+            if self.system.storage is not None:
+                self._prepare_hosts()
             self.stage = LOADING_WEIGHTS
             if self.system.device == "cuda":
                 self._fit_gpu()
@@ -154,6 +151,13 @@ class SystemServices:
             self._failure = error
             self._kill()
             raise
+
+    def _prepare_hosts(self) -> None:
+        """What is made once on a host is there before any service takes memory."""
+        self.stage = PREPARING
+        firsts = range(1, 1 + max(1, len(self.system.hosts)))  # a CPU service of each
+        notes = self.connection.call_each("prepare_host", self.system, services=firsts)
+        self.notes += tuple(note for note in notes if note)
 
     def _settle_mode(self, driver: Driver) -> None:
         """Go on in the mode that is faster here, and say which."""
@@ -231,7 +235,6 @@ class SystemServices:
         self.connection.call_each("join", 2.0)
 
     def _kill(self) -> None:
-        self._rehearsal.end()
         self.connection.kill()
         if self.held_cpus is not None:
             remove_placement_group(self.held_cpus)

@@ -245,7 +245,9 @@ class DriverLoad:
     device: str = "cpu"  # of the GPU service
 
 
-LOADING_WEIGHTS = "loading weights"  # the stage that counts bytes
+# Stages that count bytes: of weights, and of files that other hosts lack.
+LOADING_WEIGHTS = "loading weights"
+WRITING_NEURONS = "writing neurons to a file, once"
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,8 @@ class ServiceProgress:
     loaded_bytes: int
     num_compiled: int  # with the one that is being compiled
     is_compiling: bool
+    written_bytes: int = 0  # of its host's file of neurons, while that is made
+    file_bytes: int = 0  # and in all; 0 otherwise
 
 
 @dataclass(frozen=True)

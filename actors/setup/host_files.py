@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.ray_memory import free_bytes
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
+from model.config.weight_formats import row_bytes
 from model.errors import CheckpointError, HotcoldError, MemoryBudgetError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
@@ -45,10 +48,29 @@ def require_same_model(spec: ServiceSpec) -> None:
             f"driver's host; {copy}"
         )
     if num_bytes > (free := free_bytes()):
+        less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
         raise MemoryBudgetError(
             f"the {spec.name} service, on {host}, needs {num_bytes / 1e9:.2f} GB of memory, "
-            f"{free / 1e9:.2f} GB are free; give more --hosts, or leave this one out"
+            f"{free / 1e9:.2f} GB are free; give {less}more --hosts, or leave this one out"
         )
+
+
+@contextmanager
+def named_host(spec: ServiceSpec) -> Iterator[None]:
+    """Errors within say which service fails on which host, where each has files of its own."""
+    try:
+        yield
+    except HotcoldError as error:
+        if not spec.has_own_files:
+            raise
+        host = socket.gethostname()
+        raise type(error)(f"the {spec.name} service, on {host}: {error}") from None
+
+
+def own_predictors(spec: ServiceSpec) -> Path | None:
+    """By what its host reads neurons ahead; None where a host of several has no such file."""
+    file = spec.storage.predictors if spec.storage is not None else ""
+    return Path(file) if file and (Path(file).exists() or not spec.has_own_files) else None
 
 
 def require_room(spec: ServiceSpec, num_bytes: int) -> None:
@@ -71,7 +93,9 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, by_outputs)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
-        return spec.storage.cache_bytes
+        num_neurons = sum(ids.size for ids in spec.neuron_ids or [])
+        gates = num_neurons * row_bytes(config, config.hidden_size, "gate")
+        return spec.storage.cache_bytes + (gates if spec.storage.has_gates else 0)
     if spec.neuron_ids is not None:
         num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
     return num_bytes

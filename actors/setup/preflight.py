@@ -54,8 +54,8 @@ def prepare_system(
 ) -> tuple[SystemConfig, ModelConfig]:
     """Check the model's files, the options and the memory; fill in what was left open.
 
-    The config's dtype is the one that matrices are loaded in. Where --cpu-memory is less than the
-    system, and `extra_bytes` besides, takes, its neurons stay on storage.
+    The config's dtype is the one that matrices are loaded in. Where --cpu-memory, of each host, is
+    less than the system takes there, and `extra_bytes` besides, its neurons stay on storage.
     Errors:  ConfigError, CheckpointError, UsageError, MemoryBudgetError, ArtifactError
     """
     config = read_model(path, options.weight_dtype)
@@ -212,8 +212,9 @@ def require_one_mode(options: SystemOptions) -> None:
 
 
 def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """What the system will take of memory."""
-    num_processes = 2 + system.num_cpu_actors  # driver, GPU service, CPU services
+    """What the system will take of memory; of several hosts that of the driver's, the most."""
+    num_hosts = max(1, len(system.hosts))  # which share the CPU services equally
+    num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, GPU service, CPU services
     # Exchanging by calls, every process has an arena of its own.
     num_arenas = 1 if system.exchange == "arena" else num_processes
     need = memory_need(
@@ -233,7 +234,7 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
             process_bytes=need.process_bytes + more_process_bytes(system),
         )
     # Services on other hosts look at their own memory (`actors/setup/host_files.py`).
-    return replace(need, ffn_bytes=need.ffn_bytes // max(1, len(system.hosts)))
+    return replace(need, ffn_bytes=-(-need.ffn_bytes // num_hosts))
 
 
 def _check_hosts(system: SystemConfig) -> None:

@@ -161,7 +161,7 @@ def _cpu_specs(
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
-            storage=_storage_share(system),
+            storage=_storage_share(system, threads[i], sum(threads)),
         )
         for i, shard in enumerate(shards)
     ]
@@ -192,11 +192,11 @@ def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: Model
     )
 
 
-def _storage_share(system: SystemConfig) -> NeuronStorage | None:
-    """One CPU service's; all have as much memory for their neurons."""
+def _storage_share(system: SystemConfig, threads: int, of_all: int) -> NeuronStorage | None:
+    """One CPU service's, which has so many of the threads, and such a share of the neurons."""
     if system.storage is None:
         return None
-    return replace(system.storage, cache_bytes=system.storage.cache_bytes // system.num_cpu_actors)
+    return replace(system.storage, cache_bytes=system.storage.cache_bytes * threads // of_all)
 
 
 def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:

@@ -39,31 +39,35 @@ def fit_storage(
 ) -> NeuronStorage | None:
     """How much of the FFN can stay in memory where all of `need` has not `free_bytes`.
 
-    None where neurons cannot be stored: on a GPU's host, with services on several hosts, and where
-    it would take no less memory.
+    `need` and `free_bytes` are of the driver's host, which has most to hold; every host has an
+    equal part of the FFN. None where neurons cannot be stored: on a GPU's host, and where it would
+    take no less memory.
     Errors:  MemoryBudgetError naming the least that would do
     """
-    if system.device == "cuda" or system.hosts:
+    if system.device == "cuda":
         return None
-    geometry = BundleGeometry.of(config)
-    least = NeuronStorage(str(bundle_path(path, geometry)), 0, has_gates=False)
+    geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
+    file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
+    least = NeuronStorage(str(file), 0, has_gates=False)
     least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system)
-    least_bytes = rest + stored_bytes(system, config, least)
+    least_bytes = rest + -(-stored_bytes(system, config, least) // num_hosts)
     if least_bytes >= need.total_bytes:
         return None
     if least_bytes > free_bytes:
+        each = " on each host" if system.hosts else ""
         raise MemoryBudgetError(
-            f"this model needs {need.total_bytes / _GIB:.2f} GiB of memory, or at least "
+            f"this model needs {need.total_bytes / _GIB:.2f} GiB of memory{each}, or at least "
             f"{least_bytes / _GIB:.2f} GiB ({least_bytes} bytes) with its neurons on storage, and "
             f"{free_bytes / _GIB:.2f} GiB are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
-    return divided(path, system, config, least, free_bytes - least_bytes)
+    return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
 
 
 def more_process_bytes(system: SystemConfig) -> int:
-    """What processes take at their largest, beside what `MemoryNeed` counts of them."""
-    return (1 + system.num_cpu_actors) * _SERVICE_BYTES + _OTHERS_BYTES
+    """What the driver's host's processes take at most, beside what `MemoryNeed` counts."""
+    num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
+    return num_services * _SERVICE_BYTES + _OTHERS_BYTES
 
 
 def _rounded_up(num_bytes: int) -> str:
@@ -111,14 +115,15 @@ def pack_model(
     config: ModelConfig,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
+    takes_others: bool = False,
 ) -> Path:
     """Write the model's bundle file: neurons that fire often first, where a profile tells.
 
-    `config` has the dtypes that matrices are loaded in. Errors: as of `write_bundles`
+    As `write_bundles`, with the dtypes of `config` and the profile that lies beside the model.
     """
     profile = own_profile(path, ModelIdentity.of(path), config)
     order, name = _file_order(config, profile)
-    return write_bundles(path, config, order, name, weight_dtype, on_bytes)
+    return write_bundles(path, config, order, name, weight_dtype, on_bytes, takes_others)
 
 
 def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:

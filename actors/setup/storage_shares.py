@@ -28,7 +28,7 @@ _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more s
 def divided(
     path: Path, system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
 ) -> NeuronStorage:
-    """How `spare` bytes beside the least are best used. Errors: ArtifactError."""
+    """How `spare` bytes, of all hosts, beside the least are best used. Errors: ArtifactError."""
     num_bytes = _predictor_bytes(path, system, config)
     if num_bytes and _SPARE_FOR_AHEAD * num_bytes < spare:
         least, spare = replace(least, predictors=system.predictors_path or ""), spare - num_bytes
@@ -97,7 +97,7 @@ def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:
 
 
 def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
-    """What the FFN takes of memory: slots, gates that stay, tables, buffers of reads."""
+    """What the FFN takes of memory, on all hosts: slots, gates that stay, tables, buffers."""
     geometry = BundleGeometry.of(config)
     num_neurons = geometry.num_layers * geometry.num_neurons
     buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)

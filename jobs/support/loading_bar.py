@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress
+from actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS, LoadProgress
 from jobs.support.console import transient_progress
 
 
 class BytesColumn(DownloadColumn):
-    """Bytes of weights, in the stage that counts them."""
+    """Bytes of weights, in stages that count them."""
 
     def render(self, task: Task) -> Text:
         """See rich."""
@@ -38,7 +38,7 @@ def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
                 description=progress.stage,
                 completed=min(progress.loaded_bytes, progress.total_bytes),
                 total=progress.total_bytes,
-                counts_bytes=progress.stage == LOADING_WEIGHTS,
+                counts_bytes=progress.stage in (LOADING_WEIGHTS, WRITING_NEURONS),
             )
 
         yield show

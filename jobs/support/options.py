@@ -117,7 +117,8 @@ _SYSTEM = [
                  help="Where attention, head and hot neurons are; auto: a GPU if there is one."),
     _option("--gpu-memory", "gpu_memory_bytes", type=Bytes(), help="VRAM to use, like 8GiB; "
                  "all that is free, but for a reserve, without it; 0: no GPU."),
-    _option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use."),
+    _option("--cpu-memory", "cpu_memory_bytes", type=Bytes(), help="Memory to use, with "
+                 "--hosts on each of them."),
     _option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,
                  help="How the driver asks services: doorbells in shared memory, or actor calls."),
     _option("--pin", type=click.Choice(PIN_CHOICES), default="auto", show_default=True,

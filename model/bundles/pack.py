@@ -34,11 +34,14 @@ def write_bundles(
     order_name: str,
     weight_dtype: str = "",
     on_bytes: OnBytes = lambda written, total: None,
+    takes_others: bool = False,
 ) -> Path:
     """Write the model's bundle file, whole or not at all; returns where it is.
 
     `config` has the dtypes that matrices are loaded in; `order` (L, N) int32 says which neurons
-    stand beside each other. What an earlier run of the same kind has written is kept.
+    stand beside each other. What an earlier run of the same kind has written is kept. One that is
+    there is replaced; with `takes_others` it is left as it is, and one that another process is
+    writing is waited for, and taken.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
@@ -46,11 +49,13 @@ def write_bundles(
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = _open_part(part, path, waits=takes_others)
     except OSError as problem:
         raise ArtifactError(f"{path}: cannot be written ({problem.strerror})") from None
     try:
-        _lock(descriptor, path)
+        if takes_others and path.exists():
+            part.unlink()
+            return path
         header = header_block(geometry, identity, order_name, None)
         done = _begin(descriptor, part, geometry, header, order)
         _write_layers(descriptor, model_path, config, geometry, order, done, weight_dtype, on_bytes)
@@ -68,11 +73,27 @@ def write_bundles(
     return path
 
 
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ArtifactError(f"{path}: another process is making it; wait for that one") from None
+def _open_part(part: Path, path: Path, waits: bool) -> int:
+    """A descriptor of the unfinished file, which no other process writes.
+
+    Errors:  ArtifactError where another does, unless this one `waits`; OSError
+    """
+    while True:
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            # Another may have finished it meanwhile: then what is open here is the whole file.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(part), os.fstat(descriptor)):
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            text = f"{path}: another process is making it; wait for that one"
+            raise ArtifactError(text) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _begin(

@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from actors.protocol.messages import GenerateRequest
+from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.preflight import NUMA_ROOT, SystemOptions, prepare_system
 from actors.system import System
+from model.bundles.bundle_file import bundle_path
+from model.bundles.geometry import BundleGeometry
 from model.sampling import SamplingParams
 from placement.machine.sysfs import parse_core_list
 from placement.threads.locality import running_services
@@ -71,6 +74,30 @@ def test_services_stay_on_their_nodes(
     assert (first,) not in threads["driver"] and (second,) not in threads["driver"]
     assert {processes[name] for name in ("gpu", "cpu0", "cpu1")} <= set(services)
     assert services[processes["cpu1"]].num_bytes > 0
+
+
+def test_stored_neurons_are_read_on_each_node(
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = CORES
+    root = write_tree(tmp_path, {0: str(first), 1: str(second)})
+    monkeypatch.setenv(NUMA_ROOT, str(root))
+    checkpoint = tiny("llama-relu")
+    options = SystemOptions(num_threads=2, context_length=128)
+    config, model = prepare_system(checkpoint.path, options)
+    file = bundle_path(config.model_path, BundleGeometry.of(model))
+    storage = NeuronStorage(str(file), 60_000, has_gates=True)
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    with System.start(replace(config, storage=storage)) as system:
+        found = system.complete(request)
+        assert found.ids == checkpoint.greedy_ids and found.reads["bytes_read"] > 0
+        long = checkpoint.ids.tolist() * 2  # by matrix products
+        found = system.complete(replace(request, prompt_ids=long))
+        assert found.ids[0] == checkpoint.most_likely_after(long)
+        processes = system.call("processes")
+        threads = {name: cores_of_threads(pid) for name, pid in processes.items()}
+    assert set(threads["cpu0"]) == {(first,)} and set(threads["cpu1"]) == {(second,)}
 
 
 def test_threads_have_cores_of_their_own_until_others_want_those(

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actors.protocol.messages import ServiceSpec
+from actors.processes import host_setup
+from actors.processes.host_setup import HostSetup
+from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import storage, storage_shares
-from actors.setup.preflight import SystemOptions, choose_system, prepare_system, read_model
+from actors.setup import preflight, shards, storage, storage_shares
+from actors.setup.host_files import own_predictors
+from actors.setup.preflight import (
+    NUMA_ROOT,
+    SystemOptions,
+    choose_system,
+    prepare_system,
+    read_model,
+)
 from actors.setup.preflight import system_need as need_of
+from actors.setup.shards import service_specs
 from actors.setup.storage import pack_model, stored_share
 from actors.setup.storage_shares import reads_whole
 from actors.system import System
@@ -28,6 +40,7 @@ from model.files.artifact import ModelIdentity, artifact_path
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests.actors.kept_system import config_of, greedy
 from tests.conftest import TinyCheckpoint
+from tests.numa_trees import write_tree
 from tests.tiny_models import make_tiny
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -95,6 +108,92 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least))
+
+
+def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
+    for module in (preflight, storage, storage_shares):
+        monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
+    for module in (preflight, storage):
+        monkeypatch.setattr(module, "more_process_bytes", lambda system: 0)
+    config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
+    need = need_of(choose_system(wide, config, two), config)
+    alone = need_of(choose_system(wide, config, SystemOptions(num_cpu_actors=2)), config)
+    assert need.process_bytes == alone.process_bytes and 2 * need.ffn_bytes == alone.ffn_bytes
+    slots = config.ffn_size * (3 * 4 * config.hidden_size + 24)
+    least = need.total_bytes - need.ffn_bytes + slots // 2
+    with pytest.raises(
+        MemoryBudgetError, match=rf"on each host, or at least .* \({least} bytes\) with its"
+    ):
+        prepare_system(wide, replace(two, cpu_memory_bytes=least - 1))
+    for more in (0, 10_000):
+        system, _ = prepare_system(wide, replace(two, cpu_memory_bytes=least + more))
+        assert system.storage is not None and system.storage.cache_bytes == slots + 2 * more
+        assert need_of(system, config).total_bytes == least + more
+        own = [spec.storage for spec in service_specs(system, config)[1:]]
+        assert [kept and kept.cache_bytes for kept in own] == [(slots + 2 * more) // 4] * 4
+    assert prepare_system(wide, replace(two, cpu_memory_bytes=need.total_bytes))[0].storage is None
+
+
+def test_services_have_slots_as_they_have_neurons(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two NUMA nodes the first has three cores, the other one."""
+    monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: "0-2", 1: "3"})))
+    for module in (preflight, shards):
+        monkeypatch.setattr(module, "usable_cores", lambda root=Path("/"): (0, 1, 2, 3))
+    config = read_model(wide)
+    system = choose_system(wide, config, SystemOptions())
+    kept = NeuronStorage("f", 4_000_000, has_gates=False)
+    specs = service_specs(replace(system, storage=kept), config)[1:]
+    assert [spec.num_threads for spec in specs] == [3, 1]
+    assert [spec.storage and spec.storage.cache_bytes for spec in specs] == [3_000_000, 1_000_000]
+    sizes = [spec.neuron_ids[0].size for spec in specs if spec.neuron_ids]
+    assert sizes == [3 * config.ffn_size // 4, config.ffn_size // 4]
+
+
+def test_a_host_makes_the_file_that_it_lacks_once(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two systems that start at once too; what cannot be made is one line."""
+    path = tmp_path / "m"
+    shutil.copytree(tiny("llama-relu").path, path, ignore=shutil.ignore_patterns("hotcold"))
+    config = read_model(path)
+    rehearsed: list[SystemConfig] = []
+    file, geometry = bundle_path(path, BundleGeometry.of(config)), BundleGeometry.of(config)
+    kept = NeuronStorage(str(file), 1, has_gates=False, predictors=str(tmp_path / "none"))
+    system = SystemConfig(str(path), mode="sign", num_cpu_actors=4, hosts=("a", "b"), storage=kept)
+    monkeypatch.setattr(host_setup, "rehearse_once", rehearsed.append)
+    file.parent.write_text("in the way")
+    with pytest.raises(ArtifactError, match=r"was not made: .*cannot be written") as caught:
+        HostSetup().run(system, is_home=False)
+    assert "\n" not in str(caught.value)
+    file.parent.unlink()
+    with ThreadPoolExecutor(2) as pool:
+        notes = list(pool.map(lambda is_home: HostSetup().run(system, is_home), (True, False)))
+    assert all("nothing is read ahead there" in note for note in notes)
+    content = file.read_bytes()
+    assert len(content) == geometry.file_bytes and [p.name for p in file.parent.iterdir()] == [
+        file.name
+    ]
+    file.unlink()
+    assert pack_model(path, config).read_bytes() == content
+    made = file.stat().st_mtime_ns
+    HostSetup().run(system, is_home=True)
+    assert file.stat().st_mtime_ns == made
+    assert {part.mode for part in rehearsed} == {"sign", "exact"}
+    assert {(part.num_cpu_actors, part.hosts) for part in rehearsed} == {(2, ())}
+
+
+def test_a_host_without_predictors_reads_nothing_ahead(tmp_path: Path) -> None:
+    file = tmp_path / "predictors"
+    kept = NeuronStorage("f", 1, has_gates=False, predictors=str(file))
+    spec = ServiceSpec("cpu1", 2, 1, "m", has_own_files=True, storage=kept)
+    assert own_predictors(spec) is None
+    assert own_predictors(replace(spec, has_own_files=False)) == file  # there it is an error
+    file.write_bytes(b"")
+    assert own_predictors(spec) == file
+    assert own_predictors(replace(spec, storage=replace(kept, predictors=""))) is None
 
 
 def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> None:

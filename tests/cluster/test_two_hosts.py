@@ -8,19 +8,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.host_files import require_same_model
+from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup import host_files
+from actors.setup.host_files import require_same_model, weight_bytes
 from actors.setup.hosts import node_ids, service_nodes
 from actors.setup.shards import service_specs
 from model.config.build import read_config
-from model.errors import CheckpointError, UsageError
+from model.errors import CheckpointError, MemoryBudgetError, UsageError
 from tests.cluster.head import ROOT
 from tests.cluster.request_files import REQUESTS, texts, write_lines
+from tests.cluster.shaped_link import is_permitted
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
 SYSTEM = "two hosts, relay"
@@ -39,7 +43,7 @@ def test_the_same_tokens_as_on_one_host(
 
     Then a command on one of the hosts asks what the other ways were asked.
     """
-    if reason := run_program("shaped_link").stderr.strip():
+    if reason := is_permitted():
         pytest.skip(reason)
     report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
     requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
@@ -76,13 +80,25 @@ def test_services_are_dealt_to_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_copy_of_the_model_is_checked(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
+    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(tiny("llama-relu").path, path)
     system = SystemConfig(str(path), num_cpu_actors=2, hosts=("a", "b"))
     spec = service_specs(system, read_config(path))[2]
     require_same_model(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_files, "free_bytes", lambda: 100)
+        with pytest.raises(MemoryBudgetError, match="are free; give more --hosts"):
+            require_same_model(spec)
+        stored = replace(spec, storage=NeuronStorage("f", 101, has_gates=False))
+        with pytest.raises(MemoryBudgetError, match="give less --cpu-memory, which is of each"):
+            require_same_model(stored)
+        num_gates = sum(ids.size for ids in spec.neuron_ids or [])
+        gates = replace(stored, storage=NeuronStorage("f", 101, has_gates=True))
+        config = read_config(path)
+        assert weight_bytes(stored, config) == 101
+        assert weight_bytes(gates, config) == 101 + 4 * config.hidden_size * num_gates
     shutil.rmtree(path)
     shutil.copytree(tiny("opt-postnorm").path, path)
     with pytest.raises(CheckpointError, match=r"the cpu1 service, on .* is another model than"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +136,40 @@ def test_another_order_begins_anew(model: Model) -> None:
     model.write()
     np.testing.assert_array_equal(model.read().order, model.order)
     assert damaged_bundles(model.read()) == []
+
+
+def test_what_another_process_is_writing_is_waited_for_and_taken(model: Model) -> None:
+    """The whole file is not written again by one that had opened it before it was whole."""
+    is_written, may_go_on = threading.Event(), threading.Event()
+    taken: list[Path] = []
+    own = model.order[:, ::-1].copy()
+
+    def write(done: int, total: int) -> None:
+        is_written.set()
+        may_go_on.wait(60)
+
+    def take() -> None:
+        arguments = model.path, model.config, own, "other", model.dtype
+        taken.append(write_bundles(*arguments, takes_others=True))
+
+    first, second = (
+        threading.Thread(target=model.write, args=(write,)),
+        threading.Thread(target=take),
+    )
+    first.start()
+    assert is_written.wait(60)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and not model.file.exists()
+    may_go_on.set()
+    first.join(60)
+    second.join(60)
+    assert taken == [model.file] and not model.part.exists()
+    np.testing.assert_array_equal(model.read().order, model.order)
+    assert damaged_bundles(model.read()) == []
+    model.order = own
+    model.write()  # without `takes_others` it is made anew
+    np.testing.assert_array_equal(model.read().order, own)
 
 
 def test_a_full_disk_is_one_line(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,14 @@ import ray
 from rich.progress import Progress
 
 from actors.processes.driver_actor import DriverActor
-from actors.processes.load_progress import LOADING_KERNELS
-from actors.protocol.messages import LOADING_WEIGHTS, LoadProgress, ServiceProgress, SystemConfig
+from actors.processes.load_progress import COMPILING, LOADING_KERNELS, PREPARING
+from actors.protocol.messages import (
+    LOADING_WEIGHTS,
+    WRITING_NEURONS,
+    LoadProgress,
+    ServiceProgress,
+    SystemConfig,
+)
 from actors.telemetry.compiling import CompileCounter
 from jobs.support.loading_bar import BytesColumn
 
@@ -83,6 +89,11 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiling = "compiling kernels for bfloat16, once: 3 so far"
     assert told("starting services") == LoadProgress(0, 1000, "starting services")
+    assert told(PREPARING) == LoadProgress(0, 1000, PREPARING)
+    gpu.told, cpu.told = ServiceProgress(0, 0, False), ServiceProgress(0, 0, True)
+    assert told(PREPARING) == LoadProgress(0, 1000, COMPILING)
+    cpu.told = ServiceProgress(0, 0, False, written_bytes=300, file_bytes=1000)
+    assert told(PREPARING) == LoadProgress(300, 1000, WRITING_NEURONS)
     gpu.told, cpu.told = ServiceProgress(100, 0, False), ServiceProgress(250, 0, False)
     assert told(LOADING_WEIGHTS) == LoadProgress(350, 1000, LOADING_WEIGHTS, ("a note",))
     gpu.told, cpu.told = ServiceProgress(200, 1, False), ServiceProgress(250, 2, True)

@@ -13,7 +13,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -143,7 +142,3 @@ def _write(file: int, packet: bytes) -> None:
         os.write(file, packet)
     except OSError:
         return  # a full or closed device loses packets, as wires do
-
-
-if __name__ == "__main__":
-    sys.exit(is_permitted() or None)

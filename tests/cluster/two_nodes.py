@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.hosts_client import Client
-from benchmarks.shaped_link import ShapedLink
+from tests.cluster.hosts_client import Client
+from tests.cluster.shaped_link import ShapedLink
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 _PORT = 6379
 _STORE_BYTES = 100 << 20
 
@@ -33,7 +33,7 @@ class TwoNodes:
 
     def client(self) -> Client:
         """A new `hosts_client` on the head's end of the link."""
-        command = self.link.command(0, [sys.executable, "-m", "benchmarks.hosts_client"])
+        command = self.link.command(0, [sys.executable, "-m", "tests.cluster.hosts_client"])
         process = subprocess.Popen(
             command, cwd=CHECKOUT, env=self.environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -42,9 +42,10 @@ class TwoNodes:
 
 
 @contextlib.contextmanager
-def two_nodes(num_cpus: int) -> Iterator[TwoNodes]:
+def two_nodes(num_cpus: int, own_folders: Mapping[Path, Path] | None = None) -> Iterator[TwoNodes]:
     """Start both nodes, with `num_cpus` Ray CPUs each; at the end no process of them is left.
 
+    At the path of each key in `own_folders` the second node finds the folder that is its value.
     It does not wait: `hosts_client` does.
     Errors:  OSError or CalledProcessError without the rights
     """
@@ -69,8 +70,8 @@ def two_nodes(num_cpus: int) -> Iterator[TwoNodes]:
         here.append("--include-dashboard=false")
         there = [f"--address={head}:{_PORT}", f"--node-ip-address={other}"]
         try:
-            for end, options in enumerate((here, there)):
-                _start(link, end, [*options, *common], environment, folder)
+            _start(link, 0, [*here, *common], environment, folder, {})
+            _start(link, 1, [*there, *common], environment, folder, own_folders or {})
             yield TwoNodes(link, environment)
         finally:
             link.end_processes()
@@ -78,9 +79,18 @@ def two_nodes(num_cpus: int) -> Iterator[TwoNodes]:
 
 
 def _start(
-    link: ShapedLink, end: int, options: list[str], environment: dict[str, str], folder: Path
+    link: ShapedLink,
+    end: int,
+    options: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    own_folders: Mapping[Path, Path],
 ) -> None:
-    command = link.command(end, [sys.executable, "-m", "ray.scripts.scripts", "start", *options])
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    for path, folder_there in own_folders.items():  # `ip netns exec` gives it mounts of its own
+        mounts = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"']
+        command = [*mounts, str(folder_there), str(path), *command]
+    command = link.command(end, command)
     own = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
     with (folder / f"log{end}").open("wb") as log:
         subprocess.Popen(command, env=own, stdout=log, stderr=log)

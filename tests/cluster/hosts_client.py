@@ -4,6 +4,7 @@
     {"system": {...}, "name": "x"}              stops the running system, starts one of SystemConfig
     {"prompt_ids": [...], "num_tokens": 64}     completes it greedily
     {..., "signals": {"PID": 9}}                the same; sends signals once tokens have come
+    {..., "num_logprobs": 0}                    the same; tells how likely each token was found
     {"processes": true}                         tells the process id of each service
 
 Each line is answered by one of JSON on the output, by {"error": ...} if it fails.
@@ -20,7 +21,8 @@ from typing import Any
 import ray
 
 from actors.processes.cluster import connect
-from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
+from actors.protocol.system_json import system_as_json, system_of_json
 from actors.system import System
 from model.errors import HotcoldError
 from model.sampling import SamplingParams
@@ -50,6 +52,10 @@ class Client:
             raise RuntimeError(answer["error"])
         return answer
 
+    def start(self, system: SystemConfig, name: str) -> dict[str, Any]:
+        """Start a system, in the place of the last: its processes, stages and notes."""
+        return self.tell(system=json.loads(system_as_json(system)), name=name)
+
     def end(self) -> None:
         """Let it stop its system and end."""
         if self._process.stdin is not None:
@@ -67,12 +73,16 @@ def main() -> None:
                 if running is not None:
                     running.stop()
                     running = None
-                values = command["system"]
+                told: list[LoadProgress] = []
                 running = System.start(
-                    SystemConfig(**values | {"hosts": tuple(values.get("hosts", ()))}),
+                    system_of_json(json.dumps(command["system"]).encode()),
                     name=command.get("name"),
+                    on_progress=told.append,
                 )
-                answer = {"processes": running.call("processes")}
+                notes = {note: None for progress in told for note in progress.notes}
+                stages = {progress.stage: None for progress in told}
+                told_of = {"stages": list(stages), "notes": list(notes)}
+                answer = {"processes": running.call("processes"), **told_of}
             elif "nodes" in command:
                 answer = {"nodes": _await_nodes(command["nodes"])}
             elif "processes" in command and running is not None:
@@ -91,17 +101,23 @@ def _complete(
     prompt_ids: list[int],
     num_tokens: int,
     signals: dict[str, int] | None = None,
+    num_logprobs: int | None = None,
 ) -> dict[str, Any]:
     if running is None:
         return {"error": "no system runs"}
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     left, result = dict(signals or {}), None
-    for event in running.generate(GenerateRequest(sampling, prompt_ids=prompt_ids)):
+    request = GenerateRequest(sampling, prompt_ids=prompt_ids, num_logprobs=num_logprobs)
+    logprobs: list[float | None] = []
+    for event in running.generate(request):
+        logprobs += [token.logprob for token in event.logprobs]
         while left:
             pid, number = left.popitem()
             os.kill(int(pid), number)
         result = event.result
-    return {"error": "the stream ended without a result"} if result is None else result.as_json()
+    if result is None:
+        return {"error": "the stream ended without a result"}
+    return result.as_json() | {"logprobs": logprobs}
 
 
 def _await_nodes(count: int) -> list[str]:

@@ -1,0 +1,175 @@
+"""Neurons on storage on two hosts, each with files of its own: the same bits as all in memory."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.protocol.messages import SystemConfig
+from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.preflight import read_model
+from model.bundles.bundle_file import bundle_path, read_bundle_file
+from model.bundles.geometry import BundleGeometry
+from model.files.artifact import ModelIdentity, artifact_path
+from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from predictors.predictor_file import Predictors, predictors_path, write_predictors
+from predictors.sign import SignLayer
+from tests.cluster.hosts_client import Client
+from tests.cluster.shaped_link import is_permitted
+from tests.cluster.two_nodes import TwoNodes, two_nodes
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+
+_CACHE_BYTES = 60_000  # fewer neurons than the model has
+_CPU1 = r"the cpu1 service, on .*: "
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two nodes: the first has the model at `path`, the second finds there what is in `far`."""
+
+    nodes: TwoNodes
+    client: Client
+    checkpoint: TinyCheckpoint
+    path: Path
+    far: Path
+
+    @property
+    def geometry(self) -> BundleGeometry:
+        return BundleGeometry.of(read_model(self.path))
+
+    def system(self, mode: str, storage: NeuronStorage | None) -> SystemConfig:
+        """On both hosts with neurons on `storage`, on the first with all in memory."""
+        hosts = tuple(self.nodes.addresses[: 1 if storage is None else 2])
+        return SystemConfig(
+            str(self.path),
+            mode=mode,
+            num_cpu_actors=2,
+            num_threads=2 // len(hosts),  # so both have the same neurons
+            context_length=256,
+            kv_dtype="float32",
+            predictors_path=str(predictors_path(self.path, "sign")) if mode == "sign" else "",
+            hosts=hosts,
+            products=ProductChoice(bfloat16=False, integers=False),
+            storage=storage,
+        )
+
+    def stored(self, **changes: Any) -> NeuronStorage:
+        file = bundle_path(self.path, self.geometry)
+        return replace(NeuronStorage(str(file), _CACHE_BYTES, has_gates=True), **changes)
+
+    def answers(self, kills: int | None = None) -> list[tuple[list[int], list[float]]]:
+        """Tokens and logprobs after a short prompt, and after one of more than 32 tokens.
+
+        `kills`: a process that is killed while the first are made.
+        """
+        ids, found = self.checkpoint.ids.tolist(), []
+        signals = {} if kills is None else {str(kills): signal.SIGKILL}
+        for prompt in (ids[:10], (ids * 3)[:70]):
+            request = {"prompt_ids": prompt, "num_tokens": GREEDY_TOKENS, "num_logprobs": 0}
+            told = self.client.tell(**request, signals=signals)
+            found.append((told["ids"], told["logprobs"]))
+            assert len(told["logprobs"]) == GREEDY_TOKENS
+            signals = {}
+        return found
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    tiny: Callable[..., TinyCheckpoint], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hosts]:
+    if reason := is_permitted():
+        pytest.skip(reason)
+    checkpoint, folder = tiny("llama-relu"), tmp_path_factory.mktemp("stored")
+    path, far = folder / "model", folder / "far"
+    shutil.copytree(checkpoint.path, path)
+    shutil.rmtree(path / "hotcold", ignore_errors=True)
+    shutil.copytree(path, far)
+    with two_nodes(num_cpus=2, own_folders={path: far}) as nodes:
+        client = nodes.client()
+        try:
+            client.tell(nodes=2)
+            yield Hosts(nodes, client, checkpoint, path, far)
+        finally:
+            client.end()
+
+
+def with_profile(path: Path) -> None:
+    """By which a file of neurons has another order than without."""
+    config = read_model(path)
+    size = config.num_layers, config.ffn_size
+    counts = np.random.default_rng(1).permutation(size[0] * size[1]).reshape(size).astype(np.int64)
+    profile = ActivationProfile(counts, counts.size, "t", "t")
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+
+
+def with_predictors(path: Path) -> None:
+    """Predictors that choose about half of the neurons."""
+    random, config = np.random.default_rng(3), read_model(path)
+    size, width = config.ffn_size, config.hidden_size
+    layers = [
+        SignLayer(
+            random.integers(0, 1 << 48, (size, -(-width // 64))).astype(np.uint64),
+            np.zeros(size, np.float32),
+            np.zeros(width, np.float32),
+            np.ones(width, np.float32),
+        )
+        for _ in range(config.num_layers)
+    ]
+    file = predictors_path(path, "sign")
+    write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
+
+
+@pytest.mark.timeout(400)
+def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts: Hosts) -> None:
+    """Also while the far service is killed; the far file is in another order than the near one."""
+    with_profile(hosts.far)
+    hosts.client.start(hosts.system("exact", None), "in memory")
+    expected = hosts.answers()
+    assert expected[0][0] == hosts.checkpoint.greedy_ids
+    before = hosts.client.start(hosts.system("exact", hosts.stored()), "stored")["processes"]
+    ends = {name: hosts.nodes.link.end_of(before[name]) for name in ("gpu", "cpu0", "cpu1")}
+    assert ends == {"gpu": 0, "cpu0": 0, "cpu1": 1}
+    orders = [
+        read_bundle_file(
+            bundle_path(path, hosts.geometry), hosts.geometry, ModelIdentity.of(path)
+        ).order
+        for path in (hosts.path, hosts.far)
+    ]
+    assert (orders[0] != orders[1]).any()
+    assert hosts.answers() == expected
+    assert hosts.answers(kills=before["cpu1"]) == expected
+    after = hosts.client.tell(processes=True)["processes"]
+    assert [name for name in after if after[name] != before[name]] == ["cpu1"]
+    assert hosts.nodes.link.end_of(after["cpu1"]) == 1
+    told = hosts.client.tell(prompt_ids=hosts.checkpoint.ids[:10].tolist(), num_tokens=8)
+    assert told["reads"]["bytes_read"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_predictors_that_the_other_host_lacks_cost_no_bit(hosts: Hosts) -> None:
+    with_predictors(hosts.path)
+    hosts.client.start(hosts.system("sign", None), "sign in memory")
+    expected = hosts.answers()
+    storage = hosts.stored(has_gates=False, predictors=str(predictors_path(hosts.path, "sign")))
+    told = hosts.client.start(hosts.system("sign", storage), "sign stored")
+    assert [note for note in told["notes"] if "nothing is read ahead there" in note]
+    assert hosts.answers() == expected
+
+
+@pytest.mark.timeout(200)
+def test_a_foreign_file_on_the_other_host_is_one_line(hosts: Hosts) -> None:
+    file = bundle_path(hosts.far, hosts.geometry)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"not this")
+    there = bundle_path(hosts.path, hosts.geometry)
+    with pytest.raises(RuntimeError, match=f"^{_CPU1}{there}: is no bundle file") as caught:
+        hosts.client.start(hosts.system("exact", hosts.stored()), "foreign")
+    assert "\n" not in str(caught.value) and "`hotcold pack`" in str(caught.value)
