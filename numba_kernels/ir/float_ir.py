@@ -91,8 +91,9 @@ class FloatProducts:
         self.builder = rows[0].builder
         self.num_pairs = len(rows) * len(xs)
 
-    def emit(self, length: Vec, ahead: Sequence[Ptr]) -> list[Vec]:
-        """The products, row by row; rows in `ahead` are prefetched in step."""
+    def emit(self, length: Vec, ahead: Sequence[Ptr], bytes_ahead: int = 0) -> list[Vec]:
+        """The products, row by row; rows in `ahead` are prefetched in step, from there on."""
+        ahead = [row + bytes_ahead for row in ahead]
         sums = [self.zeros(LANES) for _ in range(2)]
         tails = self.zeros(1)
         paired, whole = whole_steps(length, 2 * BLOCK), whole_steps(length, LANES)

@@ -38,7 +38,6 @@ from numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
 _STRETCH = 16  # chunks of a longer row whose values are read before their scales
-_NEAR_BYTES = 1024  # of a row, between what is read and what the second-level cache is asked for
 _PART_BYTES = (
     CHUNK // 2
 )  # of a vector: values that meet low nibbles, then those that meet high ones
@@ -50,25 +49,32 @@ def emit_products(
     vectors: list[Vector],
     groups: Vec,
     ahead: Sequence[Row],
+    bytes_ahead: int = 0,
 ) -> list[Vec]:
     """Products of every row with every vector, row by row, as float32.
 
     sum over groups g of row_scale[g] * vector_scale[g] * (sum of integer products of the group)
                          + row_min[g] * vector_scale[g] * (sum of the vector's values)
-    Rows in `ahead` are prefetched in step.
+    Rows in `ahead` are prefetched in step, from `bytes_ahead` on.
     """
-    return _Products(row_format, rows, vectors, groups).emit(ahead)
+    return _Products(row_format, rows, vectors, groups, bytes_ahead).emit(ahead)
 
 
 class _Products:
     def __init__(
-        self, row_format: RowFormat, rows: list[Row], vectors: list[Vector], groups: Vec
+        self,
+        row_format: RowFormat,
+        rows: list[Row],
+        vectors: list[Vector],
+        groups: Vec,
+        bytes_ahead: int,
     ) -> None:
         self.format = row_format
         self.bits = row_format.bits
         self.rows = rows
         self.vectors = vectors
         self.groups = groups
+        self.bytes_ahead = bytes_ahead
         self.builder = groups.builder
         self.pairs = [(row, vector) for row in range(len(rows)) for vector in range(len(vectors))]
         self.num_halves = 2 if row_format.has_halves else 1
@@ -121,7 +127,7 @@ class _Products:
 
         def line(at: Vec) -> None:
             for row in rows:
-                (row.values + at).prefetch(2)
+                (row.values + at + self.bytes_ahead).prefetch(2)
 
         begin = number * CHUNK_BYTES[self.bits]
         for_range(begin, row_bytes(self.format, self.groups), LINE_BYTES, line)
@@ -134,11 +140,11 @@ class _Products:
     def chunk(self, index: Vec) -> Chunk:
         return Chunk(index, index.like(LANES), None)
 
-    def prefetch(self, rows: Sequence[Row], index: Vec, offset: int) -> None:
-        """Ask for the values of a chunk of each row, `offset` bytes on."""
+    def prefetch(self, rows: Sequence[Row], index: Vec) -> None:
+        """Ask for the values of a chunk of each row."""
         num_bytes = CHUNK_BYTES[self.bits]
         for row in rows:
-            for line in range(offset, offset + num_bytes, LINE_BYTES):
+            for line in range(self.bytes_ahead, self.bytes_ahead + num_bytes, LINE_BYTES):
                 (row.values + index * num_bytes + line).prefetch(2)
 
     def _by_chunks(self, number: Vec) -> None:
@@ -315,8 +321,7 @@ class _FewChunks:
         """Read the values."""
 
         def chunk(index: Vec, sums: list[Var]) -> None:
-            near = ahead or self.products.rows
-            self.products.prefetch(near, index, 0 if ahead else _NEAR_BYTES)
+            self.products.prefetch(ahead, index)
             _set_all(sums, self.products.counts(self.products.chunk(index)))
 
         self._each(chunk)
@@ -353,8 +358,7 @@ class _Stretches:
         """Read all values, and add all but the last stretch."""
 
         def chunk(index: Vec) -> None:
-            near = ahead or self.products.rows
-            self.products.prefetch(near, index, 0 if ahead else _NEAR_BYTES)
+            self.products.prefetch(ahead, index)
             counts = self.products.counts(self.products.chunk(index))
             for at, count in zip(self._places(index), counts, strict=True):
                 at.store(count)

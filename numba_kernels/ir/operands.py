@@ -15,6 +15,7 @@ from numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, ite
 from numba_kernels.ir.integer_ir import emit_products
 from numba_kernels.ir.quantize_ir import ScaledSum
 from numba_kernels.ir.quantized_ir import Row, Vector, format_of
+from numba_kernels.ir.target import FLOATS_AHEAD, QUANTIZED_AHEAD
 from numba_kernels.ir.vec import Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
@@ -48,9 +49,19 @@ class Weights:
 
         Each product is added up in one order, so it does not depend on the others.
         """
+        return self._products(rows, vectors, ahead, 0)
+
+    def products_in_sequence(self, row: Any, vectors: list[Any]) -> list[Vec]:
+        """A row times every vector; the rows behind it come next, and are prefetched in step."""
+        bytes_ahead = QUANTIZED_AHEAD if self.format else FLOATS_AHEAD
+        return self._products([row], vectors, [row] if bytes_ahead else [], bytes_ahead)
+
+    def _products(
+        self, rows: list[Any], vectors: list[Any], ahead: Sequence[Any], bytes_ahead: int
+    ) -> list[Vec]:
         if self.format:
-            return emit_products(self.format, rows, vectors, self.groups, ahead)
-        return FloatProducts(self.dtype, rows, vectors).emit(self.width, ahead)
+            return emit_products(self.format, rows, vectors, self.groups, ahead, bytes_ahead)
+        return FloatProducts(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
 
     def panel(
         self,

@@ -15,3 +15,11 @@ def has_feature(name: str) -> bool:
     """
     features = cpu_target.target_context.codegen()._tm_features  # no public name for it
     return f"+{name}" in features.split(",")
+
+
+# An Intel server's own prefetcher keeps too few lines under way for a core that computes meanwhile.
+# AMD's, which alone have SSE4A, want less for quantized rows, none for floats: docs/lab_log.md.
+_IS_FAR = has_feature("avx512f") and not has_feature("sse4a")
+# Bytes between what is read of rows in sequence and what the second-level cache is asked for.
+FLOATS_AHEAD = 4096 if _IS_FAR else 0
+QUANTIZED_AHEAD = 4096 if _IS_FAR else 1024

@@ -85,26 +85,38 @@ def dot_ahead(typingctx, weights, row, following, x, token):
 
 
 def _dot_tokens(num_tokens: int) -> Callable[[Arguments], list[Vec]]:
-    """weights[row] times vectors."""
+    """weights[row] times vectors; rows behind it come next."""
 
     def emit(given: Arguments) -> list[Vec]:
         matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
         tokens = given.numbers(*range(3, 3 + num_tokens))
         row = matrix.row(given.number(1))
-        return matrix.products([row], [vectors.vector(token) for token in tokens])
+        return matrix.products_in_sequence(row, [vectors.vector(token) for token in tokens])
 
     return emit
 
 
 @intrinsic
 def dot_row(typingctx, weights, row, x, token):
-    """weights[row] . x[token].
+    """weights[row] . x[token], of rows that are read one after the other.
 
-    Rows one after the other are one stream a core, which the hardware prefetches: it reads as fast
-    as memory gives, and prefetch instructions beside it would slow it down (docs/lab_log.md).
+    They are one stream a core, which the hardware prefetches; how much prefetch instructions add to
+    that differs from CPU to CPU (`numba_kernels/ir/target.py`).
     """
     signature = types.float32(weights, _INDEX, x, _INDEX)
     return signature, codegen_of(lambda given: _dot_tokens(1)(given)[0])
+
+
+@intrinsic
+def dot_lone_row(typingctx, weights, row, x, token):
+    """weights[row] . x[token], of a row that is read alone: nothing is prefetched."""
+
+    def emit(given: Arguments) -> Vec:
+        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
+        row = matrix.row(given.number(1))
+        return matrix.products([row], [vectors.vector(given.number(3))])[0]
+
+    return types.float32(weights, _INDEX, x, _INDEX), codegen_of(emit)
 
 
 @intrinsic

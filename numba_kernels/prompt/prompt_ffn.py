@@ -12,7 +12,7 @@ import numpy as np
 from numba_kernels.compiler import njit
 from numba_kernels.decode.rows import add_in_order
 from numba_kernels.ir.operands import PART_COLUMNS
-from numba_kernels.ir.vector_ir import add_part1, add_part4, dot_row, dot_rows4, prefetch_part
+from numba_kernels.ir.vector_ir import add_part1, add_part4, dot_lone_row, dot_rows4, prefetch_part
 
 _ZERO = np.float32(0)
 BLOCK = 256  # neurons; 256 KiB of a part of float16 rows
@@ -75,7 +75,7 @@ def prompt_up_kernel(up, bias, x, first, last, fired):
                 i += 4
             while i < end:
                 n = ids[i]
-                product = dot_row(up, n, x, t)
+                product = dot_lone_row(up, n, x, t)
                 values[i] *= product + (bias[n] if bias.shape[0] else _ZERO)
                 i += 1
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate
-from numba_kernels.ir.vector_ir import dot_row
+from numba_kernels.ir.vector_ir import dot_lone_row
 from numba_kernels.serve.doorbell import atomic_load, now_ns
 from numba_kernels.serve.layer_ffn import FfnArrays
 from numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
@@ -130,7 +130,7 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
             shift = bias[first + n] if bias.shape[0] else np.float32(0)
             score = np.float32(0)
             for t in range(num_tokens):
-                product = dot_row(stored.arrays.gate, first + n, x, t)
+                product = dot_lone_row(stored.arrays.gate, first + n, x, t)
                 score = max(score, activate(function, product + shift))
             scores[n] = score
 
