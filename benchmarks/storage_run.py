@@ -49,7 +49,7 @@ def prepared(
         return system, config
     storage = replace(system.storage, without=tuple(part for part in without if part != AHEAD))
     if AHEAD in without:
-        storage = replace(storage, predictors="")
+        storage = replace(storage, predictors="", memory_bytes=0)  # nor found beside a GPU
     return replace(system, storage=storage), config
 
 

@@ -27,9 +27,9 @@ from actors.protocol.messages import (
 )
 from actors.setup.hosts import SpawnRelay
 from actors.setup.partition import neuron_owners
+from actors.setup.preflight import loaded_bytes
 from actors.telemetry.snapshot import WATCH_S, Telemetry
 from numba_kernels.serve.mailbox import OPERATION, PING
-from placement.memory import weight_bytes
 
 if TYPE_CHECKING:
     from actors.driver.request_events import RequestEvent
@@ -59,9 +59,8 @@ class DriverActor:
             give_back_freed_memory()
         self.services = SystemServices(system, spawn, spawn_relay)
         config = self.services.config
-        kept = None if system.storage is None else system.storage.kept_bytes(config)
         self._loading = LoadingServices(
-            weight_bytes(config, kept), system.weight_dtype or config.dtype
+            loaded_bytes(system, config), system.weight_dtype or config.dtype
         )
         self._counts = NeuronCounts(self.services)
         self._health = SystemHealth(self.services)

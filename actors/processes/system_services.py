@@ -31,7 +31,7 @@ from actors.protocol.ray_memory import kept_bytes
 from actors.setup.auto_mode import AUTO_RECALL
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
-from actors.setup.preflight import system_need
+from actors.setup.preflight import storage_beside_gpu, system_need
 from actors.setup.shards import arena_layout, served_config, service_specs
 from actors.setup.threshold_mode import threshold_note
 from model.config.build import read_config
@@ -180,6 +180,8 @@ class SystemServices:
         (fitted,) = self.connection.call_each("fit", self.system, services=[0])
         self.system, self.device_name = fitted.system, fitted.device_name
         self.notes += (fitted.note,) if fitted.note else ()
+        storage = storage_beside_gpu(self.system, self.config)
+        self.system = replace(self.system, storage=storage)
         if self.system.device == "cpu":  # then it takes more of the host's memory
             need = system_need(self.system, self.config)
             require_memory(need, kept_bytes=kept_bytes())

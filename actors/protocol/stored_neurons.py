@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
-
 READ_THREADS = 16  # of a service: reads under way at once
 READ_BYTES = 1 << 20  # the most of one read
 MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
@@ -27,12 +24,9 @@ class NeuronStorage:
     has_gates: bool  # all gate rows stay in memory, besides
     predictors: str = ""  # file: by these the next layer's neurons are read ahead
     without: tuple[str, ...] = ()  # of PARTS: what a benchmark leaves out, to see what it gains
-
-    def kept_bytes(self, config: ModelConfig) -> int:
-        """Bytes of neurons' rows in memory; `config` has the dtypes of matrices as loaded."""
-        num_neurons = config.num_layers * config.ffn_size
-        gates = num_neurons * row_bytes(config, config.hidden_size, "gate")
-        return self.cache_bytes + (gates if self.has_gates else 0)
+    # Of the whole system, as promised: `cache_bytes` is found anew by it once it is known what a
+    # GPU holds. 0: nothing was promised.
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)

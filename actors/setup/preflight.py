@@ -19,11 +19,17 @@ from actors.protocol.ray_memory import free_bytes, kept_bytes
 from actors.protocol.step_sizes import KERNEL_TOKENS
 from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.auto_mode import auto_mode
-from actors.setup.gpu_choice import beside_gpu, choose_device, neuron_upload_tokens
+from actors.setup.gpu_choice import (
+    beside_gpu,
+    beside_share,
+    choose_device,
+    expected_share,
+    neuron_upload_tokens,
+)
 from actors.setup.placement_choice import find_plan
 from actors.setup.shards import arena_layout, can_keep_outputs, num_kv_pages, served_config
-from actors.setup.storage import fit_storage, has_bundles, more_process_bytes
-from actors.setup.storage_shares import stored_bytes
+from actors.setup.storage import fit_storage, has_bundles, more_process_bytes, storage_within
+from actors.setup.storage_shares import bytes_in_memory, stored_bytes
 from actors.setup.threshold_mode import thresholds_file
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
@@ -34,10 +40,11 @@ from model.files.checkpoint import Checkpoint
 from model.files.locate import resolved_model
 from model.sampling import eos_ids
 from model.weights.check import check_tensors, stored_config
+from model.weights.sizes import ffn_bytes
 from numba_kernels.decode.attention import PAGE_POSITIONS
 from placement.machine.survey import usable_cores
 from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
-from placement.memory import MemoryNeed, memory_need, require_memory
+from placement.memory import MemoryNeed, memory_need, require_memory, weight_bytes
 from placement.threads.numa import nodes_with_memory
 from predictors.in_checkpoint import checkpoint_predictors, has_predictors
 from predictors.predictor_file import predictors_path, write_predictors
@@ -60,8 +67,13 @@ def prepare_system(
     """
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
-    served = in_memory(path, system, config, has_plan=options.plan is not None)
-    if not _fits(*served, options, extra_bytes):
+    has_plan = options.plan is not None
+    served = in_memory(path, system, config, has_plan)
+    if not _fits(path, *served, options, extra_bytes):
+        # Neurons on their way to a GPU take room; stored ones are multiplied where they are read.
+        system = replace(system, neuron_upload_tokens=0)
+        served = in_memory(path, system, config, has_plan)
+    if not _fits(path, *served, options, extra_bytes):
         storage = _storage(path, system, config, options, extra_bytes)
         if storage is not None:
             return replace(system, storage=storage), config
@@ -69,9 +81,7 @@ def prepare_system(
     check_memory(path, system, config, options, extra_bytes)
     if system.down_by_outputs:  # services hold runs of neurons, all alike
         return system, config
-    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
-    plan = find_plan(path, system, config, *budgets, options.plan)
-    return replace(system, plan_path=plan), config
+    return replace(system, plan_path=_plan(path, system, config, options)), config
 
 
 def in_memory(
@@ -88,14 +98,29 @@ def in_memory(
     return system, served_config(system, checkpoint, config)
 
 
+def _plan(path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions) -> str:
+    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
+    return find_plan(path, system, config, *budgets, options.plan)
+
+
 def _fits(
-    system: SystemConfig, config: ModelConfig, options: SystemOptions, extra_bytes: int
+    path: Path,
+    system: SystemConfig,
+    config: ModelConfig,
+    options: SystemOptions,
+    extra_bytes: int,
 ) -> bool:
-    """Whether all of the system is within --cpu-memory and what is free; so too without a limit."""
+    """Whether all of the system is within --cpu-memory and what is free; so too without a limit.
+
+    What a GPU takes beside weights is counted, unless a plan says what it holds.
+    """
     limit = options.cpu_memory_bytes
     if limit is None:
         return True
-    return system_need(system, config).total_bytes + extra_bytes <= min(limit, free_bytes())
+    need, has_plan = system_need(system, config), options.plan is not None
+    if system.device == "cuda" and not (has_plan or _plan(path, system, config, options)):
+        need = memory_beside_gpu(system, config)
+    return need.total_bytes + extra_bytes <= min(limit, free_bytes())
 
 
 def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
@@ -144,14 +169,16 @@ def _storage(
     """What stays in memory under a --cpu-memory that is too little for all; None: nothing can."""
     assert options.cpu_memory_bytes is not None
     free = min(options.cpu_memory_bytes, free_bytes())
-    need = system_need(system, config)
+    share = expected_gpu(system, config)
+    need = memory_beside_gpu(share, config)
     need = replace(need, process_bytes=need.process_bytes + extra_bytes)
-    found = fit_storage(path, need, system, config, free)
+    found = fit_storage(path, need, share, config, free)
     if found is not None and options.plan is not None:
         raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
-    if found is not None:
-        has_bundles(path, config)
-    return found
+    if found is None:
+        return None
+    has_bundles(path, config)
+    return replace(found, memory_bytes=free - extra_bytes)
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
@@ -211,13 +238,69 @@ def require_one_mode(options: SystemOptions) -> None:
         )
 
 
+def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
+    """How much of the FFN stays in memory, now that it is known what the GPU of `system` holds.
+
+    As before where nothing was promised. Errors: MemoryBudgetError naming the least that would do
+    """
+    storage = system.storage
+    if storage is None or not storage.memory_bytes:
+        return storage
+    need = memory_beside_gpu(system, config)
+    path, free = Path(system.model_path), storage.memory_bytes
+    found = storage_within(path, need, system, config, free)
+    return replace(found, memory_bytes=free, without=storage.without)
+
+
 def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
     """What the system will take of memory; of several hosts that of the driver's, the most."""
+    if system.storage is not None:
+        share = expected_gpu(system, config)
+        need = beside_share(_whole_need(system, config), share, config)
+        need = replace(
+            need,
+            ffn_bytes=stored_bytes(share, config, system.storage),
+            process_bytes=need.process_bytes + more_process_bytes(share, config),
+        )
+        return _of_one_host(need, system)
+    need = _whole_need(system, config)
+    if system.device == "cuda":
+        need = beside_gpu(need, system.gpu_memory_bytes)
+    return _of_one_host(need, system)
+
+
+def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Bytes of weights that its services load: on a GPU, and of stored neurons those in memory."""
+    if system.storage is None:
+        return weight_bytes(config)
+    share = expected_gpu(system, config)
+    kept = bytes_in_memory(share, config, system.storage)
+    return weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
+
+
+def memory_beside_gpu(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """The same with all cold neurons in memory, and as much on a GPU as surely fits there."""
+    need = beside_share(_whole_need(system, config), expected_gpu(system, config), config)
+    return _of_one_host(need, system)
+
+
+def expected_gpu(system: SystemConfig, config: ModelConfig) -> SystemConfig:
+    """The system with what its GPU holds, or surely will, where neurons are on storage."""
+    return expected_share(_whole_need(system, config), system, config)
+
+
+def _of_one_host(need: MemoryNeed, system: SystemConfig) -> MemoryNeed:
+    """Services on other hosts look at their own memory (`actors/setup/host_files.py`)."""
+    return replace(need, ffn_bytes=-(-need.ffn_bytes // max(1, len(system.hosts))))
+
+
+def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """What the driver's host takes, and its GPU, with all hosts' neurons there."""
     num_hosts = max(1, len(system.hosts))  # which share the CPU services equally
     num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, GPU service, CPU services
     # Exchanging by calls, every process has an arena of its own.
     num_arenas = 1 if system.exchange == "arena" else num_processes
-    need = memory_need(
+    return memory_need(
         config,
         num_kv_pages(system) * PAGE_POSITIONS,
         _KV_ITEM_BYTES[system.kv_dtype],
@@ -225,16 +308,6 @@ def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         num_arenas * arena_layout(system, config).num_bytes,
         Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
     )
-    if system.device == "cuda":
-        need = beside_gpu(need, system.gpu_memory_bytes)
-    if system.storage is not None:
-        need = replace(
-            need,
-            ffn_bytes=stored_bytes(system, config, system.storage),
-            process_bytes=need.process_bytes + more_process_bytes(system),
-        )
-    # Services on other hosts look at their own memory (`actors/setup/host_files.py`).
-    return replace(need, ffn_bytes=-(-need.ffn_bytes // num_hosts))
 
 
 def _check_hosts(system: SystemConfig) -> None:

@@ -161,7 +161,9 @@ def _cpu_specs(
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
-            storage=_storage_share(system, threads[i], sum(threads)),
+            storage=_storage_share(system, threads[i], sum(threads))
+            if any(ids.size for ids in shard)
+            else None,
         )
         for i, shard in enumerate(shards)
     ]

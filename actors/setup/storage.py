@@ -25,12 +25,14 @@ from model.bundles.pack import OnBytes, write_bundles
 from model.config.model_config import ModelConfig
 from model.errors import MemoryBudgetError
 from model.files.artifact import ModelIdentity
+from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from placement.memory import MemoryNeed
 from placement.profile import ActivationProfile
 
 # More than counted of each process, as measured after long prompts: of a service, and of Ray's own
 # processes and the command's together.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
+_CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
 _GIB = 1 << 30
 
 
@@ -40,20 +42,23 @@ def fit_storage(
     """How much of the FFN can stay in memory where all of `need` has not `free_bytes`.
 
     `need` and `free_bytes` are of the driver's host, which has most to hold; every host has an
-    equal part of the FFN. None where neurons cannot be stored: on a GPU's host, and where it would
-    take no less memory.
+    equal part of the FFN. `system` says what a GPU holds. None where neurons cannot be stored: with
+    a GPU and several hosts, and where it would take no less memory.
     Errors:  MemoryBudgetError naming the least that would do
     """
-    if system.device == "cuda":
+    if system.device == "cuda" and system.hosts:
         return None
-    geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
-    file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
-    least = NeuronStorage(str(file), 0, has_gates=False)
-    least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
-    rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system)
-    least_bytes = rest + -(-stored_bytes(system, config, least) // num_hosts)
-    if least_bytes >= need.total_bytes:
+    if _least(need, system, config)[1] >= need.total_bytes:
         return None
+    return storage_within(path, need, system, config, free_bytes)
+
+
+def storage_within(
+    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+) -> NeuronStorage:
+    """As `fit_storage`, even where all would fit. Errors: as there."""
+    least, least_bytes = _least(need, system, config)
+    num_hosts = max(1, len(system.hosts))
     if least_bytes > free_bytes:
         each = " on each host" if system.hosts else ""
         raise MemoryBudgetError(
@@ -64,10 +69,35 @@ def fit_storage(
     return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
 
 
-def more_process_bytes(system: SystemConfig) -> int:
-    """What the driver's host's processes take at most, beside what `MemoryNeed` counts."""
+def _least(
+    need: MemoryNeed, system: SystemConfig, config: ModelConfig
+) -> tuple[NeuronStorage, int]:
+    """As many slots as a layer has neurons, and what the driver's host then takes of memory.
+
+    Of a layer a GPU may turn out to hold few neurons.
+    """
+    geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
+    file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
+    least = NeuronStorage(str(file), 0, has_gates=False)
+    least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
+    rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
+    return least, rest + -(-stored_bytes(system, config, least) // num_hosts)
+
+
+def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """What the driver's host's processes take at most, beside what `MemoryNeed` counts.
+
+    `system` says what a GPU holds. Its service holds a part of that while it loads: a layer's
+    attention, a layer's neurons, or the head.
+    """
     num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
-    return num_services * _SERVICE_BYTES + _OTHERS_BYTES
+    num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
+    if system.device == "cuda":
+        num_neurons = min(config.ffn_size, max(0, system.num_hot_neurons))
+        layer = -(-attention_bytes(config) // config.num_layers)
+        parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
+        num_bytes += _CUDA_BYTES + max(parts)
+    return num_bytes
 
 
 def _rounded_up(num_bytes: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from actors.protocol.messages import SystemConfig
 from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage
+from actors.setup.hot_neurons import hot_neurons
 from actors.setup.placement_choice import own_profile
 from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
@@ -28,7 +29,11 @@ _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more s
 def divided(
     path: Path, system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
 ) -> NeuronStorage:
-    """How `spare` bytes, of all hosts, beside the least are best used. Errors: ArtifactError."""
+    """How `spare` bytes, of all hosts, beside the least are best used.
+
+    A GPU holds what `system` says.
+    Errors:  ArtifactError
+    """
     num_bytes = _predictor_bytes(path, system, config)
     if num_bytes and _SPARE_FOR_AHEAD * num_bytes < spare:
         least, spare = replace(least, predictors=system.predictors_path or ""), spare - num_bytes
@@ -58,12 +63,13 @@ def token_reads(
 ) -> Reads:
     """What a token reads, by the profile; as if a tenth of the neurons fired alike without one.
 
+    Nothing is read of neurons that a GPU holds.
     Errors:  ArtifactError
     """
     geometry = BundleGeometry.of(config)
-    profile = own_profile(path, ModelIdentity.of(path), config)
-    unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
-    fired = unknown if profile is None else profile.frequency
+    fired = _cold_rates(path, system, config)
+    if not fired.size:
+        return Reads(0, 0)
     num_slots = kept.cache_bytes // slot_bytes(geometry, kept)
     if kept.has_gates:
         return expected_reads(fired, num_slots, geometry.rest_bytes)
@@ -72,6 +78,25 @@ def token_reads(
         return reads(fired, num_slots, geometry.gate_bytes, geometry.rest_bytes)
     # Gates of all that are not in slots; what lies between them is read too.
     return expected_reads(np.ones_like(fired), num_slots, geometry.bundle_bytes, in_sequence=True)
+
+
+def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
+    """How often each neuron fires that the CPU services hold: (cold neurons of all layers,)."""
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
+    fired = unknown if profile is None else profile.frequency
+    is_cold = np.ones(fired.shape, bool)
+    hot = hot_neurons(system, config, None) if system.device == "cuda" else None
+    for layer, ids in enumerate(hot or []):
+        is_cold[layer, ids] = False
+    cold: np.ndarray = fired[is_cold]
+    return cold
+
+
+def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
+    """Neurons of all layers that the CPU services hold."""
+    num_hot = max(0, system.num_hot_neurons) if system.device == "cuda" else 0
+    return config.num_layers * config.ffn_size - num_hot
 
 
 def reads_whole(geometry: BundleGeometry, fired: np.ndarray, num_slots: int) -> bool:
@@ -96,11 +121,16 @@ def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:
     return geometry.slot_bytes - storage.has_gates * geometry.gate_row_bytes + _SLOT_BYTES
 
 
+def bytes_in_memory(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
+    """Bytes of cold neurons' rows in memory."""
+    gate_bytes = BundleGeometry.of(config).gate_row_bytes if storage.has_gates else 0
+    return storage.cache_bytes + num_cold_neurons(system, config) * gate_bytes
+
+
 def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
     """What the FFN takes of memory, on all hosts: slots, gates that stay, tables, buffers."""
     geometry = BundleGeometry.of(config)
-    num_neurons = geometry.num_layers * geometry.num_neurons
+    tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
     buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)
-    gates = num_neurons * geometry.gate_row_bytes if storage.has_gates else 0
     predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
-    return storage.cache_bytes + gates + num_neurons * _ROW_BYTES + buffers + predictors
+    return bytes_in_memory(system, config, storage) + tables + buffers + predictors

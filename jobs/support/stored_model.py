@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system, system_need
+from actors.setup.preflight import (
+    SystemOptions,
+    expected_gpu,
+    memory_beside_gpu,
+    prepare_system,
+)
 from actors.setup.storage import has_bundles, pack_model
-from actors.setup.storage_shares import slot_bytes, token_reads
+from actors.setup.storage_shares import bytes_in_memory, num_cold_neurons, slot_bytes, token_reads
 from jobs.support.console import progress_bar, stderr_console
 from model.bundles.bundle_file import bundle_path
 from model.bundles.direct import PAGE_BYTES
@@ -51,11 +56,14 @@ def require_bundles(system: SystemConfig) -> None:
         return
     path = Path(system.model_path)
     config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
-    kept, geometry = system.storage.kept_bytes(config), BundleGeometry.of(config)
+    share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
+    kept = bytes_in_memory(share, config, system.storage)
     total = geometry.num_layers * geometry.num_neurons * geometry.slot_bytes
+    num_hot = max(0, share.num_hot_neurons)
+    on_gpu = f", about {num_hot * geometry.slot_bytes / 1e9:.2f} on the GPU" if num_hot else ""
     stderr_console().print(
-        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory, the others are read "
-        f"from {system.storage.path}",
+        f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory{on_gpu}, the others are "
+        f"read from {system.storage.path}",
         markup=False,
         soft_wrap=True,
     )
@@ -75,6 +83,7 @@ class StoredPlan:
     reads_ahead: bool
     num_slots: int
     num_neurons: int
+    num_on_gpu: int
     read_bytes: float
     read_ms: float
     tokens_per_s: float
@@ -96,7 +105,7 @@ def stored_plans(
     system, config = prepare_system(path, options)
     if system.storage is None:
         return []
-    all_bytes = system_need(replace(system, storage=None), config).total_bytes
+    all_bytes = memory_beside_gpu(system, config).total_bytes
     file = Path(system.storage.path)
     disk = _measured(file, BundleGeometry.of(config)) if file.exists() else Disk()
     step = (all_bytes - 1 - asked) / (num_sizes - 1)
@@ -119,18 +128,20 @@ def _plans(
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
             return
-        geometry = BundleGeometry.of(config)
-        reads = token_reads(path, system, config, system.storage)
+        geometry, share = BundleGeometry.of(config), expected_gpu(system, config)
+        reads = token_reads(path, share, config, system.storage)
         seconds = disk.seconds(reads)
         num_neurons = geometry.num_layers * geometry.num_neurons
+        num_cold = num_cold_neurons(share, config)
         gates_stay = system.storage.has_gates
         token_s = token_seconds(memory_s, seconds, reads, system.num_threads, gates_stay)
         yield StoredPlan(
             size,
             gates_stay,
             bool(system.storage.predictors),
-            min(num_neurons, system.storage.cache_bytes // slot_bytes(geometry, system.storage)),
+            min(num_cold, system.storage.cache_bytes // slot_bytes(geometry, system.storage)),
             num_neurons,
+            num_neurons - num_cold,
             reads.num_bytes,
             1e3 * seconds,
             1 / max(token_s, 1e-9),
@@ -143,9 +154,10 @@ def stored_text(plans: list[StoredPlan]) -> str:
     lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
     for plan in plans:
         gates = "all gates and " if plan.gates_stay else ""
+        on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
         lines.append(
             f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {gates}"
-            f"{plan.num_slots / plan.num_neurons:.0%} of the neurons in memory, "
+            f"{plan.num_slots / plan.num_neurons:.0%} of the neurons in memory, {on_gpu}"
             f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: expect "
             f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )

@@ -186,6 +186,11 @@ def predicted(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     """A packed model, and predictors that take two bits of its gates' weights."""
     path = tiny("llama-relu").path
     packed(path)
+    return path, two_bits(path, tmp_path / "p.safetensors")
+
+
+def two_bits(path: Path, file: Path) -> Path:
+    """Write such predictors of a model to `file`."""
     layers = [
         SignLayer(
             pack_weights(gate, 2),
@@ -195,9 +200,8 @@ def predicted(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
         )
         for gate in layer_tensors(path, read_config(path), "mlp.gate_proj.weight")
     ]
-    file = tmp_path / "p.safetensors"
     write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
-    return path, file
+    return file
 
 
 def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire(

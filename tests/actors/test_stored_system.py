@@ -75,7 +75,7 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (storage, storage_shares):
         monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
-    monkeypatch.setattr(storage, "more_process_bytes", lambda system: 0)
+    monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
     assert prepare_system(wide, SystemOptions(cpu_memory_bytes=total))[0].storage is None
@@ -115,7 +115,7 @@ def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch
     for module in (preflight, storage, storage_shares):
         monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
     for module in (preflight, storage):
-        monkeypatch.setattr(module, "more_process_bytes", lambda system: 0)
+        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)
     alone = need_of(choose_system(wide, config, SystemOptions(num_cpu_actors=2)), config)

@@ -15,7 +15,9 @@ import pytest
 from actors.gpu.cuda.device import Device
 from actors.gpu.cuda.fit import open_device
 from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system
+from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
+from actors.setup.storage import pack_model
 from actors.system import System
 from cuda_kernels.device import list_gpus
 from model.files.locate import locate_model
@@ -24,6 +26,8 @@ from model.synthetic.make import make_model
 from model.synthetic.shape import DTYPES, resolve_shape
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_stored_beside_gpu import StoredBesideGpu
+from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model as make_quantizable
 from tests.tiny_models import VARIANTS
@@ -154,3 +158,26 @@ def test_hybrid_within_a_budget(model: Path) -> None:
     found = greedy(replace(system, neuron_upload_tokens=0), [prompt], 16)
     # Random weights: a near tie may fall otherwise after float16 products of the prompt.
     assert found[0][:4] == expected[0][:4]
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
+def test_cold_neurons_on_storage(tiny: Tiny, variant: str, device: Device) -> None:
+    """The bits of the same cold neurons in memory; few tokens at once, and a long prompt."""
+    path = tiny(variant).path
+    packed(path)
+    plain = CudaInProcess(path, 2, hot=a_third, device=device)
+    stored = StoredBesideGpu(path, 2, hot=a_third, device=device, more_slots=13)
+    assert_same_bits(plain, [stored], ["exact", "dense"])
+
+
+def test_a_system_with_neurons_on_storage(model: Path) -> None:
+    """The hottest on the GPU, of the others a layer's number in memory: the same tokens."""
+    prompts = [list(range(10, 10 + size)) for size in (5, 64)]
+    options = SystemOptions(
+        mode="exact", device="cuda", context_length=256, gpu_memory_bytes=2 * _GIB
+    )
+    system, _ = prepare_system(model, options)
+    system = replace(system, neuron_upload_tokens=0)
+    file = pack_model(model, read_model(model))
+    stored = replace(system, storage=NeuronStorage(str(file), 0, has_gates=False))
+    assert greedy(stored, prompts, 16) == greedy(system, prompts, 16)

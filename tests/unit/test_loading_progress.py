@@ -75,7 +75,7 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         file = "actors.processes.driver_actor"
         patch.setattr(f"{file}.SystemServices", lambda *arguments: services)
-        patch.setattr(f"{file}.weight_bytes", lambda config, kept_bytes: 1000)
+        patch.setattr(f"{file}.loaded_bytes", lambda system, config: 1000)
         patch.setattr("sys.setswitchinterval", intervals.append)
         spawn: Any = None
         driver: Any = DriverActor(SystemConfig("somewhere"), spawn, spawn)

@@ -44,7 +44,10 @@ class CudaLoading:
             spec.has_down_norms,
         )
         path = Path(spec.model_path)
-        self._model = CudaModel(device, path, config, share, self._cache, spec.weight_dtype)
+        keeps_pages = spec.storage is None
+        self._model = CudaModel(
+            device, path, config, share, self._cache, spec.weight_dtype, keeps_pages
+        )
         self._service = CudaService("gpu", spec.index, device, self._model, self._gpu.layout)
         self._service.try_out()
 

@@ -114,9 +114,14 @@ class CudaModel:
         share: Share,
         cache: CacheSpec,
         weight_dtype: str = "",
+        keeps_pages: bool = True,
     ) -> None:
-        """Errors: DeviceMemoryError, CheckpointError, UsageError."""
+        """Without `keeps_pages` what `fill` has read is not left in the page cache.
+
+        Errors:  DeviceMemoryError, CheckpointError, UsageError
+        """
         self.config, self.share = config, share
+        self._keeps_pages = keeps_pages
         self.shape = attention_shape(config)
         self.activation = activation(config.activation_fn, config.activation_threshold)
         self._device, self._path, self._dtype = device, path, weight_dtype
@@ -145,13 +150,10 @@ class CudaModel:
 
         Errors:  CheckpointError
         """
-        checkpoint, dtype = Checkpoint(self._path), requested_dtype(self._dtype)
-        with TensorReader(checkpoint, on_bytes, dtype) as reader:
-            for layer, weights in enumerate(attention_layers(reader, self.config)):
-                self._fill_attention(layer, weights)
-                on_layer(layer, weights)
-            for layer, ffn in enumerate(ffn_layers(reader, self.config, self.share.neuron_ids)):
-                self._fill_ffn(layer, ffn)
+        checkpoint = Checkpoint(self._path, self._keeps_pages)
+        with TensorReader(checkpoint, on_bytes, requested_dtype(self._dtype)) as reader:
+            self._read_attention(reader, on_layer)
+            self._read_neurons(reader)
             head = read_head(reader, self.config)
         if self.head is None:
             return head
@@ -162,6 +164,19 @@ class CudaModel:
             upload(part.project_out.data, head.project_out)
         upload(part.head.data, _bits(head.head))
         return None
+
+    def _read_attention(
+        self, reader: TensorReader, on_layer: Callable[[int, AttentionWeights], None]
+    ) -> None:
+        for layer, weights in enumerate(attention_layers(reader, self.config)):
+            self._fill_attention(layer, weights)
+            on_layer(layer, weights)
+
+    def _read_neurons(self, reader: TensorReader) -> None:
+        """Of one layer at a time: none is held while the next is read."""
+        layers = ffn_layers(reader, self.config, self.share.neuron_ids)
+        for layer in range(self.config.num_layers):
+            self._fill_ffn(layer, next(layers))
 
     def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
         norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import read_model
+from actors.setup.preflight import loaded_bytes, read_model
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
-from placement.memory import weight_bytes
 from ui.api.backend import Backend
 
 TAG = ":latest"  # what a name without a tag has in Ollama
@@ -174,8 +173,7 @@ def _memory_bytes(system: SystemConfig) -> int:
     config = read_model(Path(system.model_path), system.weight_dtype)
     num_positions = system.kv_positions or system.context_length
     kv_bytes = kv_cache_bytes(config, num_positions, _KV_BYTES.get(system.kv_dtype, 2))
-    kept = None if system.storage is None else system.storage.kept_bytes(config)
-    return weight_bytes(config, kept) + kv_bytes
+    return loaded_bytes(system, config) + kv_bytes
 
 
 def _short(count: int) -> str:

@@ -1,0 +1,298 @@
+"""Neurons on storage beside a GPU: the bits of the same neurons in memory, and what is decided."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from actors.gpu.cuda import fit as cuda_fit
+from actors.gpu.cuda.load import CudaLoading
+from actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
+from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup import gpu_choice, preflight, storage, storage_shares
+from actors.setup.preflight import (
+    SystemOptions,
+    memory_beside_gpu,
+    prepare_system,
+    read_model,
+    storage_beside_gpu,
+    system_need,
+)
+from actors.setup.shards import service_specs
+from actors.setup.storage import pack_model
+from jobs.support.stored_model import stored_plans, stored_text
+from model.config.build import read_config
+from model.errors import HotcoldError, MemoryBudgetError, UsageError
+from model.files.artifact import ModelIdentity, artifact_path
+from model.sampling import SamplingParams
+from numba_kernels.serve.mailbox import BYTES_READ
+from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from predictors.predictor_file import read_predictors
+from tests import tiny_models
+from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.numpy_device import NumpyDevice
+from tests.actors.stand_in_host import start_stand_in
+from tests.actors.test_stored_neurons import IDS, StoredSystem, assert_same_bits, packed, two_bits
+from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_models import make_tiny
+from tests.unit.test_page_cache import cached_bytes, emptied
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+Tiny = Callable[..., TinyCheckpoint]
+GATE_BYTES = 48 * 4  # of llama-relu
+NEURON_BYTES, SLOT_BYTES = 3 * GATE_BYTES + 4, 3 * GATE_BYTES + 24
+
+
+@dataclass
+class StoredBesideGpu(StoredSystem, CudaInProcess):
+    """Attention, head and hot neurons on a device made of NumPy, cold neurons in a file."""
+
+    def gpu_spec(self) -> ServiceSpec:
+        """Of a system that promised how much memory it takes."""
+        return replace(super().gpu_spec(), storage=NeuronStorage("file", 0, has_gates=False))
+
+
+def a_layer_and_more(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+    """Hot neurons: none of layer 0, all of layer 1, the second half of others."""
+    ids = np.arange(ffn_size, dtype=np.int32)
+    return [ids[:0], ids, *[ids[ffn_size // 2 :]] * (num_layers - 2)]
+
+
+STORES: list[dict[str, Any]] = [
+    {},
+    {"has_gates": True, "more_slots": 13, "has_rates": True},
+    {"reads_whole": False, "more_slots": 1000},
+]
+
+
+@pytest.mark.parametrize("hot", [a_third, a_layer_and_more])
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
+def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str, hot: Callable) -> None:
+    path = tiny(variant).path
+    packed(path)
+    stores = [StoredBesideGpu(path, 2, 2, hot=hot, **store) for store in STORES]
+    assert_same_bits(CudaInProcess(path, 2, 2, hot=hot), stores, ["exact", "dense"])
+
+
+def test_the_same_bits_with_thresholds(tiny: Tiny) -> None:
+    path = tiny("llama-silu").path
+    packed(path)
+    options: dict[str, Any] = {"hot": a_third, "has_down_norms": True}
+    stores = [StoredBesideGpu(path, 2, 2, **options, **store) for store in STORES]
+    assert_same_bits(CudaInProcess(path, 2, 2, **options), stores, [THRESHOLD])
+
+
+@pytest.mark.parametrize("hot", [a_third, a_layer_and_more])
+def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny, hot: Callable, tmp_path: Path) -> None:
+    """Which also says what is read ahead, of the cold neurons alone."""
+    path = tiny("llama-relu").path
+    packed(path)
+    file = two_bits(path, tmp_path / "p.safetensors")
+    stores: list[dict[str, Any]] = [
+        {"more_slots": 13},
+        {"has_gates": True, "more_slots": 40, "predictors": file},
+    ]
+    found = [StoredBesideGpu(path, 2, 2, hot=hot, **store) for store in stores]
+    answers = [signed(system, file) for system in (CudaInProcess(path, 2, 2, hot=hot), *found)]
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer, answers[0])
+
+
+def signed(system: CudaInProcess, file: Path) -> np.ndarray:
+    """Logits of the mode `sign`, of single tokens, of several, and of a long prompt."""
+    predictors = read_predictors(file, ModelIdentity.of(system.path), system.config)
+    with system:
+        predictor = predictors.arranged(system.layer_shards())
+        ways = ([1], [2, 7, 4], [35, 1, 1])
+        found = [system.logits("sign", IDS, way, predictor=predictor) for way in ways]
+        is_stored = isinstance(system, StoredSystem)
+        assert (system.exchange.wires.replies[:, BYTES_READ].sum() > 0) == is_stored
+    return np.concatenate(found)
+
+
+@pytest.fixture
+def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, SystemOptions]:
+    """A model, and a GPU's budget in which its attention and head fit, and 100 of its neurons.
+
+    What is counted beside a model's parts would be larger than all of this one.
+    """
+    path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
+    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
+    monkeypatch.setattr(gpu_choice, "_ASIDE_BYTES", 1000)
+    monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
+    for module in (storage, preflight):
+        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
+        monkeypatch.setattr(module, "stored_bytes", storage_shares.bytes_in_memory)
+    alone, config = prepare_system(path, SystemOptions(device="cpu"))
+    need = system_need(alone, config)
+    budget = 1000 + need.attention_bytes + need.kv_cache_bytes + need.head_bytes
+    return path, SystemOptions(gpu_memory_bytes=budget + 100 * NEURON_BYTES)
+
+
+def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
+    roomy: tuple[Path, SystemOptions],
+) -> None:
+    path, options = roomy
+    config = read_model(path)
+    num_cold = config.num_layers * config.ffn_size - 100
+    uploads, _ = prepare_system(path, options)
+    assert uploads.storage is None and uploads.neuron_upload_tokens > 0
+    system = replace(uploads, neuron_upload_tokens=0)
+    need = memory_beside_gpu(system, config)
+    assert need.attention_bytes == need.kv_cache_bytes == need.head_bytes == 0
+    assert need.ffn_bytes == num_cold * NEURON_BYTES
+
+    def prepared(num_bytes: int, **changes: Any) -> SystemConfig:
+        return prepare_system(path, replace(options, cpu_memory_bytes=num_bytes, **changes))[0]
+
+    assert prepared(memory_beside_gpu(uploads, config).total_bytes) == uploads
+    assert prepared(need.total_bytes) == system  # what is uploaded takes room in the arena
+    least = need.total_bytes - need.ffn_bytes + 7 + config.ffn_size * SLOT_BYTES
+    for limit in (need.total_bytes - 1, least):
+        found = prepared(limit)
+        assert found.storage is not None and found.storage.memory_bytes == limit
+        assert found.device == "cuda" and found.neuron_upload_tokens == 0 and not found.plan_path
+        assert limit - SLOT_BYTES < system_need(found, config).total_bytes <= limit
+    with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
+        prepared(least - 1)
+    plans = stored_plans(path, replace(options, cpu_memory_bytes=least), 0.5)
+    assert [plan.num_on_gpu for plan in plans] == [100] * 5
+    assert plans[-1].num_slots < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
+    assert stored_text(plans).count("% on the GPU") == 5
+    with pytest.raises(UsageError, match="--plan places neurons in memory"):
+        prepared(least, plan=Path("p"))
+    with pytest.raises(MemoryBudgetError, match="allowed by --cpu-memory") as refused:
+        prepared(least, hosts=("10.0.0.1",))  # on several hosts beside a GPU all is in memory
+    assert "at least" not in str(refused.value)
+
+
+def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
+    roomy: tuple[Path, SystemOptions],
+) -> None:
+    """Whatever it came to hold, all that was promised is used, and no more."""
+    path, options = roomy
+    config = read_model(path)
+    every = config.num_layers * config.ffn_size
+    system = replace(prepare_system(path, options)[0], neuron_upload_tokens=0)
+    whole = memory_beside_gpu(system, config).total_bytes
+    options = replace(options, cpu_memory_bytes=whole - 50 * NEURON_BYTES)
+    system, _ = prepare_system(path, options)
+    sizes = []
+    for num_hot in (90, 100, 110, every):
+        fitted = replace(system, num_hot_neurons=num_hot)
+        fitted = replace(fitted, storage=storage_beside_gpu(fitted, config))
+        assert fitted.storage is not None
+        assert system_need(fitted, config).total_bytes == options.cpu_memory_bytes
+        shards = [spec.storage for spec in service_specs(fitted, config)[1:]]
+        assert (None in shards) == (num_hot == every)  # nothing is read where no neuron is cold
+        sizes.append(fitted.storage.has_gates * (every - num_hot) * GATE_BYTES)
+        sizes[-1] += fitted.storage.cache_bytes
+    assert len(set(sizes)) == 1
+    no_gpu = replace(system, device="cpu")
+    with pytest.raises(MemoryBudgetError, match=r"at least .* with its neurons on storage"):
+        storage_beside_gpu(no_gpu, config)
+    assert no_gpu.storage is not None
+    more = replace(no_gpu.storage, memory_bytes=2 * no_gpu.storage.memory_bytes)
+    found = replace(no_gpu, storage=storage_beside_gpu(replace(no_gpu, storage=more), config))
+    assert system_need(found, config).total_bytes == more.memory_bytes
+    head = replace(system, num_hot_neurons=0, head_on_host=True, num_host_layers=1)
+    assert system_need(head, config).head_bytes > 0
+    plain = replace(system, storage=NeuronStorage("file", 1000, has_gates=True))
+    assert storage_beside_gpu(plain, config) is plain.storage  # nothing was promised
+
+
+def test_what_a_gpu_holds_is_not_read(roomy: tuple[Path, SystemOptions]) -> None:
+    """By a profile: the GPU has the hottest, slots those after them."""
+    path, options = roomy
+    config, identity = read_model(path), ModelIdentity.of(path)
+    shape = config.num_layers, config.ffn_size
+    counts = np.arange(shape[0] * shape[1]).reshape(shape)
+    profile = ActivationProfile(counts.astype(np.int64), counts.size, "t", "t")
+    write_profile(artifact_path(path, PROFILE_FILE), identity, profile)
+    system, _ = prepare_system(path, options)
+    fitted = replace(system, num_hot_neurons=100)
+    kept = NeuronStorage("file", 30 * (SLOT_BYTES - GATE_BYTES), has_gates=True)
+    reads = storage_shares.token_reads(path, fitted, config, kept)
+    assert np.isclose(reads.number, np.arange(counts.size - 130).sum() / counts.size)
+    fitted = replace(system, num_hot_neurons=counts.size)
+    assert storage_shares.token_reads(path, fitted, config, kept).num_bytes == 0
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_a_gpu_has_read_is_let_go_of(tmp_path: Path, stored: bool) -> None:
+    wide = {"wide": tiny_models.Variant(tiny_models._llama, intermediate_size=4000)}
+    with mock.patch.dict(tiny_models.VARIANTS, wide):
+        path = make_tiny("wide", tmp_path / "m", dtype="float32")
+    file = emptied(path / "model.safetensors")
+    config = read_config(path)
+    kept = NeuronStorage("file", 1, has_gates=True) if stored else None
+    system = SystemConfig(str(path), device="cuda", num_hot_neurons=6000, storage=kept)
+    loading = CudaLoading(NumpyDevice(), config, service_specs(system, config)[0])
+    loading.fill(lambda num_bytes: None)
+    most = file.stat().st_size
+    assert cached_bytes(file) < most // 4 if stored else cached_bytes(file) > most // 2
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("local_ray")
+def test_tokens_of_a_system_also_after_a_service_was_lost(tiny: Tiny, tmp_path: Path) -> None:
+    """Beside the same with all cold neurons in memory; a service is killed amid an answer."""
+    checkpoint = tiny("llama-gqa")
+    config = read_model(checkpoint.path)
+    asked = SystemConfig(
+        str(checkpoint.path),
+        num_cpu_actors=2,
+        num_threads=2,
+        context_length=256,
+        max_batch=2,
+        kv_dtype="float32",
+        prefill_chunk=64,
+        device="cuda",
+    )
+    sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
+    parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
+    budget = parts + config.num_layers * config.ffn_size // 2 * sizes.neuron
+    asked = replace(asked, gpu_memory_bytes=budget)
+    with start_stand_in(asked, tmp_path / "broken") as running:
+        expected = [running.complete(prompt(checkpoint, size)).ids for size in (10, 100)]
+        fitted: SystemConfig = running.call("describe")
+    assert expected[0][:20] == checkpoint.greedy_ids[:20]
+    file = pack_model(checkpoint.path, config)
+    least = NeuronStorage(str(file), 0, has_gates=False)
+    with pytest.raises(HotcoldError, match="at least") as refused:
+        start_stand_in(replace(asked, storage=replace(least, memory_bytes=1)), tmp_path / "broken")
+    found = re.search(r"\((\d+) bytes\)", str(refused.value))
+    assert found is not None
+    kept = replace(least, memory_bytes=int(found[1]) + 3000)
+    with start_stand_in(replace(asked, storage=kept), tmp_path / "broken") as running:
+        assert running.complete(prompt(checkpoint, 10)).ids == expected[0]
+        first = running.complete(prompt(checkpoint, 100))
+        assert first.ids == expected[1]
+        assert first.reads["bytes_read"] > 0 and 0 < first.reads["hit_rate"] < 1
+        events = running.generate(prompt(checkpoint, 100))
+        next(events)
+        os.kill(running.call("processes")["cpu1"], signal.SIGKILL)
+        *_, last = events
+        assert last.result is not None and last.result.ids == expected[1]
+        now: SystemConfig = running.call("describe")
+        assert now.num_hot_neurons == fitted.num_hot_neurons > 0 and now.storage is not None
+        assert now.storage.cache_bytes > 0 and now.storage.memory_bytes == kept.memory_bytes
+        telemetry = running.call("telemetry")
+        assert telemetry.neurons.num_hot.sum() == fitted.num_hot_neurons
+        with pytest.raises(UsageError, match="cannot be scaled"):
+            running.call("scale", 1)
+
+
+def prompt(checkpoint: TinyCheckpoint, size: int) -> GenerateRequest:
+    """A greedy request with so long a prompt."""
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(sampling, prompt_ids=np.resize(checkpoint.ids, size).tolist())
