@@ -21,7 +21,7 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.setup.shards import arena_layout
+from actors.setup.neurons.shards import arena_layout
 from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError, UsageError
 

@@ -17,8 +17,8 @@ import click
 import numpy as np
 
 from actors.protocol.options import SystemOptions
+from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import prepare_system, read_model
-from actors.setup.shards import service_specs
 from benchmarks.quality_models import (
     running,
     scores,

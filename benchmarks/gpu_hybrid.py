@@ -25,7 +25,7 @@ import click
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.hot_neurons import hot_neurons, system_plan
+from actors.setup.neurons.hot_neurons import hot_neurons, system_plan
 from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from benchmarks.llama_cpp import run_program

@@ -23,8 +23,8 @@ import torch
 from actors.launch import start_local_ray
 from actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
 from actors.protocol.step_sizes import MATRIX_TOKENS
+from actors.setup.neurons.shards import arena_layout
 from actors.setup.preflight import SystemOptions, prepare_system
-from actors.setup.shards import arena_layout
 from actors.system import System
 from benchmarks.llama_cpp import BATCH_PROMPT, Sizes, run_program
 from benchmarks.process_memory import memory_of

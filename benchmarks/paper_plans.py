@@ -14,8 +14,9 @@ from pathlib import Path
 
 import click
 
-from actors.setup.placement_choice import plan_request
-from actors.setup.preflight import SystemOptions, system_need
+from actors.setup.memory.needs import system_need
+from actors.setup.neurons.placement_choice import plan_request
+from actors.setup.preflight import SystemOptions
 from jobs.support.planned_model import (
     planned_model,
     planned_predictors,

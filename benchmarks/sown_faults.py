@@ -272,7 +272,7 @@ _ACTORS = [
     ),
     Fault(
         "the-first-neuron-is-nobodys",
-        "actors", "shards", _OFF_BY_ONE,
+        "actors", "dealing", _OFF_BY_ONE,
         "ids[thread :: len(owners)]", "ids[thread + 1 :: len(owners)]",
         ("test_each_neuron_is_dealt_once",),
     ),
@@ -285,7 +285,7 @@ _ACTORS = [
     ),
     Fault(
         "a-cache-smaller-than-the-context",
-        "actors", "preflight", _CHECK,
+        "actors", "choose", _CHECK,
         "if number is not None and number < context:", "if number is not None and number < 0:",
         ("test_requests_at_once_and_their_cache",),
     ),
@@ -353,7 +353,7 @@ _ACTORS = [
     ),
     Fault(
         "every-hosts-processes-on-the-drivers",
-        "actors", "preflight", _UPDATE,
+        "actors", "needs", _UPDATE,
         "2 + system.num_cpu_actors // num_hosts", "2 + system.num_cpu_actors",
         ("test_memory_is_that_of_each_host",),
     ),

@@ -77,8 +77,8 @@ def measure_parts() -> dict[str, float]:
 
     from actors.launch import start_local_ray
     from actors.protocol.messages import GenerateRequest
+    from actors.setup.neurons.shards import arena_layout
     from actors.setup.preflight import SystemOptions, prepare_system
-    from actors.setup.shards import arena_layout
     from actors.system import System
     from model.files.locate import locate_model
     from model.sampling import SamplingParams

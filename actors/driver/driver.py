@@ -39,9 +39,9 @@ from actors.protocol.messages import (
     TokenEvent,
 )
 from actors.setup.auto_mode import trial_key
-from actors.setup.hot_neurons import hot_counts
-from actors.setup.preflight import default_mode
-from actors.setup.shards import num_kv_pages
+from actors.setup.choose import default_mode
+from actors.setup.neurons.hot_neurons import hot_counts
+from actors.setup.neurons.shards import num_kv_pages
 from actors.setup.threshold_mode import system_thresholds
 from actors.telemetry.kept_trial import kept_trial
 from actors.telemetry.mode_trial import ModeTrial, compare_modes

@@ -26,8 +26,8 @@ from actors.protocol.messages import (
     TokenEvent,
 )
 from actors.setup.hosts import SpawnRelay
-from actors.setup.partition import neuron_owners
-from actors.setup.preflight import loaded_bytes
+from actors.setup.memory.needs import loaded_bytes
+from actors.setup.neurons.partition import neuron_owners
 from actors.telemetry.snapshot import WATCH_S, Telemetry
 from numba_kernels.serve.mailbox import OPERATION, PING
 
@@ -143,7 +143,7 @@ class DriverActor:
         return self.services.system
 
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
-        """Which service holds each neuron; see `actors.setup.partition.neuron_owners`."""
+        """Which service holds each neuron; see `actors.setup.neurons.partition.neuron_owners`."""
         return neuron_owners(self.services.config, self.services.connection.specs)
 
     def processes(self) -> dict[str, int]:

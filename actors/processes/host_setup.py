@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors.processes.rehearsal import begin_process, end_with_parent, rehearse_once
 from actors.protocol.messages import SystemConfig
-from actors.setup.storage import has_bundles, pack_model
+from actors.setup.memory.storage import has_bundles, pack_model
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import ArtifactError, HotcoldError

@@ -31,8 +31,8 @@ from actors.protocol.failures import NotFiniteError
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.step_sizes import MATRIX_TOKENS
 from actors.protocol.system_json import system_as_json, system_of_json
-from actors.setup.shards import arena_layout, served_config, service_specs
-from actors.setup.storage import stored_share
+from actors.setup.memory.storage import stored_share
+from actors.setup.neurons.shards import arena_layout, served_config, service_specs
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity

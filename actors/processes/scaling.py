@@ -19,7 +19,7 @@ from actors.protocol.failures import ServiceLost, cause_of
 from actors.protocol.messages import SystemConfig
 from actors.protocol.ray_memory import free_bytes
 from actors.setup.connection import Connection
-from actors.setup.shards import arena_layout, changed_specs
+from actors.setup.neurons.shards import arena_layout, changed_specs
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from model.weights.down_outputs import num_units

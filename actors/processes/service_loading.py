@@ -9,7 +9,7 @@ from actors.exchange.service import Service
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup.host_files import own_predictors
-from actors.setup.storage import stored_share
+from actors.setup.memory.storage import stored_share
 from model.config.model_config import ModelConfig
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config

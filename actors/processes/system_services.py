@@ -31,8 +31,9 @@ from actors.protocol.ray_memory import kept_bytes
 from actors.setup.auto_mode import AUTO_RECALL
 from actors.setup.connection import Connection
 from actors.setup.hosts import SpawnRelay, service_nodes
-from actors.setup.preflight import storage_beside_gpu, system_need
-from actors.setup.shards import arena_layout, served_config, service_specs
+from actors.setup.memory.needs import system_need
+from actors.setup.memory.storage import storage_beside_gpu
+from actors.setup.neurons.shards import arena_layout, served_config, service_specs
 from actors.setup.threshold_mode import threshold_note
 from model.config.build import read_config
 from model.errors import HotcoldError, ServiceError

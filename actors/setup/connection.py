@@ -21,7 +21,7 @@ from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.shared_memory import put_arena
 from actors.protocol.step_sizes import ProductChoice
 from actors.setup.hosts import SpawnRelay, start_relays
-from actors.setup.partition import require_partition
+from actors.setup.neurons.partition import require_partition
 from model.config.model_config import ModelConfig
 from model.errors import HotcoldError
 from numba_kernels.serve.mailbox import OPERATION, PING

@@ -12,7 +12,8 @@ import click
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
-from actors.setup.preflight import prepare_system, require_one_mode
+from actors.setup.choose import require_one_mode
+from actors.setup.preflight import prepare_system
 from actors.system import System
 from jobs.settings.shared_option import GroupedCommand
 from jobs.support.console import json_option, print_json

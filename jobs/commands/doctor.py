@@ -165,7 +165,9 @@ def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
 def _need(
     path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
 ) -> MemoryNeed:
-    from actors.setup.preflight import SystemOptions, choose_system, in_memory, system_need
+    from actors.setup.choose import choose_system
+    from actors.setup.memory.needs import system_need
+    from actors.setup.preflight import SystemOptions, in_memory
 
     options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
     return system_need(*in_memory(path, choose_system(path, config, options), config))

@@ -70,7 +70,7 @@ def perplexity(
     """Score MODEL on a text, and compare the mode with dense (the embedded model without MODEL)."""
     path = locate_model(model)
     from actors.driver.text.prompts import Prompts
-    from actors.setup.preflight import require_one_mode
+    from actors.setup.choose import require_one_mode
     from jobs.support.loading import running_system
     from model.config.build import read_config
 

@@ -167,8 +167,8 @@ def _make_plan(
     has_plan: bool = False,
 ) -> tuple[PlacementPlan, SystemConfig]:
     """A plan, and the system that it is of; `has_plan`: --plan will name it."""
-    from actors.setup.placement_choice import plan_request
-    from actors.setup.preflight import system_need
+    from actors.setup.memory.needs import system_need
+    from actors.setup.neurons.placement_choice import plan_request
     from jobs.support.planned_model import (
         planned_in_memory,
         planned_predictors,

@@ -66,8 +66,8 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     A model that is larger than --cpu-memory makes it by itself. Where a profile is there, neurons
     that fire often come first. A run that was stopped goes on where it was.
     """
+    from actors.setup.memory.storage import has_bundles
     from actors.setup.preflight import read_model
-    from actors.setup.storage import has_bundles
     from jobs.support.stored_model import make_bundles
     from model.bundles.bundle_file import bundle_path
     from model.bundles.geometry import BundleGeometry

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from actors.protocol.messages import SystemConfig
 from actors.protocol.options import SystemOptions
-from actors.setup.preflight import prepare_system, system_need
+from actors.setup.memory.needs import system_need
+from actors.setup.preflight import prepare_system
 from jobs.kept.identity import model_text
 from model.errors import HotcoldError, UsageError, shown
 from model.files.locate import locate_model, model_name

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.protocol.messages import PREDICTED_MODES
-from actors.setup.preflight import default_mode, read_model
+from actors.setup.choose import default_mode
+from actors.setup.preflight import read_model
 from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import QUANTIZED_NAMES

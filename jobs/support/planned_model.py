@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.protocol.messages import PREDICTED_MODES, SystemConfig
-from actors.setup.placement_choice import own_profile, predictor_cost
-from actors.setup.preflight import SystemOptions, choose_system, in_memory, read_model
+from actors.setup.choose import choose_system
+from actors.setup.neurons.placement_choice import own_profile, predictor_cost
+from actors.setup.preflight import SystemOptions, in_memory, read_model
 from model.config.build import build_config, read_config
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import loaded_config

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import (
-    SystemOptions,
-    expected_gpu,
-    memory_beside_gpu,
-    prepare_system,
-)
-from actors.setup.storage import has_bundles, pack_model
-from actors.setup.storage_shares import bytes_in_memory, num_cold_neurons, slot_bytes, token_reads
+from actors.setup.memory.gpu_share import num_cold_neurons
+from actors.setup.memory.needs import expected_gpu, memory_beside_gpu
+from actors.setup.memory.storage import has_bundles, pack_model
+from actors.setup.memory.storage_shares import bytes_in_memory, slot_bytes, token_reads
+from actors.setup.preflight import SystemOptions, prepare_system
 from jobs.support.console import progress_bar, stderr_console
 from model.bundles.bundle_file import bundle_path
 from model.bundles.direct import PAGE_BYTES

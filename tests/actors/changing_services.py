@@ -18,7 +18,7 @@ from actors.processes.service_actor import ServiceActor
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.step_sizes import MATRIX_TOKENS
-from actors.setup.placement_choice import plan_request
+from actors.setup.neurons.placement_choice import plan_request
 from model.config.build import read_config
 from model.errors import ServiceError
 from model.files.artifact import ModelIdentity

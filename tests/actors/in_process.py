@@ -21,9 +21,9 @@ from actors.protocol.arena import ArenaLayout
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.step_sizes import ProductChoice
-from actors.setup.hot_neurons import hot_counts
-from actors.setup.partition import require_partition
-from actors.setup.shards import deal_neurons
+from actors.setup.neurons.dealing import deal_neurons
+from actors.setup.neurons.hot_neurons import hot_counts
+from actors.setup.neurons.partition import require_partition
 from model.config.build import read_config
 from model.errors import ServiceError
 from model.files.checkpoint import Checkpoint

@@ -14,7 +14,9 @@ import numpy as np
 
 from actors.protocol.messages import GenerateRequest
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.preflight import SystemOptions, choose_system, read_model, system_need
+from actors.setup.choose import choose_system
+from actors.setup.memory.needs import system_need
+from actors.setup.preflight import SystemOptions, read_model
 from actors.system import System
 from model.bundles.bundle_file import bundle_path
 from model.bundles.geometry import BundleGeometry

@@ -16,8 +16,10 @@ from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import Fitted, SystemConfig
 from actors.setup import gpu_choice
 from actors.setup.gpu_choice import choose_device
-from actors.setup.preflight import SystemOptions, prepare_system, system_need
-from actors.setup.shards import service_specs
+from actors.setup.memory import gpu_share
+from actors.setup.memory.needs import system_need
+from actors.setup.neurons.shards import service_specs
+from actors.setup.preflight import SystemOptions, prepare_system
 from model.config.build import read_config
 from model.errors import MemoryBudgetError, ServiceError, UsageError
 from tests import tiny_models
@@ -172,7 +174,8 @@ def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     path = make_tiny("llama-relu", tmp_path)
     alone = prepare_system(path, SystemOptions(device="cpu"))
     assert alone[0].device == "cpu"
-    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
+    for module in (gpu_choice, gpu_share):
+        monkeypatch.setattr(module, "first_gpu", lambda: ("a GPU", 8 << 30))
     system, config = prepare_system(path, SystemOptions())
     assert (system.device, system.requires_gpu) == ("cuda", False)
     plain, beside = system_need(*alone), system_need(system, config)

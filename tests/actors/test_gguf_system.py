@@ -15,8 +15,8 @@ from actors.cpu.dense_service import load_dense_service
 from actors.processes.scaling import scaled_system
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.options import SystemOptions
+from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import prepare_system, read_model
-from actors.setup.shards import service_specs
 from actors.system import System
 from model.errors import UsageError
 from model.reference import reference_logits

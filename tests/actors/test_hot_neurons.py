@@ -12,11 +12,11 @@ import pytest
 from actors.driver.driver import Driver
 from actors.driver.scoring import AuditedEngine
 from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup import placement_choice
-from actors.setup.hot_neurons import hot_counts
-from actors.setup.placement_choice import plan_request
+from actors.setup.neurons import placement_choice
+from actors.setup.neurons.hot_neurons import hot_counts
+from actors.setup.neurons.placement_choice import plan_request
+from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import SystemOptions, prepare_system
-from actors.setup.shards import service_specs
 from model.files.artifact import ModelIdentity
 from model.sampling import SamplingParams
 from placement.hottest import hottest_neurons

@@ -21,7 +21,7 @@ from actors.exchange.watch import ActorWatch, Pulse
 from actors.gpu.gpu_service import GpuService
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.failures import RequestError, ServiceLost
-from actors.setup.shards import deal_neurons
+from actors.setup.neurons.dealing import deal_neurons
 from model.errors import ServiceError
 from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell

@@ -16,7 +16,8 @@ import pytest
 
 from actors.protocol.messages import GenerateRequest
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.preflight import NUMA_ROOT, SystemOptions, prepare_system
+from actors.setup.choose import NUMA_ROOT
+from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from model.bundles.bundle_file import bundle_path
 from model.bundles.geometry import BundleGeometry

@@ -10,10 +10,10 @@ import pytest
 
 from actors.driver.driver import Driver
 from actors.protocol.messages import GenerateRequest
-from actors.setup import placement_choice
-from actors.setup.placement_choice import plan_request
+from actors.setup.neurons import placement_choice
+from actors.setup.neurons.placement_choice import plan_request
+from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from actors.setup.shards import service_specs
 from model.errors import ArtifactError, UsageError
 from model.files.artifact import ModelIdentity
 from model.sampling import SamplingParams

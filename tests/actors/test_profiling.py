@@ -19,7 +19,7 @@ from actors.driver.profiling import as_float16_bits, counts_by_neuron
 from actors.exchange.service import Service
 from actors.protocol.failures import RequestError
 from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup.shards import service_specs
+from actors.setup.neurons.shards import service_specs
 from model.config.build import read_config
 from model.sampling import SamplingParams
 from tests import tiny_models

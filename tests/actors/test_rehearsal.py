@@ -21,8 +21,8 @@ from actors.processes import rehearsal
 from actors.processes.rehearsal import rehearse_once
 from actors.protocol.messages import SystemConfig
 from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.memory.storage import pack_model
 from actors.setup.preflight import read_model
-from actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
 
 ROOT = Path(__file__).parents[2]

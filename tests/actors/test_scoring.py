@@ -18,7 +18,7 @@ from actors.driver.engine import Engine
 from actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
 from actors.protocol.failures import RequestError
 from actors.protocol.messages import SystemConfig
-from actors.setup.shards import deal_neurons
+from actors.setup.neurons.dealing import deal_neurons
 from jobs.commands.perplexity import summary
 from model.errors import ServiceError
 from model.files.checkpoint import Checkpoint

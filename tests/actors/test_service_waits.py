@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import ServiceSpec
-from actors.setup.partition import require_partition
+from actors.setup.neurons.partition import require_partition
 from model.errors import ServiceError
 from numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
 from tests.actors.changing_services import (

@@ -18,17 +18,12 @@ from actors.gpu.cuda import fit as cuda_fit
 from actors.gpu.cuda.load import CudaLoading
 from actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import gpu_choice, preflight, storage, storage_shares
-from actors.setup.preflight import (
-    SystemOptions,
-    memory_beside_gpu,
-    prepare_system,
-    read_model,
-    storage_beside_gpu,
-    system_need,
-)
-from actors.setup.shards import service_specs
-from actors.setup.storage import pack_model
+from actors.setup import gpu_choice
+from actors.setup.memory import gpu_share, needs, storage, storage_shares
+from actors.setup.memory.needs import memory_beside_gpu, system_need
+from actors.setup.memory.storage import pack_model, storage_beside_gpu
+from actors.setup.neurons.shards import service_specs
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from jobs.support.stored_model import stored_plans, stored_text
 from model.config.build import read_config
 from model.errors import HotcoldError, MemoryBudgetError, UsageError
@@ -126,10 +121,11 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
     What is counted beside a model's parts would be larger than all of this one.
     """
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
-    monkeypatch.setattr(gpu_choice, "first_gpu", lambda: ("a GPU", 8 << 30))
-    monkeypatch.setattr(gpu_choice, "_ASIDE_BYTES", 1000)
+    for module in (gpu_choice, gpu_share):
+        monkeypatch.setattr(module, "first_gpu", lambda: ("a GPU", 8 << 30))
+    monkeypatch.setattr(gpu_share, "_ASIDE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
-    for module in (storage, preflight):
+    for module in (storage, needs):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
         monkeypatch.setattr(module, "stored_bytes", storage_shares.bytes_in_memory)
     alone, config = prepare_system(path, SystemOptions(device="cpu"))

@@ -17,19 +17,16 @@ from actors.processes import host_setup
 from actors.processes.host_setup import HostSetup
 from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import preflight, shards, storage, storage_shares
+from actors.setup import choose
+from actors.setup.choose import NUMA_ROOT, choose_system
 from actors.setup.host_files import own_predictors
-from actors.setup.preflight import (
-    NUMA_ROOT,
-    SystemOptions,
-    choose_system,
-    prepare_system,
-    read_model,
-)
-from actors.setup.preflight import system_need as need_of
-from actors.setup.shards import service_specs
-from actors.setup.storage import pack_model, stored_share
-from actors.setup.storage_shares import reads_whole
+from actors.setup.memory import needs, storage, storage_shares
+from actors.setup.memory.needs import system_need as need_of
+from actors.setup.memory.storage import pack_model, stored_share
+from actors.setup.memory.storage_shares import reads_whole
+from actors.setup.neurons import shards
+from actors.setup.neurons.shards import service_specs
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
 from jobs.profile.plot import plot_stored
 from jobs.support.stored_model import stored_plans, stored_text
@@ -112,9 +109,9 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
-    for module in (preflight, storage, storage_shares):
+    for module in (needs, storage, storage_shares):
         monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
-    for module in (preflight, storage):
+    for module in (needs, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)
@@ -140,7 +137,7 @@ def test_services_have_slots_as_they_have_neurons(
 ) -> None:
     """Of two NUMA nodes the first has three cores, the other one."""
     monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: "0-2", 1: "3"})))
-    for module in (preflight, shards):
+    for module in (choose, shards):
         monkeypatch.setattr(module, "usable_cores", lambda root=Path("/"): (0, 1, 2, 3))
     config = read_model(wide)
     system = choose_system(wide, config, SystemOptions())

@@ -19,7 +19,7 @@ from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup import host_files
 from actors.setup.host_files import require_same_model, weight_bytes
 from actors.setup.hosts import node_ids, service_nodes
-from actors.setup.shards import service_specs
+from actors.setup.neurons.shards import service_specs
 from model.config.build import read_config
 from model.errors import CheckpointError, MemoryBudgetError, UsageError
 from tests.cluster.head import ROOT

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from actors.setup.partition import neuron_owners
-from actors.setup.shards import service_specs
+from actors.setup.neurons.partition import neuron_owners
+from actors.setup.neurons.shards import service_specs
 from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from model.config.build import read_config
 from model.files.locate import DEMO_DIRECTORY
@@ -71,7 +71,7 @@ class StandIn:
         )  # fmt: skip
 
     def neuron_owners(self) -> Any:
-        """See `actors.setup.partition`."""
+        """See `actors.setup.neurons.partition`."""
         config = read_config(DEMO_DIRECTORY)
         return neuron_owners(config, service_specs(self.describe(), config))
 

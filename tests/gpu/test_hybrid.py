@@ -16,8 +16,8 @@ from actors.gpu.cuda.device import Device
 from actors.gpu.cuda.fit import open_device
 from actors.protocol.messages import GenerateRequest, SystemConfig
 from actors.protocol.stored_neurons import NeuronStorage
+from actors.setup.memory.storage import pack_model
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from actors.setup.storage import pack_model
 from actors.system import System
 from cuda_kernels.device import list_gpus
 from model.files.locate import locate_model

@@ -65,7 +65,7 @@ def test_a_system_takes_half_the_memory(tmp_path: Path) -> None:
     assert weight_bytes(cast[1]) < 0.6 * weight_bytes(plain[1])
     with pytest.raises(MemoryBudgetError, match="--dtype f16"):
         need = 1.01 * weight_bytes(cast[1])
-        from actors.setup.preflight import system_need
+        from actors.setup.memory.needs import system_need
 
         total = system_need(*cast).total_bytes
         prepare_system(path, SystemOptions(cpu_memory_bytes=int(max(need, total))))

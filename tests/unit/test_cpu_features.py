@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup import preflight
-from actors.setup.preflight import SystemOptions, choose_system, read_model
+from actors.setup import choose
+from actors.setup.choose import choose_system
+from actors.setup.preflight import SystemOptions, read_model
 from jobs.cli import main
 from jobs.support import doctor_checks
 from jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
@@ -34,7 +35,7 @@ def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCpu:
         (tmp_path / "proc").mkdir(exist_ok=True)
         (tmp_path / "proc/cpuinfo").write_text(text)
         monkeypatch.setattr(platform, "machine", lambda: architecture)
-        monkeypatch.setattr(preflight, "read_cpu", lambda root: read_cpu(tmp_path))
+        monkeypatch.setattr(choose, "read_cpu", lambda root: read_cpu(tmp_path))
         return tmp_path
 
     return write

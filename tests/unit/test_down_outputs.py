@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.protocol.options import SystemOptions
+from actors.setup.neurons.dealing import neuron_runs
 from actors.setup.preflight import prepare_system
-from actors.setup.shards import neuron_runs
 from model.config.build import read_config
 from model.errors import ArtifactError, CheckpointError
 from model.files.checkpoint import Checkpoint

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import NUMA_ROOT, SystemOptions, choose_system, read_model
-from actors.setup.shards import service_specs
+from actors.setup.choose import NUMA_ROOT, choose_system
+from actors.setup.neurons.shards import service_specs
+from actors.setup.preflight import SystemOptions, read_model
 from model.errors import UsageError
 from placement.machine.sysfs import read_numa_nodes
 from placement.solver.plan_devices import make_plan_devices

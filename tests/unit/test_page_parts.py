@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.partition import neuron_owners
-from actors.setup.shards import service_specs
+from actors.setup.neurons.partition import neuron_owners
+from actors.setup.neurons.shards import service_specs
 from model.config.build import read_config
 from model.errors import UsageError
 from model.files.locate import DEMO_DIRECTORY

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.partition import neuron_owners
-from actors.setup.shards import service_specs
+from actors.setup.neurons.partition import neuron_owners
+from actors.setup.neurons.shards import service_specs
 from model.config.build import read_config
 from ui.page.placement_picture import device_shares, placement_of
 

@@ -37,7 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return make_machine(gpu_bytes=tuple(gpus))
 
     monkeypatch.setattr("placement.machine.this_machine.this_machine", described)
-    monkeypatch.setattr("actors.setup.placement_choice.measured_before", described)
+    monkeypatch.setattr("actors.setup.neurons.placement_choice.measured_before", described)
     return gpus
 
 

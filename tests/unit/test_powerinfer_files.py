@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 import pytest
 
-from actors.setup.preflight import SystemOptions, choose_system, prepare_system, read_model
+from actors.setup.choose import choose_system
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from model.config.build import read_config
 from model.errors import CheckpointError, ConfigError, HotcoldError
 from model.files.artifact import ModelIdentity

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from actors.setup.shards import deal_neurons
+from actors.setup.neurons.dealing import deal_neurons
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
 from model.errors import ArtifactError

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import (
-    SystemOptions,
-    choose_system,
-    prepare_system,
-    read_model,
-    require_one_mode,
-    system_need,
-)
-from actors.setup.shards import arena_layout, service_specs
+from actors.setup.choose import choose_system, require_one_mode
+from actors.setup.memory.needs import system_need
+from actors.setup.neurons.shards import arena_layout, service_specs
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from jobs.cli import main
 from model.errors import MemoryBudgetError, UsageError
 from model.files.artifact import ModelIdentity

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system, read_model, system_need
-from actors.setup.shards import service_specs
+from actors.setup.memory.needs import system_need
+from actors.setup.neurons.shards import service_specs
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from model.config.build import read_config
 from model.config.families import tensor_names
 from model.config.model_config import ModelConfig

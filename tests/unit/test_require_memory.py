@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup.preflight import (
-    SystemOptions,
-    choose_system,
-    prepare_system,
-    read_model,
-    system_need,
-)
+from actors.setup.choose import choose_system
+from actors.setup.memory.needs import system_need
+from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from model.errors import MemoryBudgetError
 from model.weights.quantized_checkpoint import write_quantized
 from tests.quantized_models import make_model

@@ -16,8 +16,9 @@ from actors.gpu.cuda.load import CudaLoading
 from actors.protocol.messages import Fitted, SystemConfig
 from actors.protocol.neuron_bundles import ROUND_BYTES
 from actors.protocol.step_sizes import KERNEL_TOKENS
-from actors.setup.hot_neurons import system_plan
-from actors.setup.shards import arena_layout, num_kv_pages, service_specs
+from actors.setup.memory.gpu_share import RESERVE_BYTES
+from actors.setup.neurons.hot_neurons import system_plan
+from actors.setup.neurons.shards import arena_layout, num_kv_pages, service_specs
 from model.config.model_config import ModelConfig
 from model.errors import MemoryBudgetError
 from model.files.checkpoint import Checkpoint
@@ -25,8 +26,6 @@ from model.weights.check import stored_config
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from numba_kernels.decode.attention import PAGE_POSITIONS
 
-# Left to others where no budget is given: a screen, another program.
-RESERVE_BYTES = 512 << 20
 # Taken after the trial: graphs, kernels of other sizes of a step, the second of two events.
 LATE_BYTES = MOST_GRAPHS * GRAPH_BYTES + (96 << 20)
 _PRODUCTS_BYTES = 96 << 20  # cuBLAS's own, and a block of widened weights

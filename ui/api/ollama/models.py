@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import loaded_bytes, read_model
+from actors.setup.memory.needs import loaded_bytes
+from actors.setup.preflight import read_model
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint

@@ -16,8 +16,9 @@ from actors.protocol.stored_neurons import (
     NeuronStorage,
     StoredShare,
 )
-from actors.setup.placement_choice import own_profile
-from actors.setup.storage_shares import divided, reads_whole, slot_bytes, stored_bytes
+from actors.setup.memory.needs import memory_beside_gpu, more_process_bytes
+from actors.setup.memory.storage_shares import divided, reads_whole, slot_bytes, stored_bytes
+from actors.setup.neurons.placement_choice import own_profile
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.direct import PAGE_BYTES
 from model.bundles.geometry import BundleGeometry
@@ -25,14 +26,9 @@ from model.bundles.pack import OnBytes, write_bundles
 from model.config.model_config import ModelConfig
 from model.errors import MemoryBudgetError
 from model.files.artifact import ModelIdentity
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from placement.memory import MemoryNeed
 from placement.profile import ActivationProfile
 
-# More than counted of each process, as measured after long prompts: of a service, and of Ray's own
-# processes and the command's together.
-_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
-_CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
 _GIB = 1 << 30
 
 
@@ -69,6 +65,20 @@ def storage_within(
     return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
 
 
+def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
+    """How much of the FFN stays in memory, now that it is known what the GPU of `system` holds.
+
+    As before where nothing was promised. Errors: MemoryBudgetError naming the least that would do
+    """
+    storage = system.storage
+    if storage is None or not storage.memory_bytes:
+        return storage
+    need = memory_beside_gpu(system, config)
+    path, free = Path(system.model_path), storage.memory_bytes
+    found = storage_within(path, need, system, config, free)
+    return replace(found, memory_bytes=free, without=storage.without)
+
+
 def _least(
     need: MemoryNeed, system: SystemConfig, config: ModelConfig
 ) -> tuple[NeuronStorage, int]:
@@ -82,22 +92,6 @@ def _least(
     least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
     return least, rest + -(-stored_bytes(system, config, least) // num_hosts)
-
-
-def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
-    """What the driver's host's processes take at most, beside what `MemoryNeed` counts.
-
-    `system` says what a GPU holds. Its service holds a part of that while it loads: a layer's
-    attention, a layer's neurons, or the head.
-    """
-    num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
-    num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
-    if system.device == "cuda":
-        num_neurons = min(config.ffn_size, max(0, system.num_hot_neurons))
-        layer = -(-attention_bytes(config) // config.num_layers)
-        parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
-        num_bytes += _CUDA_BYTES + max(parts)
-    return num_bytes
 
 
 def _rounded_up(num_bytes: int) -> str:

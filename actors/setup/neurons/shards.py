@@ -1,23 +1,21 @@
-"""How neurons are dealt to CPU services and their threads, and what each service is to load."""
+"""What each service of a system is to load: its neurons, its threads, its share of memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import THRESHOLD, CacheSpec, GpuShare, ServiceSpec, SystemConfig
 from actors.protocol.neuron_bundles import bundle_bytes
 from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
+from actors.setup.neurons.dealing import cold_shards, runs_of_layers
+from actors.setup.neurons.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
-from model.weights.down_outputs import UNIT, has_down_outputs, num_units
+from model.weights.down_outputs import has_down_outputs, num_units
 from placement.machine.survey import usable_cores
 from placement.machine.sysfs import read_cpu_quota, read_numa_nodes
 from placement.threads.numa import nodes_with_memory, thread_counts
@@ -26,75 +24,6 @@ from placement.threads.pinning import HostShare, not_pinned_because
 # Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
 # it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
 _LEAST_LOGITS = 8
-
-
-def deal_neurons(num_neurons: int, num_services: int, num_threads: int) -> list[np.ndarray]:
-    """`deal_to_threads` of services that have `num_threads` threads each."""
-    return deal_to_threads(num_neurons, [num_threads] * num_services)
-
-
-def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Ids of one layer for each service, in its loading order.
-
-    Service s has threads[s] threads, and so large a share. Neighbours in the checkpoint
-    are dealt to different threads in turn, so that no thread gets a run of neurons that fire alike.
-    A service's order is its threads' deals one after the other. Its threads cut that order in
-    multiples of four (`numba_kernels.decode.rows.split_range`), so a cut may stand a few neurons
-    beside the end of a deal.
-    Dtypes:  int32
-    """
-    ids = np.arange(num_neurons, dtype=np.int32)
-    turns = range(max(threads))
-    owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
-    deals = [ids[thread :: len(owners)] for thread in range(len(owners))]
-    return [
-        np.concatenate(
-            [deal for deal, owner in zip(deals, owners, strict=True) if owner == service]
-        )
-        for service in range(len(threads))
-    ]
-
-
-def _dealt(ids: np.ndarray, num_threads: int) -> np.ndarray:
-    """One service's neurons of a layer in its loading order."""
-    return ids[deal_neurons(ids.size, 1, num_threads)[0]]
-
-
-def _cold_shards(
-    threads: Sequence[int], planned: list[Layers] | None, others: Layers
-) -> list[Layers]:
-    """Each CPU service's neurons in its loading order: its planned ones, and its deal of others."""
-    deals = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
-    shards = [[ids[deals[ids.size][s]] for ids in others] for s in range(len(threads))]
-    if planned is None:
-        return shards
-    return [
-        [
-            _dealt(np.union1d(own, more).astype(np.int32), threads[s])
-            for own, more in zip(planned[s], shards[s], strict=True)
-        ]
-        for s in range(len(threads))
-    ]
-
-
-def neuron_runs(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray]:
-    """Ids of one layer for each service: runs of them, where none is chosen first.
-
-    They are cut at multiples of UNIT. Service s has threads[s] threads, and about so large a share,
-    a UNIT at least: there are as many.
-    Dtypes:  int32
-    """
-    units, count = -(-num_neurons // UNIT), len(threads)
-    cuts = [0]
-    for service in range(1, count):
-        share = units * sum(threads[:service]) // sum(threads)
-        cuts.append(min(max(share, cuts[-1] + 1), units - count + service))
-    ends = [min(UNIT * cut, num_neurons) for cut in (*cuts, units)]
-    return [np.arange(*span, dtype=np.int32) for span in pairwise(ends)]
-
-
-def _runs(threads: Sequence[int], config: ModelConfig) -> list[Layers]:
-    return [[run] * config.num_layers for run in neuron_runs(config.ffn_size, threads)]
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
@@ -107,9 +36,9 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
     if system.down_by_outputs:
-        cold = _runs(threads, config)
+        cold = runs_of_layers(threads, config)
     else:
-        cold = _cold_shards(threads, *cold_neurons(system, config, plan, hot))
+        cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
     gpu = ServiceSpec(
         "gpu",
         0,
@@ -135,9 +64,9 @@ def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -
     """
     threads = service_threads(system)
     if system.down_by_outputs:
-        shards = _runs(threads, config)
+        shards = runs_of_layers(threads, config)
     else:
-        shards = _cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
+        shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
     gpu = replace(gpu, share=host_share(system, threads, None))
     if gpu.gpu is not None:
         gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))

@@ -9,8 +9,9 @@ import numpy as np
 
 from actors.protocol.messages import SystemConfig
 from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage
-from actors.setup.hot_neurons import hot_neurons
-from actors.setup.placement_choice import own_profile
+from actors.setup.memory.gpu_share import num_cold_neurons
+from actors.setup.neurons.hot_neurons import hot_neurons
+from actors.setup.neurons.placement_choice import own_profile
 from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import numpy_dtype
@@ -91,12 +92,6 @@ def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.nda
         is_cold[layer, ids] = False
     cold: np.ndarray = fired[is_cold]
     return cold
-
-
-def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
-    """Neurons of all layers that the CPU services hold."""
-    num_hot = max(0, system.num_hot_neurons) if system.device == "cuda" else 0
-    return config.num_layers * config.ffn_size - num_hot
 
 
 def reads_whole(geometry: BundleGeometry, fired: np.ndarray, num_slots: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.setup.placement_choice import own_profile
+from actors.setup.neurons.placement_choice import own_profile
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from placement.hottest import hottest_neurons
@@ -20,7 +20,8 @@ Layers = list[np.ndarray]  # int32 ids of each layer
 def hot_counts(config: ModelConfig, shards: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
     """How many neurons of each layer no CPU service holds: (L,) int64; none without shards.
 
-    They are the GPU service's: `actors.setup.partition` sees to it that all neurons are somewhere.
+    They are the GPU service's: `actors.setup.neurons.partition` sees to it that all neurons are
+    somewhere.
     """
     if not shards:
         return np.zeros(config.num_layers, np.int64)

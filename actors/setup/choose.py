@@ -1,0 +1,182 @@
+"""What a user's options make of a system, what they leave open filled in."""
+
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+from actors.protocol.messages import (
+    AUTO_MODE,
+    EXCHANGES,
+    MODES,
+    PREDICTED_MODES,
+    THRESHOLD,
+    SystemConfig,
+)
+from actors.protocol.options import SystemOptions
+from actors.protocol.step_sizes import KERNEL_TOKENS
+from actors.setup.auto_mode import auto_mode
+from actors.setup.gpu_choice import choose_device, neuron_upload_tokens
+from actors.setup.memory.needs import KV_ITEM_BYTES
+from actors.setup.threshold_mode import thresholds_file
+from model.config.model_config import ModelConfig
+from model.errors import UsageError
+from model.files.artifact import ModelIdentity, check_artifact
+from model.files.locate import resolved_model
+from placement.machine.survey import usable_cores
+from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
+from placement.threads.numa import nodes_with_memory
+from predictors.in_checkpoint import checkpoint_predictors, has_predictors
+from predictors.predictor_file import predictors_path, write_predictors
+
+# Below which proc and sys tell of NUMA nodes; tests have fake ones there.
+NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
+_DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
+_MOST_KV_POSITIONS = 1 << 31
+
+
+def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
+    """Check the options and fill in what was left open, for a model that was read.
+
+    Errors:  UsageError; ArtifactError for predictors or thresholds that are missing, damaged or
+             another model's
+    """
+    _require_kernels()
+    root = Path(os.environ.get(NUMA_ROOT, "/"))
+    cores = usable_cores(root)
+    num_threads = _within("--threads", options.num_threads, 1, len(cores), len(cores))
+    num_nodes = len(nodes_with_memory(read_numa_nodes(root), cores))
+    num_hosts = max(1, len(options.hosts))
+    num_actors = num_hosts * max(1, min(num_nodes, num_threads))
+    most_actors = num_hosts * num_threads
+    is_auto = options.mode == AUTO_MODE
+    tried = auto_mode(path, config, options.weight_dtype or "") if is_auto else options.mode
+    mode = _mode(config, tried)
+    context = _context(config, options.context_length)
+    system = SystemConfig(
+        model_path=str(resolved_model(path)),
+        mode=mode,
+        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
+        num_threads=num_threads,
+        context_length=context,
+        max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
+        kv_positions=_kv_positions(options.kv_positions, context),
+        kv_dtype=_kv_dtype(config, options.kv_dtype),
+        exchange=options.exchange,
+        predictors_path=_predictors(path, config, mode, options),
+        auto_mode=is_auto,
+        thresholds_path=thresholds_file(path, config, mode, options.thresholds),
+        has_down_norms=mode == THRESHOLD,
+        weight_dtype=options.weight_dtype or "",
+        pin=options.pin,
+        hosts=options.hosts,
+        numa_root=str(root),
+        device=choose_device(options.device, options.gpu_memory_bytes),
+        requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
+        gpu_memory_bytes=options.gpu_memory_bytes or 0,
+    )
+    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts)
+    system = replace(system, neuron_upload_tokens=tokens)
+    _check_hosts(system)
+    if options.exchange not in EXCHANGES:
+        raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
+    return system
+
+
+def require_one_mode(options: SystemOptions) -> None:
+    """Raise UsageError for `--mode auto`, where modes are measured one by one."""
+    if options.mode == AUTO_MODE:
+        raise UsageError(
+            f"--mode {AUTO_MODE} chooses by itself, and here a mode is measured; give one of "
+            f"{', '.join(MODES)}"
+        )
+
+
+def default_mode(config: ModelConfig) -> str:
+    """The mode where none is asked for: `exact` skips nothing where no activation is zero."""
+    return "exact" if config.is_sparse else "dense"
+
+
+def _check_hosts(system: SystemConfig) -> None:
+    if len(set(system.hosts)) < len(system.hosts):
+        raise UsageError("--hosts names a host twice; give each address once")
+    if system.hosts and system.num_cpu_actors % len(system.hosts):
+        raise UsageError(
+            f"--cpu-actors is {system.num_cpu_actors}, and --hosts names {len(system.hosts)} "
+            "hosts, which share them equally; give a multiple of that"
+        )
+
+
+def _require_kernels(root: Path = Path("/")) -> None:
+    """Refuse a CPU that kernels cannot be compiled for; LLVM would end the process."""
+    if missing := missing_features(read_cpu(root), platform.machine()):
+        raise UsageError(
+            f"this CPU has no {', '.join(missing)}, which hotcold's kernels need; use one with "
+            "AVX2, FMA and F16C (Intel from 2013, AMD from 2015 on)"
+        )
+
+
+def _mode(config: ModelConfig, mode: str | None) -> str:
+    if mode is None:
+        return default_mode(config)
+    if mode not in MODES:
+        raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
+    return mode
+
+
+def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptions) -> str:
+    """The predictors' file of a predicted mode, found to be this model's; no other mode has one.
+
+    Where there is none, low-rank predictors that lie in the checkpoint become one.
+    """
+    if mode not in PREDICTED_MODES:
+        if options.predictors is not None:
+            raise UsageError(
+                f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
+            )
+        return ""
+    own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
+    found = options.predictors or (own if own.exists() else predictors_path(path, mode))
+    identity = ModelIdentity.of(path)
+    is_wanted = options.predictors is None and mode == "lowrank" and not found.exists()
+    if is_wanted and has_predictors(path, config):
+        write_predictors(found, identity, checkpoint_predictors(path, config))
+    check_artifact(found, "predictors", identity)
+    return str(found.resolve())
+
+
+def _context(config: ModelConfig, length: int | None) -> int:
+    if length is None:
+        return min(_DEFAULT_CONTEXT, config.max_positions)
+    return _within("--context", length, 2, config.max_positions, length)
+
+
+def _kv_positions(number: int | None, context: int) -> int:
+    """Positions of all requests together: a whole context at least, or some could never run."""
+    if number is not None and number < context:
+        raise UsageError(
+            f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
+            "that, or a smaller --context"
+        )
+    return _within("--kv-tokens", number, 1, _MOST_KV_POSITIONS, context)
+
+
+def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
+    """float32 keeps a float32 model's results; others take float16, as precise as their weights.
+
+    float16 ends at 65504, where bfloat16 goes on: keys or values beyond it would become infinite,
+    and such a model needs float32.
+    """
+    if dtype is None:
+        return "float32" if config.dtype == "float32" else "float16"
+    if dtype not in KV_ITEM_BYTES:
+        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(KV_ITEM_BYTES)}")
+    return dtype
+
+
+def _within(option: str, value: int | None, low: int, high: int, default: int) -> int:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise UsageError(f"{option} is {value}; give a number from {low} to {high}")
+    return value

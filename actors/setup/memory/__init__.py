@@ -1,0 +1,1 @@
+"""What a system takes of memory, and which of its neurons stay there."""

@@ -1,0 +1,1 @@
+"""Which service holds which neurons: by a plan, by a profile, by dealing them in turn."""
