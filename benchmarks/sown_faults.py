@@ -358,6 +358,19 @@ _ACTORS = [
         ("test_memory_is_that_of_each_host",),
     ),
     Fault(
+        "more-on-a-gpu-than-it-has",
+        "actors", "gpu_share", _CHECK,
+        "min(budget or found[1] - reserve_bytes, found[1])",
+        "budget or found[1] - reserve_bytes",
+        ("test_no_more_is_expected_of_a_gpu_than_it_has",),
+    ),
+    Fault(
+        "a-gpu-tried-in-vain-takes-nothing",
+        "actors", "storage", _UPDATE,
+        "process_bytes=need.process_bytes + CUDA_BYTES", "process_bytes=need.process_bytes",
+        ("test_a_gpu_that_was_tried_in_vain_costs_memory",),
+    ),
+    Fault(
         "slots-in-equal-parts",
         "actors", "shards", _UPDATE,
         "system.storage.cache_bytes * threads // of_all", "system.storage.cache_bytes // 2",

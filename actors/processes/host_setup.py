@@ -22,6 +22,8 @@ from model.errors import ArtifactError, HotcoldError
 from model.files.checkpoint import Checkpoint
 from model.weights.check import stored_config
 
+_NOT_MADE = "the file of neurons was not made"
+
 
 class HostSetup:
     """Of the host of this process; says how far it is.
@@ -57,10 +59,15 @@ class HostSetup:
 
     def _make_bundles(self, path: Path, weight_dtype: str) -> None:
         """Errors: ArtifactError."""
-        told = "the process that makes it was ended"
-        with begin_process(
-            __name__, str(path), weight_dtype, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-        ) as process:
+        told, arguments = "the process that makes it was ended", (str(path), weight_dtype)
+        try:
+            process = begin_process(
+                __name__, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            )
+        except OSError as problem:
+            told = f"no process can be started here ({problem.strerror})"
+            raise ArtifactError(f"{_NOT_MADE}: {told}") from None
+        with process:
             assert process.stdout is not None
             for line in process.stdout:
                 answer = json.loads(line)
@@ -70,7 +77,7 @@ class HostSetup:
                     self.written_bytes, self.file_bytes = answer["written"], answer["of"]
         self.written_bytes = self.file_bytes = 0
         if process.returncode:
-            raise ArtifactError(f"the file of neurons was not made: {told}")
+            raise ArtifactError(f"{_NOT_MADE}: {told}")
 
 
 def _stored_config(path: Path, weight_dtype: str) -> ModelConfig:

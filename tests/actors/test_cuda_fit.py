@@ -187,3 +187,6 @@ def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     beside = system_need(system, config)
     assert beside.attention_bytes == 0
     assert beside.head_bytes + beside.ffn_bytes == plain.head_bytes + plain.ffn_bytes - 1000
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", few))
+    more, _ = prepare_system(path, SystemOptions(gpu_memory_bytes=1 << 30))
+    assert system_need(more, config) == beside  # a budget above its memory gives no more

@@ -20,7 +20,7 @@ from actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, Sy
 from actors.protocol.stored_neurons import NeuronStorage
 from actors.setup import gpu_choice
 from actors.setup.memory import gpu_share, needs, storage, storage_shares
-from actors.setup.memory.needs import memory_beside_gpu, system_need
+from actors.setup.memory.needs import expected_gpu, memory_beside_gpu, system_need
 from actors.setup.memory.storage import pack_model, storage_beside_gpu
 from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -193,17 +193,48 @@ def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
         sizes.append(fitted.storage.has_gates * (every - num_hot) * GATE_BYTES)
         sizes[-1] += fitted.storage.cache_bytes
     assert len(set(sizes)) == 1
-    no_gpu = replace(system, device="cpu")
-    with pytest.raises(MemoryBudgetError, match=r"at least .* with its neurons on storage"):
-        storage_beside_gpu(no_gpu, config)
-    assert no_gpu.storage is not None
-    more = replace(no_gpu.storage, memory_bytes=2 * no_gpu.storage.memory_bytes)
-    found = replace(no_gpu, storage=storage_beside_gpu(replace(no_gpu, storage=more), config))
-    assert system_need(found, config).total_bytes == more.memory_bytes
     head = replace(system, num_hot_neurons=0, head_on_host=True, num_host_layers=1)
     assert system_need(head, config).head_bytes > 0
     plain = replace(system, storage=NeuronStorage("file", 1000, has_gates=True))
     assert storage_beside_gpu(plain, config) is plain.storage  # nothing was promised
+
+
+def test_a_gpu_that_was_tried_in_vain_costs_memory(roomy: tuple[Path, SystemOptions]) -> None:
+    """Its libraries stay in the service's process: the line says what is enough with them."""
+    path, options = roomy
+    config = read_model(path)
+    system, _ = prepare_system(path, options)
+    limit = memory_beside_gpu(replace(system, neuron_upload_tokens=0), config).total_bytes - 1
+    system, _ = prepare_system(path, replace(options, cpu_memory_bytes=limit))
+    no_gpu = replace(system, device="cpu")
+    with pytest.raises(MemoryBudgetError, match="with its neurons on storage") as refused:
+        storage_beside_gpu(no_gpu, config)
+    told = re.search(r"at least .* \((\d+) bytes\)", str(refused.value))
+    assert told is not None and no_gpu.storage is not None
+    for more in (0, 1000):
+        kept = replace(no_gpu.storage, memory_bytes=int(told[1]) + more)
+        found = replace(no_gpu, storage=storage_beside_gpu(replace(no_gpu, storage=kept), config))
+        need = system_need(found, config).total_bytes
+        assert need == kept.memory_bytes - needs.CUDA_BYTES
+
+
+def test_no_more_is_expected_of_a_gpu_than_it_has(
+    roomy: tuple[Path, SystemOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget above its memory is one of all of it; where it is not seen here, as it was given."""
+    path, options = roomy
+    config, budget = read_model(path), options.gpu_memory_bytes
+    assert budget is not None
+    system, _ = prepare_system(path, replace(options, gpu_memory_bytes=4 << 30))
+    assert expected_gpu(system, config).num_hot_neurons == config.num_layers * config.ffn_size
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", budget))
+    assert expected_gpu(system, config).num_hot_neurons == 100
+    beside = memory_beside_gpu(replace(system, neuron_upload_tokens=0), config).total_bytes
+    asked = replace(options, gpu_memory_bytes=4 << 30, cpu_memory_bytes=beside - 1)
+    assert prepare_system(path, asked)[0].storage is not None
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no driver")
+    seen = replace(system, gpu_memory_bytes=budget)
+    assert expected_gpu(seen, config).num_hot_neurons == 100
 
 
 def test_what_a_gpu_holds_is_not_read(roomy: tuple[Path, SystemOptions]) -> None:

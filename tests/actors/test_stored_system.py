@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -166,6 +167,10 @@ def test_a_host_makes_the_file_that_it_lacks_once(
         HostSetup().run(system, is_home=False)
     assert "\n" not in str(caught.value)
     file.parent.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "no-python"))
+        with pytest.raises(ArtifactError, match="was not made: no process can be started here"):
+            HostSetup().run(system, is_home=True)
     with ThreadPoolExecutor(2) as pool:
         notes = list(pool.map(lambda is_home: HostSetup().run(system, is_home), (True, False)))
     assert all("nothing is read ahead there" in note for note in notes)

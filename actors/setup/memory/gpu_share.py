@@ -22,14 +22,21 @@ def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:
 
     The KV cache and attention are first, then the head, then neurons.
     """
-    found = first_gpu()
-    left = gpu_memory_bytes or (0 if isinstance(found, str) else found[1])
-    parts = {}
+    left, parts = _room(gpu_memory_bytes, 0), {}
     for name in ("kv_cache_bytes", "attention_bytes", "head_bytes", "ffn_bytes"):
         taken = min(left, getattr(need, name))
         parts[name] = getattr(need, name) - taken
         left -= taken
     return replace(need, **parts)
+
+
+def _room(budget: int, reserve_bytes: int) -> int:
+    """Bytes of the GPU that `budget` allows (0: all but the reserve), at most those there are.
+
+    Where no GPU can be seen that is the budget.
+    """
+    found = first_gpu()
+    return budget if isinstance(found, str) else min(budget or found[1] - reserve_bytes, found[1])
 
 
 def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> SystemConfig:
@@ -40,9 +47,8 @@ def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) 
     """
     if system.device != "cuda" or system.num_hot_neurons >= 0:
         return system
-    found, layers = first_gpu(), config.num_layers
-    room = system.gpu_memory_bytes or (0 if isinstance(found, str) else found[1] - RESERVE_BYTES)
-    left = max(0, room - _ASIDE_BYTES)
+    layers = config.num_layers
+    left = max(0, _room(system.gpu_memory_bytes, RESERVE_BYTES) - _ASIDE_BYTES)
     layer_bytes = -(-(need.attention_bytes + need.kv_cache_bytes) // layers)
     num_layers = min(layers, left // layer_bytes)
     left -= num_layers * layer_bytes

@@ -18,7 +18,7 @@ KV_ITEM_BYTES = {"float16": 2, "float32": 4}  # of the KV cache, by --kv-dtype
 # More than counted of each process, as measured after long prompts: of a service, and of Ray's own
 # processes and the command's together.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
-_CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
+CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
 
 
 def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
@@ -70,7 +70,7 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
         num_neurons = min(config.ffn_size, max(0, system.num_hot_neurons))
         layer = -(-attention_bytes(config) // config.num_layers)
         parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
-        num_bytes += _CUDA_BYTES + max(parts)
+        num_bytes += CUDA_BYTES + max(parts)
     return num_bytes
 
 

@@ -16,7 +16,7 @@ from actors.protocol.stored_neurons import (
     NeuronStorage,
     StoredShare,
 )
-from actors.setup.memory.needs import memory_beside_gpu, more_process_bytes
+from actors.setup.memory.needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
 from actors.setup.memory.storage_shares import divided, reads_whole, slot_bytes, stored_bytes
 from actors.setup.neurons.placement_choice import own_profile
 from model.bundles.bundle_file import bundle_path, read_bundle_file
@@ -74,6 +74,8 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     if storage is None or not storage.memory_bytes:
         return storage
     need = memory_beside_gpu(system, config)
+    if system.device == "cpu":  # the GPU was tried, and what that took stays with its service
+        need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
     path, free = Path(system.model_path), storage.memory_bytes
     found = storage_within(path, need, system, config, free)
     return replace(found, memory_bytes=free, without=storage.without)
