@@ -86,20 +86,29 @@ def test_a_row_of_readme_is_a_reports(row: tuple[str, ...]) -> None:
 
 
 def test_the_table_of_requests_at_once_is_its_reports() -> None:
-    path = re.search(r"benchmarks/results/\S+-batches\.md", SPEED)
-    assert path is not None
-    row = r"\| (\w+) \| decode of (\d+) requests at once, .*? \| [\d.]+ \| ([\d.]+) \| ([\d.]+) "
-    reported = {
-        (kind, batch): f"{float(speed):.0f} ({ratio} ×)"
-        for kind, batch, speed, ratio in re.findall(row, (ROOT / path[0]).read_text())
-    }
-    shown: dict[tuple[str, str], str] = {}
-    for line in re.findall(r"^\| (?:f16|q8|q4) \| \d+ \(.*$", SPEED, re.M):
-        kind, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
-        shown |= {
-            (kind, batch): cell for batch, cell in zip(("4", "8", "16", "32"), cells, strict=True)
-        }
-    assert shown == reported and len(shown) == 12
+    section = SPEED[SPEED.index("## Several requests at once") : SPEED.index("## Small shapes")]
+    lines = re.findall(r"^\| (f16|q8|q4) \| (.*) \|$", section, re.M)
+    assert len(lines) == 3
+    for kind, cells in lines:
+        assert cells.split(" | ") == [
+            f"{float(row[3]):.{1 if batch is None else 0}f} ({row[4].split()[0]} ×)"
+            for row in _report(f"llama-7b-8-layers-xeon-bf16-{kind}")
+            if (found := re.match(r"decode of (?:\d+ tokens|(\d+) requests .*), `exact`", row[1]))
+            for batch in found.groups()
+        ]
+
+
+def test_the_table_of_small_shapes_is_its_reports() -> None:
+    section = SPEED[SPEED.index("## Small shapes") : SPEED.index("## Whole models")]
+    names = re.findall(r"benchmarks/results/(\S+)\.md", section)
+    lines = re.findall(r"^\| (?:SmolLM2|12).*? \| (\d.*) \|$", section, re.M)
+    assert len(names) == len(lines) == 3
+    for name, cells in zip(names, lines, strict=True):
+        assert cells.split(" | ") == [
+            f"{float(row[3]):.3g} ({row[4].replace(' (', ' ×, ')}"
+            for row in _report(name)
+            if re.match(r"decode of \d+ tokens, `dense`", row[1])
+        ]
 
 
 def test_the_table_of_another_cpu_is_its_reports() -> None:
