@@ -36,11 +36,13 @@ def prepare_system(
     system = choose_system(path, config, options)
     has_plan = options.plan is not None
     served = in_memory(path, system, config, has_plan)
-    if not _fits(path, *served, options, extra_bytes):
+    fits = _fits(path, *served, options, extra_bytes)
+    if not fits and system.neuron_upload_tokens:
         # Neurons on their way to a GPU take room; stored ones are multiplied where they are read.
         system = replace(system, neuron_upload_tokens=0)
         served = in_memory(path, system, config, has_plan)
-    if not _fits(path, *served, options, extra_bytes):
+        fits = _fits(path, *served, options, extra_bytes)
+    if not fits:
         storage = _storage(path, system, config, options, extra_bytes)
         if storage is not None:
             return replace(system, storage=storage), config
