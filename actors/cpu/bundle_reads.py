@@ -8,22 +8,25 @@ import time
 
 import numpy as np
 
-from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, READ_THREADS
+from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, READ_DEPTH, READ_THREADS
 from model.bundles.bundle_file import BundleFile
 from model.bundles.direct import PAGE_BYTES, open_direct
 from model.errors import ServiceError
 from model.weights.ffn import FfnWeights
 from model.weights.memory import aligned_empty
-from numba_kernels.storage.direct_file import SHORT
-from numba_kernels.storage.neuron_file import (
+from numba_kernels.storage.neuron_slots import NeuronSlots
+from numba_kernels.storage.reads.direct_file import SHORT
+from numba_kernels.storage.reads.io_ring import close_ring, new_ring
+from numba_kernels.storage.reads.neuron_file import (
     DAMAGED,
+    KEEPS_PAGES,
     NUM_FACTS,
+    PIECE,
     NeuronFile,
     RowBytes,
     staging_bytes,
 )
-from numba_kernels.storage.neuron_slots import NeuronSlots
-from numba_kernels.storage.read_queue import (
+from numba_kernels.storage.reads.read_queue import (
     HAS_BEGUN,
     NOW,
     new_queue,
@@ -32,6 +35,7 @@ from numba_kernels.storage.read_queue import (
     stop_readers,
     wanted_of,
 )
+from numba_kernels.storage.reads.ring_reads import serve_ring
 
 _LOOK_S = 0.001
 
@@ -56,6 +60,7 @@ class BundleReads:
         self.located = self._locate(file, weights.offsets, keeps_pages, piece_bytes)
         self.queue = new_queue(READ_THREADS, most)
         self._readers: list[threading.Thread] = []
+        self._has_ring = False
 
     def _locate(
         self, file: BundleFile, offsets: np.ndarray, keeps_pages: bool, piece_bytes: int
@@ -81,31 +86,45 @@ class BundleReads:
 
         Errors:  ServiceError where they cannot be started
         """
-        self._slots = slots
-        size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, self._unit))
-        self._readers = [
-            threading.Thread(
-                target=serve_reads,
-                args=(
-                    thread,
-                    self.queue,
-                    self.located,
-                    slots.held,
-                    aligned_empty((size,), np.uint8, PAGE_BYTES, huge_pages=False),
-                    targets,
-                ),
-                name=f"read-{thread}",
-                daemon=True,
-            )
-            for thread in range(READ_THREADS)
-        ]
-        for reader in self._readers:
-            reader.start()
-        # Each says so once its loop is compiled; one that cannot be must not be waited for.
-        while not self.queue.counts[:, HAS_BEGUN].all():
-            if not all(reader.is_alive() for reader in self._readers):
+        self._held, self._targets = slots.held, targets
+        is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
+        if is_direct and not in_one_piece:
+            self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
+        if not self._has_ring:
+            readers = [
+                threading.Thread(target=self._by_thread, args=(n,), name=f"read-{n}", daemon=True)
+                for n in range(READ_THREADS)
+            ]
+            self._begin(readers)
+            if not all(reader.is_alive() for reader in readers):
                 raise ServiceError("the threads that read neurons could not be started")
+
+    def _begin(self, readers: list[threading.Thread]) -> None:
+        """Let threads read; each says so once its loop is compiled, and one that cannot be ends."""
+        self._readers = readers
+        for reader in readers:
+            reader.start()
+        begun = self.queue.counts[: len(readers), HAS_BEGUN]
+        while not begun.all() and all(reader.is_alive() for reader in readers):
             time.sleep(_LOOK_S)
+
+    def _by_ring(self) -> None:
+        """Many reads under way in one thread, where the kernel and the container allow that."""
+        ring = new_ring(READ_DEPTH)
+        if ring is None:
+            return
+        self._has_ring = True
+        staging = self._staging(READ_DEPTH)
+        serve_ring(self.queue, self.located, self._held, staging, self._targets, ring)
+        close_ring(ring)
+
+    def _by_thread(self, number: int) -> None:
+        staging = self._staging(1)[0]
+        serve_reads(number, self.queue, self.located, self._held, staging, self._targets)
+
+    def _staging(self, num_reads: int) -> np.ndarray:
+        size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, PAGE_BYTES))
+        return aligned_empty((num_reads, size), np.uint8, PAGE_BYTES, huge_pages=False)
 
     def read(self, rows: np.ndarray, parts: np.ndarray, targets: np.ndarray, target: int) -> None:
         """Read parts of one layer's neurons, wherever they stand, once nothing else is being read.

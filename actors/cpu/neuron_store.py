@@ -23,9 +23,9 @@ from numba_kernels.storage.layer_slots import (
     copy_layer,
     settle_reads,
 )
-from numba_kernels.storage.neuron_file import GATE, REST, RowBytes
 from numba_kernels.storage.neuron_slots import EPOCH, forget_slots, new_slots
 from numba_kernels.storage.read_ahead import new_read_ahead
+from numba_kernels.storage.reads.neuron_file import GATE, REST, RowBytes
 from numba_kernels.storage.stored_neurons import GATES, NUM_OPTIONS, SLOTS, StoredNeurons
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number

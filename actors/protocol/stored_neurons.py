@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-READ_THREADS = 16  # of a service: reads under way at once
-READ_BYTES = 1 << 20  # the most of one read
+READ_DEPTH = 64  # of a service: reads under way at once by one thread, where there is io_uring
+READ_THREADS = 16  # else
+READ_BYTES = 256 << 10  # the most of one read
 MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
 ALONE = -1  # as the most bytes between neighbours of one read: none has any
 # Of how neurons are read: a bundle at once, slots that keep them, products while others arrive.
@@ -45,7 +46,7 @@ class StoredShare:
     rates: np.ndarray = field(default_factory=lambda: _NO_RATES)
     has_gates: bool = False
     reads_whole: bool = True
-    most_bytes: int = 256 << 10
+    most_bytes: int = READ_BYTES
     most_gap: int = MOST_GAP
     piece_bytes: int = 0
     forgets: bool = False

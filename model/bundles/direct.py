@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from model.weights.memory import aligned_empty
-from numba_kernels.storage.neuron_file import PART_UNIT
+from numba_kernels.storage.reads.neuron_file import PART_UNIT
 
 PAGE_BYTES = 4096
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from model.config.model_config import ModelConfig, WeightDtype
 from model.config.weight_formats import row_bytes
-from numba_kernels.storage.neuron_file import PART_UNIT
+from numba_kernels.storage.reads.neuron_file import PART_UNIT
 
 VERSION = 2
 BLOCK_BYTES = 4096  # what tables and data begin at multiples of

@@ -21,7 +21,7 @@ from model.files.checkpoint import Checkpoint
 from model.weights.ffn import FfnWeights, ffn_layers
 from model.weights.tensor_reader import TensorReader
 from numba_kernels.load.convert import row_lengths
-from numba_kernels.storage.bundle_sums import bundle_sums
+from numba_kernels.storage.reads.bundle_sums import bundle_sums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
 _WRITTEN_BYTES = 16 << 20  # at once

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from model.bundles.bundle_file import BundleFile
-from numba_kernels.storage.bundle_sums import bundle_sums
+from numba_kernels.storage.reads.bundle_sums import bundle_sums
 
 _READ_BYTES = 16 << 20
 

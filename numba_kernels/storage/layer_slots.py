@@ -7,9 +7,9 @@ and are as much in memory as any. A step that comes in between may take those sl
 import numpy as np
 
 from numba_kernels.compiler import njit
-from numba_kernels.storage.neuron_file import take_row
 from numba_kernels.storage.neuron_slots import empty_slot, put_in
-from numba_kernels.storage.read_queue import NOW, await_batch, settle
+from numba_kernels.storage.reads.neuron_file import take_row
+from numba_kernels.storage.reads.read_queue import NOW, await_batch, settle
 from numba_kernels.storage.stored_neurons import ask_marked, has_come, slot_lacking
 
 

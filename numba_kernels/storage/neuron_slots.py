@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_load, atomic_store
-from numba_kernels.storage.read_queue import FAILED
+from numba_kernels.storage.reads.read_queue import FAILED
 
 MEMORY = np.float32(1 / 64)  # what one request more counts in how often a neuron is wanted
 LOOKED_AT = 16  # slots, of which the neuron that is wanted least leaves

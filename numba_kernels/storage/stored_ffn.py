@@ -30,7 +30,6 @@ from numba_kernels.serve.layer_ffn import (
     work_stealing_gates,
 )
 from numba_kernels.serve.mailbox import meet
-from numba_kernels.storage.neuron_file import GATE, REST
 from numba_kernels.storage.neuron_slots import (
     EPOCH,
     count_wanted,
@@ -38,7 +37,8 @@ from numba_kernels.storage.neuron_slots import (
     forget_slots,
 )
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
-from numba_kernels.storage.read_queue import num_come, settle, take_back
+from numba_kernels.storage.reads.neuron_file import GATE, REST
+from numba_kernels.storage.reads.read_queue import num_come, settle, take_back
 from numba_kernels.storage.stored_neurons import (
     FORGETS,
     HAS_GATES,

@@ -9,7 +9,6 @@ from numba_kernels.decode.activations import activate
 from numba_kernels.ir.vector_ir import dot_lone_row
 from numba_kernels.serve.doorbell import atomic_load, now_ns
 from numba_kernels.serve.layer_ffn import FfnArrays
-from numba_kernels.storage.neuron_file import GATE, REST, NeuronFile
 from numba_kernels.storage.neuron_slots import (
     NUM_MISSED,
     NUM_WANTED,
@@ -18,7 +17,8 @@ from numba_kernels.storage.neuron_slots import (
     slot_for,
 )
 from numba_kernels.storage.read_ahead import ReadAhead, ahead_part, best_rows
-from numba_kernels.storage.read_queue import (
+from numba_kernels.storage.reads.neuron_file import GATE, REST, NeuronFile
+from numba_kernels.storage.reads.read_queue import (
     FAILED,
     NOW,
     NUM_BATCHES,

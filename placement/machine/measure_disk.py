@@ -12,7 +12,7 @@ import numpy as np
 
 from model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from model.weights.memory import aligned_empty
-from numba_kernels.storage.disk_reads import read_places
+from numba_kernels.storage.reads.disk_reads import read_places
 
 DEPTH = 16  # reads at once: more threads gain little
 _MOST_NS = 250_000_000

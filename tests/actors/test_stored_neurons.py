@@ -43,7 +43,7 @@ from numba_kernels.serve.mailbox import (
     threshold_words,
 )
 from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
-from numba_kernels.storage.read_queue import NOW, num_left
+from numba_kernels.storage.reads.read_queue import NOW, num_left
 from predictors.predictor_file import Predictors, write_predictors
 from predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.storage.bundle_sums import bundle_sums
 from numba_kernels.storage.neuron_slots import (
     EPOCH,
     HAND,
@@ -17,7 +16,8 @@ from numba_kernels.storage.neuron_slots import (
     new_slots,
     slot_for,
 )
-from numba_kernels.storage.read_queue import FAILED
+from numba_kernels.storage.reads.bundle_sums import bundle_sums
+from numba_kernels.storage.reads.read_queue import FAILED
 
 
 class PlainSlots:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from jobs.support import console as console_of_commands
 from model.bundles.direct import open_direct
-from numba_kernels.storage.direct_file import SHORT
-from numba_kernels.storage.disk_reads import read_places
+from numba_kernels.storage.reads.direct_file import SHORT
+from numba_kernels.storage.reads.disk_reads import read_places
 from placement.machine.measure_disk import measure_disk
 
 doctor = importlib.import_module("jobs.commands.doctor")  # the package names the command so too

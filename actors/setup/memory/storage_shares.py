@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.protocol.stored_neurons import READ_BYTES, READ_THREADS, NeuronStorage
+from actors.protocol.stored_neurons import READ_BYTES, READ_DEPTH, NeuronStorage
 from actors.setup.memory.gpu_share import num_cold_neurons
 from actors.setup.neurons.hot_neurons import hot_neurons
 from actors.setup.neurons.placement_choice import own_profile
@@ -126,6 +126,6 @@ def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStora
     """What the FFN takes of memory, on all hosts: slots, gates that stay, tables, buffers."""
     geometry = BundleGeometry.of(config)
     tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
-    buffers = system.num_cpu_actors * READ_THREADS * (READ_BYTES + geometry.bundle_bytes)
+    buffers = system.num_cpu_actors * READ_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
     return bytes_in_memory(system, config, storage) + tables + buffers + predictors

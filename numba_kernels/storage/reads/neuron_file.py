@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_kernels.compiler import njit
-from numba_kernels.storage.direct_file import read_bytes
+from numba_kernels.storage.reads.direct_file import read_bytes
 
 PART_UNIT = 512  # bytes: what most file systems read directly
 GATE, REST = 1, 2  # parts of a bundle, as bits
@@ -117,7 +117,7 @@ def take_row(source, target, row):
 
 
 @njit(nogil=True, cache=True)
-def _take_all(file, wanted, first, last, begin, staging, target):
+def take_span(file, wanted, first, last, begin, staging, target):
     """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
     gate, rest = file.facts[GATE_BYTES], file.facts[REST_BYTES]
     for i in range(first, last):
@@ -157,6 +157,15 @@ def _read_pieces(facts, begin, size, staging):
 
 
 @njit(nogil=True, cache=True)
+def span_bytes(file, wanted, first, last):
+    """First byte and size of what is read for wanted neurons first..last-1: whole units."""
+    unit = file.facts[UNIT]
+    begin = part_span(file, wanted.rows[first], wanted.parts[first])[0] // unit * unit
+    end = part_span(file, wanted.rows[last - 1], wanted.parts[last - 1])[1]
+    return begin, (end - begin + unit - 1) // unit * unit
+
+
+@njit(nogil=True, cache=True)
 def read_span(file, wanted, first, last, staging, target, failure):
     """Read wanted neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
 
@@ -164,17 +173,13 @@ def read_span(file, wanted, first, last, staging, target, failure):
     `failure` (2,) int64: an errno, SHORT or DAMAGED, and the neuron's row. What does not agree
     with its sum is read once more. Checks nothing.
     """
-    facts = file.facts
-    unit = facts[UNIT]
-    begin = part_span(file, wanted.rows[first], wanted.parts[first])[0] // unit * unit
-    end = part_span(file, wanted.rows[last - 1], wanted.parts[last - 1])[1]
-    size = (end - begin + unit - 1) // unit * unit
+    begin, size = span_bytes(file, wanted, first, last)
     for attempt in range(2):
-        status = _read_pieces(facts, begin, size, staging)
+        status = _read_pieces(file.facts, begin, size, staging)
         if status != 0:
             failure[1], failure[0] = wanted.rows[first], status
             return np.int64(0)
-        damaged = _take_all(file, wanted, first, last, begin, staging, target)
+        damaged = take_span(file, wanted, first, last, begin, staging, target)
         if damaged < 0:
             return size
         if attempt == 1:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from numba_kernels.compiler import njit
-from numba_kernels.storage.neuron_file import part_sum
+from numba_kernels.storage.reads.neuron_file import part_sum
 
 
 @njit(nogil=True, cache=True)

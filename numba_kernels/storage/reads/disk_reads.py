@@ -4,7 +4,7 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_add, now_ns
-from numba_kernels.storage.direct_file import read_bytes
+from numba_kernels.storage.reads.direct_file import read_bytes
 
 
 @njit(nogil=True, cache=True)

@@ -23,7 +23,7 @@ from numba_kernels.serve.doorbell import (
     wake,
     wake_some,
 )
-from numba_kernels.storage.neuron_file import Wanted, cut_spans, read_span
+from numba_kernels.storage.reads.neuron_file import Wanted, cut_spans, read_span
 
 NOW, NUM_BATCHES = 0, 3  # what is needed now; the others are read ahead, in turn
 _TAKEN, _ASKED, _STOP, _CAME, _WAITING, _LEFT = range(6)  # cells; _LEFT one for each batch
@@ -174,7 +174,7 @@ def stop_readers(queue):
 
 
 @njit(nogil=True, cache=True)
-def _take_span(queue, span):
+def take_next(queue, span):
     """Copy the next span to `span`; False where there is none."""
     cells, spans = queue.cells, queue.spans
     while True:
@@ -208,30 +208,55 @@ def _count_span(queue, batch):
 
 
 @njit(nogil=True, cache=True)
+def finish_span(queue, span, num_bytes, held):
+    """A span was read, or could not be: `num_bytes` is 0. What came of slots is noted in `held`."""
+    wanted = wanted_of(queue, np.int64(span[BATCH]))
+    for i in range(span[FIRST], span[LAST] if span[TARGET] == 0 else 0):
+        bits = np.int32(wanted.parts[i]) if num_bytes else FAILED
+        _add_bits(held, np.int64(wanted.targets[i]), bits)
+    _count_span(queue, span[BATCH])
+
+
+@njit(nogil=True, cache=True)
+def is_stopped(queue):
+    """Whether reading threads are to end."""
+    return atomic_load(queue.cells, _STOP * INTS_A_CELL) != 0
+
+
+@njit(nogil=True, cache=True)
+def num_asked(queue):
+    """A number that changes with each `ask_for`; to be seen before one takes spans."""
+    return atomic_load(queue.cells, _ASKED * INTS_A_CELL)
+
+
+@njit(nogil=True, cache=True)
+def await_spans(queue, seen):
+    """Sleep until `num_asked` is not `seen` any more."""
+    sleep_change(queue.cells, _ASKED, seen, _IDLE_NS)
+
+
+@njit(nogil=True, cache=True)
 def serve_reads(thread, queue, file, held, staging, targets):
     """Read what is asked for, until `stop_readers`; `staging` is this thread's own.
 
     `targets` is a tuple of `neuron_file.RowBytes`, the first are slots: what came of their parts is
     noted in `held` (S,) int32.
     """
-    cells, counts = queue.cells, queue.counts[thread]
+    counts = queue.counts[thread]
     span = np.zeros(4, np.int32)
     counts[HAS_BEGUN] = 1
-    while not atomic_load(cells, _STOP * INTS_A_CELL):
-        seen = atomic_load(cells, _ASKED * INTS_A_CELL)
-        if not _take_span(queue, span):
-            sleep_change(cells, _ASKED, seen, _IDLE_NS)
+    while not is_stopped(queue):
+        seen = num_asked(queue)
+        if not take_next(queue, span):
+            await_spans(queue, seen)
             continue
-        if atomic_load(cells, _STOP * INTS_A_CELL):
+        if is_stopped(queue):
             return  # what it took is no span
         started = now_ns()
-        wanted = wanted_of(queue, np.int64(span[BATCH]))
         num_bytes = read_span(
-            file, wanted, span[FIRST], span[LAST], staging, targets[span[TARGET]], queue.failure
-        )
+            file, wanted_of(queue, np.int64(span[BATCH])), span[FIRST], span[LAST], staging,
+            targets[span[TARGET]], queue.failure,
+        )  # fmt: skip
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        for i in range(span[FIRST], span[LAST] if span[TARGET] == 0 else 0):
-            bits = np.int32(wanted.parts[i]) if num_bytes else FAILED
-            _add_bits(held, np.int64(wanted.targets[i]), bits)
-        _count_span(queue, span[BATCH])
+        finish_span(queue, span, num_bytes, held)
