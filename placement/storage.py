@@ -70,21 +70,38 @@ def expected_reads(
     return Reads(num_bytes / _RUN_BYTES if in_sequence else missed, num_bytes)
 
 
-def gates_first(fired: np.ndarray, num_slots: int, gate_bytes: int, rest_bytes: int) -> Reads:
+@dataclass(frozen=True)
+class Kept:
+    """Those that are wanted most: of how many the gate row stays, the up and down rows; bytes."""
+
+    num_gates: int
+    num_rests: int
+    gate_bytes: int
+    rest_bytes: int
+
+
+def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
     """What a token misses where gates of listed neurons are read, and the rest of those that fire.
 
-    Those that fire most often are in slots; a predictor lists LISTED neurons for each that fires.
+    A predictor lists LISTED neurons for each that fires.
     """
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
-    gates = expected_reads(wanted, num_slots, gate_bytes)
-    rests = expected_reads(fired, num_slots, rest_bytes)
+    gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
+    rests = expected_reads(fired, kept.num_rests, kept.rest_bytes)
     return Reads(gates.number + rests.number, gates.num_bytes + rests.num_bytes)
 
 
-def whole_bundles(fired: np.ndarray, num_slots: int, gate_bytes: int, rest_bytes: int) -> Reads:
-    """The same where all of a listed neuron is read at once."""
+def whole_bundles(fired: np.ndarray, kept: Kept) -> Reads:
+    """The same where all that a listed neuron lacks is read at once, unless its gate is there."""
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
-    return expected_reads(wanted, num_slots, gate_bytes + rest_bytes)
+    gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
+    rests = expected_reads(fired, kept.num_rests, kept.rest_bytes)
+    both = max(kept.num_gates, kept.num_rests)
+    with_gates = expected_reads(wanted, both, kept.rest_bytes)
+    alone = expected_reads(fired, both, kept.rest_bytes)
+    number = gates.number + rests.number - alone.number
+    num_bytes = gates.num_bytes + with_gates.num_bytes + rests.num_bytes - alone.num_bytes
+    return Reads(number, num_bytes)
 
 
 def listed_rates(fired: np.ndarray, listed: float) -> np.ndarray:

@@ -81,12 +81,13 @@ class BundleReads:
         ]
         return NeuronFile(facts, layers, places, file.sums[layers, places])
 
-    def start(self, slots: NeuronSlots, targets: tuple[RowBytes, RowBytes]) -> None:
-        """Let threads read into `targets`, of which the first are the slots.
+    def start(self, gates: NeuronSlots, rests: NeuronSlots, rows: RowBytes) -> None:
+        """Let threads read into `rows`; what came is noted in `gates` and `rests`.
 
         Errors:  ServiceError where they cannot be started
         """
-        self._held, self._targets = slots.held, targets
+        self._into = gates.held, rests.held
+        self._rows = rows
         is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
         if is_direct and not in_one_piece:
             self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
@@ -115,29 +116,29 @@ class BundleReads:
             return
         self._has_ring = True
         staging = self._staging(READ_DEPTH)
-        serve_ring(self.queue, self.located, self._held, staging, self._targets, ring)
+        serve_ring(self.queue, self.located, *self._into, staging, self._rows, ring)
         close_ring(ring)
 
     def _by_thread(self, number: int) -> None:
         staging = self._staging(1)[0]
-        serve_reads(number, self.queue, self.located, self._held, staging, self._targets)
+        serve_reads(number, self.queue, self.located, *self._into, staging, self._rows)
 
     def _staging(self, num_reads: int) -> np.ndarray:
         size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, PAGE_BYTES))
         return aligned_empty((num_reads, size), np.uint8, PAGE_BYTES, huge_pages=False)
 
-    def read(self, rows: np.ndarray, parts: np.ndarray, targets: np.ndarray, target: int) -> None:
-        """Read parts of one layer's neurons, wherever they stand, once nothing else is being read.
+    def read(self, rows: np.ndarray, parts: np.ndarray) -> None:
+        """Read parts of one layer's neurons into their slots, once nothing else is being read.
 
         Errors:  ServiceError
         """
         order = np.argsort(self.located.places[rows])
         wanted = wanted_of(self.queue, NOW)
-        for array, values in zip(wanted, (rows, parts, targets), strict=True):
+        for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
         # All of a layer is wanted, so what lies between is not much, or is other rows of the same.
         gap = max(MOST_GAP, self._geometry.rest_bytes)
-        if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap, target):
+        if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap):
             raise ServiceError(self.failure())
 
     def failure(self) -> str:

@@ -15,6 +15,7 @@ from model.errors import ServiceError
 from model.weights.ffn import FfnWeights
 from model.weights.memory import aligned_empty
 from numba_kernels.decode.rows import split_range
+from numba_kernels.serve.doorbell import INTS_A_CELL
 from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 from numba_kernels.serve.predict_team import SignPredictors
 from numba_kernels.storage.layer_slots import (
@@ -23,10 +24,11 @@ from numba_kernels.storage.layer_slots import (
     copy_layer,
     settle_reads,
 )
-from numba_kernels.storage.neuron_slots import EPOCH, forget_slots, new_slots
+from numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
 from numba_kernels.storage.read_ahead import new_read_ahead
 from numba_kernels.storage.reads.neuron_file import GATE, REST, RowBytes
-from numba_kernels.storage.stored_neurons import GATES, NUM_OPTIONS, SLOTS, StoredNeurons
+from numba_kernels.storage.stored_neurons import NUM_COUNTERS, NUM_OPTIONS, StoredNeurons
+from placement.storage import LISTED, listed_rates
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
 
@@ -53,73 +55,63 @@ class NeuronStore:
         `has_down_norms` thresholds of products can be told in requests.
         Errors:  ServiceError
         """
-        self._file, self._weights, self._has_gates = file, weights, share.has_gates
+        self._file, self._weights = file, weights
         ids, offsets = weights.neuron_ids, weights.offsets
         self._most = int(np.diff(offsets).max(initial=0))
-        num_slots = max(self._most, min(ids.size, share.num_slots))
-        if num_slots > share.num_slots and num_slots < ids.size:
-            raise ValueError(f"{share.num_slots} slots for layers of {self._most} neurons")
+        num_gates, num_rests = (
+            max(self._most, min(ids.size, number)) for number in (share.num_gates, share.num_rests)
+        )
         self._num_threads = num_threads
         self._reads = BundleReads(file, weights, self._most, share.piece_bytes)
         located = self._reads.located
         norms = file.norms[located.layers, located.places] if has_down_norms else NO_NORMS
         self._down_norms = norms
-        self.arrays = self._new_arrays(num_slots, share.has_gates)
-        self._slot_rows, own_gates = self._targets()
-        self.stored = self._new_stored(num_slots, share, num_threads, predictors)
+        self.arrays = self._new_arrays(num_gates, num_rests)
+        self.stored = self._new_stored(num_gates, num_rests, share, num_threads, predictors)
+        self._gates_stay = num_gates == ids.size
+        self._slot_rows = self._new_row_bytes()
         self._asked_layer = _NO_LAYER
-        self._reads.start(self.stored.slots, (self._slot_rows, own_gates))
+        self._reads.start(self.stored.gates, self.stored.rests, self._slot_rows)
         self._try_layers()
         try:
-            if self._has_gates:
-                self._load_gates(on_bytes)
             self._fill(share.rates, on_bytes)
         except ServiceError:
             self.close()
             raise
 
-    def _rows(self, num_rows: int, has_gates: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """New arrays for gate, up and down rows of so many neurons; memory is taken when filled."""
-        geometry = self._file.geometry
+    def _new_arrays(self, num_gates: int, num_rests: int) -> FfnArrays:
+        """For the slots; memory is taken when they are filled."""
+        geometry, weights = self._file.geometry, self._weights
         dtypes = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
 
         def rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
             return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
 
-        return (
-            rows(num_rows if has_gates else 0, geometry.gate_row_bytes, dtypes[0]),
-            rows(
-                num_rows if geometry.up_row_bytes else 0,
-                geometry.up_row_bytes or geometry.gate_row_bytes,
-                dtypes[0],
-            ),
-            rows(num_rows, geometry.down_row_bytes, dtypes[1]),
-        )
+        def floats(count: int, like: np.ndarray) -> np.ndarray:
+            return np.zeros(count if like.size else 0, np.float32)
 
-    def _new_arrays(self, num_slots: int, has_gates: bool) -> FfnArrays:
-        weights = self._weights
-        gate, up, down = self._rows(num_slots, not has_gates)
-        gate_bias = weights.gate_bias
-        if has_gates:
-            gate = self._rows(weights.neuron_ids.size, True)[0]
-        elif gate_bias.size:
-            gate_bias = np.zeros(num_slots, np.float32)
-        up_bias = np.zeros(num_slots if weights.up_bias.size else 0, np.float32)
-        norms = np.zeros(num_slots if self._down_norms.size else 0, np.float32)
+        up_bytes = geometry.up_row_bytes
         return FfnArrays(
-            weights.offsets, gate, up, down, gate_bias, up_bias, weights.down_bias, norms
+            weights.offsets,
+            rows(num_gates, geometry.gate_row_bytes, dtypes[0]),
+            rows(num_rests if up_bytes else 0, up_bytes or geometry.gate_row_bytes, dtypes[0]),
+            rows(num_rests, geometry.down_row_bytes, dtypes[1]),
+            floats(num_gates, weights.gate_bias),
+            floats(num_rests, weights.up_bias),
+            weights.down_bias,
+            floats(num_rests, self._down_norms),
         )
 
     def _new_stored(
         self,
-        num_slots: int,
+        num_gates: int,
+        num_rests: int,
         share: StoredShare,
         num_threads: int,
         predictors: SignPredictors | None,
     ) -> StoredNeurons:
         options = np.zeros(NUM_OPTIONS, np.int64)
         options[:] = [
-            share.has_gates,
             share.reads_whole,
             share.most_bytes,
             share.most_gap,
@@ -128,7 +120,9 @@ class NeuronStore:
         ]
         num_neurons, num_places = self._weights.neuron_ids.size, self._file.geometry.num_neurons
         # Two layers' may be under way, and none may take a slot that this layer needs.
-        spare = num_slots - self._most
+        spare = num_rests - self._most
+        if num_gates < num_neurons:
+            spare = min(spare, num_gates - self._most)
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
         return StoredNeurons(
             arrays=self.arrays,
@@ -136,66 +130,76 @@ class NeuronStore:
             up_bias=self._weights.up_bias,
             down_norms=self._down_norms,
             file=self._reads.located,
-            slots=new_slots(rates, num_slots),
+            gates=new_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
+            rests=new_slots(rates, num_rests),
             queue=self._reads.queue,
             ahead=new_read_ahead(predictors, num_threads, min(_MOST_AHEAD, spare // 2)),
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
             gate_slots=np.zeros(self._most, np.int32),
+            late=np.zeros(self._most, np.int32),
             rest_slots=np.zeros((num_threads, self._most), np.int32),
             to_come=np.zeros((num_threads, self._most), np.int32),
             options=options,
+            counters=np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
             waits=np.zeros(num_threads, np.int64),
             failed=np.zeros(num_threads, np.int64),
         )
 
-    def _targets(self) -> tuple[RowBytes, RowBytes]:
-        in_slots = self.arrays.gate[:0] if self._has_gates else self.arrays.gate
-        slots = _bytes_of(in_slots, *self.arrays[2:4])
-        own_gates = _bytes_of(self.arrays.gate, self.arrays.up[:0], self.arrays.down[:0])
-        return slots, own_gates
+    def _new_row_bytes(self) -> RowBytes:
+        def rows(array: np.ndarray) -> np.ndarray:
+            num_bytes = array.shape[1] * array.dtype.itemsize
+            return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
 
-    def _load_gates(self, on_bytes: Callable[[int], None]) -> None:
-        for first, last in self._layer_rows():
-            rows = np.arange(first, last, dtype=np.int32)
-            self._reads.read(rows, np.full(rows.size, GATE, np.uint8), rows, GATES)
-            on_bytes(rows.size * self._file.geometry.gate_row_bytes)
+        gate, up, down = self.arrays[1:4]
+        up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
+        slots = self.stored.gates.slot_of, self.stored.rests.slot_of
+        return RowBytes(rows(gate), up_bytes, rows(down), *slots)
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
-        """Read the neurons that are wanted most; where nothing is known of that, none."""
-        slots, geometry = self.stored.slots, self._file.geometry
-        most = np.argsort(-rates, kind="stable")[: slots.row_of.size].astype(np.int32)
-        slots.slot_of[most] = np.arange(most.size, dtype=np.int32)
-        slots.row_of[: most.size] = most
+        """Read all gates where they stay; what is wanted most else, if that is known."""
+        geometry, (gates, rests) = self._file.geometry, (self.stored.gates, self.stored.rests)
+        chosen = np.zeros(self._weights.neuron_ids.size, np.uint8)  # which parts of each neuron
+        if self._gates_stay:
+            self._choose(chosen, GATE, gates, np.arange(chosen.size, dtype=np.int32))
+        elif rates.size:
+            self._choose(chosen, GATE, gates, _highest(rates, gates.row_of.size))
+        if rates.size:
+            self._choose(chosen, REST, rests, _highest(rates, rests.row_of.size))
+        weights, arrays = self._weights, self.arrays
+        for own, all_of, slots in (
+            (arrays.gate_bias, weights.gate_bias, gates),
+            (arrays.up_bias, weights.up_bias, rests),
+            (arrays.down_norms, self._down_norms, rests),
+        ):
+            if own.size:
+                rows = np.flatnonzero(slots.slot_of >= 0)
+                own[slots.slot_of[rows]] = all_of[rows]
         for first, last in self._layer_rows():
-            rows = most[(most >= first) & (most < last)]
-            own = slots.slot_of[rows]
-            slots.asked[own] = self._parts
-            parts = np.full(rows.size, self._parts, np.uint8)
-            self._reads.read(rows, parts, own, SLOTS)
-            if self.arrays.up_bias.size:
-                self.arrays.up_bias[own] = self._weights.up_bias[rows]
-            if self._down_norms.size:
-                self.arrays.down_norms[own] = self._down_norms[rows]
-            if self._weights.gate_bias.size and not self._has_gates:
-                self.arrays.gate_bias[own] = self._weights.gate_bias[rows]
-            on_bytes(rows.size * (geometry.rest_bytes if self._has_gates else geometry.slot_bytes))
+            rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
+            self._reads.read(rows, chosen[rows])
+            num_gates = int(np.count_nonzero(chosen[rows] & GATE))
+            num_rests = int(np.count_nonzero(chosen[rows] & REST))
+            on_bytes(num_gates * geometry.gate_row_bytes + num_rests * geometry.rest_row_bytes)
 
-    @property
-    def _parts(self) -> int:
-        """All that slots have of a neuron."""
-        return REST if self._has_gates else GATE | REST
+    @staticmethod
+    def _choose(chosen: np.ndarray, part: int, slots: NeuronSlots, rows: np.ndarray) -> None:
+        """Neurons `rows` have the first slots, and are to be read."""
+        slots.slot_of[rows] = np.arange(rows.size, dtype=np.int32)
+        slots.row_of[: rows.size] = rows
+        slots.slot_weights[: rows.size] = slots.weights[rows]
+        slots.asked[rows] = 1
+        chosen[rows] |= part
 
     def _layer_rows(self) -> Sequence[tuple[int, int]]:
         return list(pairwise(self._weights.offsets.tolist()))
 
     def _try_layers(self) -> None:
         """Go through what prompts need, so that none waits until it is compiled."""
-        ask_for_layer(self.stored, 0, self._base, 0, READ_BYTES, MOST_GAP)
-        copy_layer(self.stored.slots, self._slot_rows, 0, self._base, 0, 0)
+        ask_for_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MOST_GAP)
+        copy_layer(*self._copied, 0, *self._bases, 0, 0)
         await_layer(self.stored)
         settle_reads(self.stored)
-        forget_slots(self.stored.slots)
 
     def ask_for_layer(self, layer: int) -> None:
         """Let the layer be read for `layer_arrays`, while something else is done.
@@ -203,18 +207,24 @@ class NeuronStore:
         A step that comes before takes back what has not been begun.
         """
         self._ask_for_layer(layer)
-        self._asked_layer = layer, int(self.stored.slots.state[EPOCH])
+        self._asked_layer = layer, int(self.stored.rests.state[EPOCH])
 
     def _ask_for_layer(self, layer: int) -> None:
         # All of the layer is wanted: what lies between is not much, or is other rows of the same.
         gap = max(MOST_GAP, self._file.geometry.rest_bytes)
         settle_reads(self.stored)
-        ask_for_layer(self.stored, layer, self._base, self._parts, READ_BYTES, gap)
+        layer_rows = self._layer_rows()[layer]
+        ask_for_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)
 
     @property
-    def _base(self) -> int:
-        """The slot of a layer's first neuron, where it lies side by side."""
-        return self.stored.slots.row_of.size - self._most
+    def _bases(self) -> tuple[int, int]:
+        """The slots of a layer's first gate and first rest, where it lies side by side."""
+        gates, rests = self.stored.gates, self.stored.rests
+        return gates.row_of.size - self._most, rests.row_of.size - self._most
+
+    @property
+    def _copied(self) -> tuple[RowBytes, NeuronSlots, NeuronSlots]:
+        return self._slot_rows, self.stored.gates, self.stored.rests
 
     def layer_arrays(self, layer: int, together: Together) -> FfnArrays:
         """All of a layer's neurons, as one layer, until the next request.
@@ -224,24 +234,24 @@ class NeuronStore:
         Errors:  ServiceError
         """
         first, last = self._layer_rows()[layer]
-        slots, base, size = self.stored.slots, self._base, last - first
-        if self._asked_layer != (layer, int(slots.state[EPOCH])):
+        size, (gate_base, base) = last - first, self._bases
+        if self._asked_layer != (layer, int(self.stored.rests.state[EPOCH])):
             self._ask_for_layer(layer)
         self._asked_layer = _NO_LAYER
 
         def copy(thread: int) -> None:
             share = split_range(size, thread, self._num_threads, 1)
-            copy_layer(slots, self._slot_rows, first, base, *share)
+            copy_layer(*self._copied, first, *self._bases, *share)
 
         together(copy)
-        if not self._has_gates:
+        if not self._gates_stay:
             self.await_rest()
         weights = self._weights
 
         def part(bias: np.ndarray) -> np.ndarray:
             return bias[first:last] if bias.size else bias
 
-        gates = slice(first, last) if self._has_gates else slice(base, base + size)
+        gates = slice(first, last) if self._gates_stay else slice(gate_base, gate_base + size)
         return FfnArrays(
             np.array([0, size]),
             self.arrays.gate[gates],
@@ -267,10 +277,6 @@ class NeuronStore:
         self._reads.close()
 
 
-def _bytes_of(gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> RowBytes:
-    def rows(array: np.ndarray) -> np.ndarray:
-        num_bytes = array.shape[1] * array.dtype.itemsize
-        return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
-
-    up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
-    return RowBytes(rows(gate), up_bytes, rows(down))
+def _highest(rates: np.ndarray, count: int) -> np.ndarray:
+    """The `count` neurons with the highest rates."""
+    return np.argsort(-rates, kind="stable")[:count].astype(np.int32)

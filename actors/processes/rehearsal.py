@@ -145,7 +145,7 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     path, predictors = Path(spec.model_path), spec.storage.predictors
     share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
-    share = replace(share, num_slots=most, rates=np.ones(total, np.float32), has_gates=False)
+    share = replace(share, num_gates=most, num_rests=most, rates=np.ones(total, np.float32))
     return load_stored_service(
         path,
         config,

@@ -18,15 +18,15 @@ _NO_RATES = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class NeuronStorage:
-    """Neurons lie in a bundle file; of all services together so many bytes of rows in memory."""
+    """Neurons lie in a bundle file; of all services together so many of them are in memory."""
 
     path: str
-    cache_bytes: int
-    has_gates: bool  # all gate rows stay in memory, besides
+    num_gates: int  # of which the gate row is
+    num_rests: int  # of which the up and down rows are
     predictors: str = ""  # file: by these the next layer's neurons are read ahead
     without: tuple[str, ...] = ()  # of PARTS: what a benchmark leaves out, to see what it gains
-    # Of the whole system, as promised: `cache_bytes` is found anew by it once it is known what a
-    # GPU holds. 0: nothing was promised.
+    # Of the whole system, as promised: both numbers are found anew by it once it is known
+    # what a GPU holds. 0: nothing was promised.
     memory_bytes: int = 0
 
 
@@ -34,17 +34,17 @@ class NeuronStorage:
 class StoredShare:
     """What one service has of it.
 
-    num_slots: neurons in memory; rates (N,) float32: how often each neuron of the shard fires, (0,)
-    where that is not known; has_gates: gate rows stay, and slots have none; reads_whole: a bundle
-    is read at once where a predictor asks for its gate; spans: most bytes of a read, most bytes
-    between neighbours
+    num_gates, num_rests: neurons of which the gate row, the up and down rows are in memory; rates
+    (N,) float32: how often each neuron of the shard fires, (0,) where that is not known;
+    reads_whole: a bundle is read at once where a predictor asks for its gate; spans: most bytes of
+    a read, most bytes between neighbours
     For benchmarks alone: piece_bytes, unless 0, is all that a read of the file takes; forgets:
     nothing is kept from one layer to the next; waits_first: products begin when all rows are there
     """
 
-    num_slots: int
+    num_gates: int
+    num_rests: int
     rates: np.ndarray = field(default_factory=lambda: _NO_RATES)
-    has_gates: bool = False
     reads_whole: bool = True
     most_bytes: int = READ_BYTES
     most_gap: int = MOST_GAP

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from actors.protocol.messages import ServiceSpec
 from actors.protocol.ray_memory import free_bytes
+from model.bundles.geometry import BundleGeometry
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
 from model.errors import CheckpointError, HotcoldError, MemoryBudgetError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
@@ -93,9 +93,9 @@ def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     config = stored_config(checkpoint, config, spec.weight_dtype, not has_gpu, by_outputs)
     num_bytes = 0 if spec.cache is None else attention_bytes(config) + head_bytes(config)
     if spec.storage is not None and spec.cache is None:
-        num_neurons = sum(ids.size for ids in spec.neuron_ids or [])
-        gates = num_neurons * row_bytes(config, config.hidden_size, "gate")
-        return spec.storage.cache_bytes + (gates if spec.storage.has_gates else 0)
+        geometry = BundleGeometry.of(config)
+        gates = spec.storage.num_gates * geometry.gate_row_bytes
+        return gates + spec.storage.num_rests * geometry.rest_row_bytes
     if spec.neuron_ids is not None:
         num_bytes += ffn_bytes(config, sum(ids.size for ids in spec.neuron_ids))
     return num_bytes

@@ -11,7 +11,7 @@ from actors.protocol.messages import SystemConfig
 from actors.setup.memory.gpu_share import num_cold_neurons
 from actors.setup.memory.needs import expected_gpu, memory_beside_gpu
 from actors.setup.memory.storage import has_bundles, pack_model
-from actors.setup.memory.storage_shares import bytes_in_memory, slot_bytes, token_reads
+from actors.setup.memory.storage_shares import bytes_in_memory, token_reads
 from actors.setup.preflight import SystemOptions, prepare_system
 from jobs.support.console import progress_bar, stderr_console
 from model.bundles.bundle_file import bundle_path
@@ -54,10 +54,10 @@ def require_bundles(system: SystemConfig) -> None:
     path = Path(system.model_path)
     config = stored_config(Checkpoint(path), read_config(path), system.weight_dtype)
     share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
-    kept = bytes_in_memory(share, config, system.storage)
-    total = geometry.num_layers * geometry.num_neurons * geometry.slot_bytes
+    kept = bytes_in_memory(config, system.storage)
+    total = geometry.num_layers * geometry.num_neurons * geometry.neuron_bytes
     num_hot = max(0, share.num_hot_neurons)
-    on_gpu = f", about {num_hot * geometry.slot_bytes / 1e9:.2f} on the GPU" if num_hot else ""
+    on_gpu = f", about {num_hot * geometry.neuron_bytes / 1e9:.2f} on the GPU" if num_hot else ""
     stderr_console().print(
         f"{kept / 1e9:.2f} of {total / 1e9:.2f} GB of neurons in memory{on_gpu}, the others are "
         f"read from {system.storage.path}",
@@ -76,9 +76,9 @@ class StoredPlan:
     """
 
     cpu_memory_bytes: int
-    gates_stay: bool
     reads_ahead: bool
-    num_slots: int
+    num_gates: int
+    num_rests: int
     num_neurons: int
     num_on_gpu: int
     read_bytes: float
@@ -130,13 +130,13 @@ def _plans(
         seconds = disk.seconds(reads)
         num_neurons = geometry.num_layers * geometry.num_neurons
         num_cold = num_cold_neurons(share, config)
-        gates_stay = system.storage.has_gates
+        gates_stay = system.storage.num_gates >= num_cold
         token_s = token_seconds(memory_s, seconds, reads, system.num_threads, gates_stay)
         yield StoredPlan(
             size,
-            gates_stay,
             bool(system.storage.predictors),
-            min(num_cold, system.storage.cache_bytes // slot_bytes(geometry, system.storage)),
+            min(num_cold, system.storage.num_gates),
+            min(num_cold, system.storage.num_rests),
             num_neurons,
             num_neurons - num_cold,
             reads.num_bytes,
@@ -150,11 +150,14 @@ def stored_text(plans: list[StoredPlan]) -> str:
     """A line for each size."""
     lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
     for plan in plans:
-        gates = "all gates and " if plan.gates_stay else ""
+        num_cold = plan.num_neurons - plan.num_on_gpu
+        gates, rests = plan.num_gates / plan.num_neurons, plan.num_rests / plan.num_neurons
+        in_memory = f"{gates:.0%} of the gates and {rests:.0%} of the other rows in memory"
+        if plan.num_gates >= num_cold:
+            in_memory = f"all gates and {rests:.0%} of the other rows in memory"
         on_gpu = f"{plan.num_on_gpu / plan.num_neurons:.0%} on the GPU, " if plan.num_on_gpu else ""
         lines.append(
-            f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {gates}"
-            f"{plan.num_slots / plan.num_neurons:.0%} of the neurons in memory, {on_gpu}"
+            f"  --cpu-memory {plan.cpu_memory_bytes / (1 << 30):.2f}GiB: {in_memory}, {on_gpu}"
             f"{plan.read_bytes / 1e6:.1f} MB read in {plan.read_ms:.0f} ms: expect "
             f"{plan.tokens_per_s:.1f} tokens/s (the disk allows {plan.most_tokens_per_s:.1f})"
         )

@@ -64,9 +64,14 @@ class BundleGeometry:
         return self.gate_bytes + self.rest_bytes
 
     @property
-    def slot_bytes(self) -> int:
-        """Of a neuron's rows in memory."""
-        return self.gate_row_bytes + self.up_row_bytes + self.down_row_bytes
+    def rest_row_bytes(self) -> int:
+        """Of a neuron's up and down rows in memory."""
+        return self.up_row_bytes + self.down_row_bytes
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Of all its rows in memory."""
+        return self.gate_row_bytes + self.rest_row_bytes
 
     @property
     def order_start(self) -> int:

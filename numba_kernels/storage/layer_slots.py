@@ -7,62 +7,71 @@ and are as much in memory as any. A step that comes in between may take those sl
 import numpy as np
 
 from numba_kernels.compiler import njit
-from numba_kernels.storage.neuron_slots import empty_slot, put_in
-from numba_kernels.storage.reads.neuron_file import take_row
+from numba_kernels.storage.neuron_slots import empty_slot, has_all, is_here, put_in
+from numba_kernels.storage.reads.neuron_file import GATE, REST, take_row
 from numba_kernels.storage.reads.read_queue import NOW, await_batch, settle
-from numba_kernels.storage.stored_neurons import ask_marked, has_come, slot_lacking
+from numba_kernels.storage.stored_neurons import ask_marked, gate_lacking, mark, rest_lacking
 
 
 @njit(nogil=True, cache=True)
 def settle_reads(stored):
     """Return when nothing is being read; what was only asked for is not any more."""
-    settle(stored.queue, stored.slots.asked)
+    settle(stored.queue, stored.gates.asked, stored.rests.asked)
     stored.queue.failure[:] = 0
 
 
 @njit(nogil=True, cache=True)
-def ask_for_layer(stored, layer, base, parts, most_bytes, most_gap):
-    """Ask for what the layer's neurons lack of `parts`: the i-th goes to slot base + i.
-
-    Nothing may be on its way.
-    """
-    slots = stored.slots
-    first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
+def _make_room(slots, first, last, base):
+    """The i-th neuron has slot base + i, unless it is in memory elsewhere."""
     for i in range(last - first):
         if slots.row_of[base + i] != first + i:
             empty_slot(slots, base + i)
-    num_missing = 0
     for row in range(first, last):
         place, slot = base + row - first, np.int64(slots.slot_of[row])
-        if slot >= 0 and slot != place:
-            if has_come(stored, slot, parts) == 1:
-                continue
+        if slot >= 0 and slot != place and not is_here(slots, row):
             empty_slot(slots, slot)
-        if slot != place:
+            slot = -1
+        if slot < 0:
             put_in(slots, row, place)
-        _, missing = slot_lacking(stored, row, parts)
-        if missing:
-            stored.marks[stored.file.places[row]] = row + 1
-            stored.mark_parts[stored.file.places[row]] = missing
+
+
+@njit(nogil=True, cache=True)
+def ask_for_layer(stored, first, last, gate_base, rest_base, most_bytes, most_gap):
+    """Ask for what a layer's neurons lack: the i-th goes to slot gate_base + i, rest_base + i.
+
+    Nothing may be on its way.
+    """
+    gates_stay = has_all(stored.gates)
+    if not gates_stay:
+        _make_room(stored.gates, first, last, gate_base)
+    _make_room(stored.rests, first, last, rest_base)
+    num_missing = 0
+    for row in range(first, last):
+        if not gates_stay and gate_lacking(stored, row)[1]:
+            mark(stored, row, GATE)
+            num_missing += 1
+        if rest_lacking(stored, row)[1]:
+            mark(stored, row, REST)
             num_missing += 1
     if num_missing:
         ask_marked(stored, most_bytes, most_gap)
 
 
 @njit(nogil=True, cache=True)
-def copy_layer(slots, rows, first, base, begin, end):
-    """Copy those of neurons first + begin..end-1 to slot base + i that are in other slots.
+def copy_layer(rows, gates, rests, first, gate_base, rest_base, begin, end):
+    """Copy those of neurons first + begin..end-1 to their places that are in other slots.
 
-    `rows` RowBytes of the slots.
+    `rows` RowBytes; `gates`, `rests` NeuronSlots.
     """
     for i in range(begin, end):
-        slot = np.int64(slots.slot_of[first + i])
-        if slot != base + i:
-            if rows.gate.shape[0]:
-                take_row(rows.gate[slot], rows.gate, base + i)
+        slot = np.int64(gates.slot_of[first + i])
+        if not has_all(gates) and slot != gate_base + i:
+            take_row(rows.gate[slot], rows.gate, gate_base + i)
+        slot = np.int64(rests.slot_of[first + i])
+        if slot != rest_base + i:
             if rows.up.shape[0]:
-                take_row(rows.up[slot], rows.up, base + i)
-            take_row(rows.down[slot], rows.down, base + i)
+                take_row(rows.up[slot], rows.up, rest_base + i)
+            take_row(rows.down[slot], rows.down, rest_base + i)
 
 
 @njit(nogil=True, cache=True)

@@ -1,8 +1,12 @@
-"""Which neurons are in memory: slots, and which neuron leaves when another needs its slot.
+"""Which neurons' rows are in memory: slots, and which neuron leaves when another needs its slot.
 
-Of each neuron it is known how often it is wanted: by the profile at first, then by a mean that
-forgets. Of the next few slots the one leaves whose neuron is wanted least. What a layer needs now
-never goes, nor what is being read. So those that are wanted often stay, whatever passes through.
+A cache of one part of neurons: gate rows, or up and down rows. Of each neuron it is known how often
+it is wanted: by the profile at first, then by a mean that forgets. Of the next few slots the one
+leaves whose neuron is wanted least. What a layer needs now never goes, nor what is being read. So
+those that are wanted often stay, whatever passes through.
+
+A layer looks up a thousand neurons while weights stream through the processor's caches. So all that
+a neuron in memory is asked for lies by neurons, in their order; slots are only written to then.
 Source: docs/storage.md has what was compared
 """
 
@@ -12,54 +16,68 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_load, atomic_store
-from numba_kernels.storage.reads.read_queue import FAILED
+from numba_kernels.storage.reads.read_queue import FAILED, HERE, NOTHING
 
-MEMORY = np.float32(1 / 64)  # what one request more counts in how often a neuron is wanted
+MEMORY = 1 / 64  # what one token more counts in how often a neuron is wanted
 LOOKED_AT = 16  # slots, of which the neuron that is wanted least leaves
 
 HAND, EPOCH, NUM_WANTED, NUM_MISSED = range(4)  # words of `state`
+_LARGE = 1e18  # of a weight: then all are written in smaller units
 
 
 class NeuronSlots(NamedTuple):
-    """N neurons of all layers, S slots; see `neuron_file` for parts.
+    """N neurons of all layers, S slots for a part of one each.
 
-    slot_of (N,) int32, -1: not in memory; rates (N,) float32: how often it is wanted, 0 to 1
-    row_of (S,) int32, -1: empty; held (S,) int32: the parts that are there, which reading threads
-    write, or FAILED of `read_queue`; asked (S,) uint8: those that were asked for; used (S,) int64:
-    in which layer of which request last
+    slot_of (N,) int32, -1: not in memory; held (N,) int32: whether the part is in that slot, which
+    reading threads write, NOTHING, HERE or FAILED; asked (N,) uint8: whether it was asked for;
+    weights (N,) float32: how often it is wanted, in units of weight[0]
+    row_of (S,) int32, -1: empty; used (S,) int64: in which layer of which request last;
+    slot_weights (S,) float32: the weights of their neurons
     state (4,) int64: the slot to look at next, this request's number, neurons wanted and missed
+    weight (1,) float64: of what is wanted always, which grows instead of all others shrinking
     """
 
     slot_of: np.ndarray
-    rates: np.ndarray
-    row_of: np.ndarray
     held: np.ndarray
     asked: np.ndarray
+    weights: np.ndarray
+    row_of: np.ndarray
     used: np.ndarray
+    slot_weights: np.ndarray
     state: np.ndarray
+    weight: np.ndarray
 
 
 def new_slots(rates: np.ndarray, num_slots: int) -> NeuronSlots:
     """Empty slots; rates (N,): how often each neuron is wanted, as far as that is known."""
     return NeuronSlots(
         slot_of=np.full(rates.size, -1, np.int32),
-        rates=rates.astype(np.float32),
+        held=np.zeros(rates.size, np.int32),
+        asked=np.zeros(rates.size, np.uint8),
+        weights=rates.astype(np.float32),
         row_of=np.full(num_slots, -1, np.int32),
-        held=np.zeros(num_slots, np.int32),
-        asked=np.zeros(num_slots, np.uint8),
         used=np.zeros(num_slots, np.int64),
+        slot_weights=np.zeros(num_slots, np.float32),
         state=np.zeros(4, np.int64),
+        weight=np.ones(1, np.float64),
     )
+
+
+@njit(nogil=True, cache=True)
+def has_all(slots):
+    """Whether each neuron has a slot of its own, which then is its number: all stay in memory."""
+    return slots.row_of.shape[0] == slots.slot_of.shape[0]
 
 
 @njit(nogil=True, cache=True)
 def empty_slot(slots, slot):
     """Keep nothing in the slot; nothing of it may be on its way."""
-    if slots.row_of[slot] >= 0:
-        slots.slot_of[slots.row_of[slot]] = -1
+    row = np.int64(slots.row_of[slot])
+    if row >= 0:
+        slots.slot_of[row] = -1
+        slots.asked[row] = np.uint8(0)
+        atomic_store(slots.held, row, NOTHING)
     slots.row_of[slot] = -1
-    slots.asked[slot] = np.uint8(0)
-    atomic_store(slots.held, slot, np.int32(0))
 
 
 @njit(nogil=True, cache=True)
@@ -70,39 +88,64 @@ def forget_slots(slots):
 
 
 @njit(nogil=True, cache=True)
-def forget_rates(slots, first, last):
-    """Before a request of neurons first..last-1: what was wanted before counts a little less."""
-    rates = slots.rates[first:last]
-    for i in range(rates.shape[0]):
-        rates[i] -= rates[i] * MEMORY
+def begin_request(slots, num_neurons):
+    """Before a request for a layer of so many neurons: what was wanted before counts less.
+
+    After all layers by 1 - MEMORY: weights follow a mean over some 1 / MEMORY tokens.
+    """
+    slots.state[EPOCH] += 1
+    slots.weight[0] *= (1 - MEMORY) ** (-num_neurons / slots.slot_of.shape[0])
+    if slots.weight[0] > _LARGE:
+        smaller = np.float32(1 / slots.weight[0])
+        slots.weights[:] *= smaller
+        slots.slot_weights[:] *= smaller
+        slots.weight[0] = 1.0
 
 
 @njit(nogil=True, cache=True)
 def count_wanted(slots, row):
-    """The neuron is wanted in this request, after `forget_rates`."""
-    slots.rates[row] += MEMORY
+    """The neuron is wanted in this request; it has a slot."""
+    slots.weights[row] += np.float32(MEMORY * slots.weight[0])
+    slots.slot_weights[slots.slot_of[row]] = slots.weights[row]
 
 
 @njit(nogil=True, cache=True)
-def _is_coming(slots, slot):
-    """Whether a part of the slot is being read."""
-    held = atomic_load(slots.held, slot)
-    return not held & FAILED and np.int32(slots.asked[slot]) & ~held != 0
+def has_come(slots, row):
+    """1 where the neuron's part is in its slot, 0 where it is to come, -1 where a read failed."""
+    held = atomic_load(slots.held, np.int64(row))
+    return -1 if held == FAILED else np.int64(held)
 
 
 @njit(nogil=True, cache=True)
-def lacking(slots, slot, parts):
-    """Those of `parts` that have to be asked for; they count as asked for from now on.
+def is_here(slots, row):
+    """Whether the part is in memory."""
+    return atomic_load(slots.held, np.int64(row)) == HERE
 
-    Parts of a read that failed are asked for again.
+
+@njit(nogil=True, cache=True)
+def was_used(slots, row):
+    """Whether the neuron was wanted in this request."""
+    slot = slots.slot_of[row]
+    return slot >= 0 and slots.used[slot] == slots.state[EPOCH]
+
+
+@njit(nogil=True, cache=True)
+def _is_coming(slots, row):
+    """Whether the part is being read."""
+    return slots.asked[row] != 0 and atomic_load(slots.held, np.int64(row)) == NOTHING
+
+
+@njit(nogil=True, cache=True)
+def lacks(slots, row):
+    """Whether the neuron, which has a slot, must be asked for; it counts as that from now on.
+
+    After a read that failed it is asked for again.
     """
-    held = atomic_load(slots.held, slot)
-    if held & FAILED:
-        held &= ~FAILED
-        atomic_store(slots.held, slot, np.int32(held))
-        slots.asked[slot] = np.uint8(held)
-    missing = np.uint8(parts & ~np.int32(slots.asked[slot]))
-    slots.asked[slot] |= missing
+    if atomic_load(slots.held, np.int64(row)) == FAILED:
+        atomic_store(slots.held, np.int64(row), NOTHING)
+        slots.asked[row] = np.uint8(0)
+    missing = slots.asked[row] == 0
+    slots.asked[row] = np.uint8(1)
     return missing
 
 
@@ -111,6 +154,7 @@ def put_in(slots, row, slot):
     """Neuron `row`, which is in no slot, has this one from now on, and nothing of it is there."""
     empty_slot(slots, slot)
     slots.row_of[slot], slots.slot_of[row] = row, slot
+    slots.slot_weights[slot] = slots.weights[row]
 
 
 @njit(nogil=True, cache=True)
@@ -135,11 +179,11 @@ def _next_to_leave(slots):
         slot = state[HAND]
         state[HAND] = slot + 1 if slot + 1 < slots.row_of.shape[0] else 0
         num_seen += 1
-        if slots.row_of[slot] < 0:
+        row, weight = slots.row_of[slot], slots.slot_weights[slot]
+        if row < 0:
             return slot
-        if slots.used[slot] == state[EPOCH] or _is_coming(slots, slot):
+        if slots.used[slot] == state[EPOCH] or (found >= 0 and weight >= least):
             continue
-        rate = slots.rates[slots.row_of[slot]]
-        if found < 0 or rate < least:
-            found, least = slot, rate
+        if not _is_coming(slots, row):
+            found, least = slot, weight
     return found

@@ -15,7 +15,8 @@ from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
 from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.bit_ir import INPUT_PLANES
 from numba_kernels.serve.predict_team import SignPredictors
-from numba_kernels.storage.neuron_slots import EPOCH
+from numba_kernels.storage.neuron_slots import was_used
+from numba_kernels.storage.reads.neuron_file import GATE
 
 LEAST_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64
@@ -29,8 +30,8 @@ class ReadAhead(NamedTuple):
 
     predictors: no layers where nothing is read ahead
     most (L,) int64: how many of a layer's neurons to ask for; limit (1,) int64: the most of any
-    scores (N of a layer,) float32; planes (threads, 3, words) uint64; rows (limit,) int32: asked
-    for the layer before; state (2,) int64: of which layer, and how many
+    scores (N of a layer,) float32; planes (threads, 3, words) uint64; rows (limit,) int32, parts
+    (limit,) uint8: asked for the layer before; state (2,) int64: of which layer, and how many
     counts (2,) int64
     """
 
@@ -40,6 +41,7 @@ class ReadAhead(NamedTuple):
     scores: np.ndarray
     planes: np.ndarray
     rows: np.ndarray
+    parts: np.ndarray
     state: np.ndarray
     counts: np.ndarray
 
@@ -58,6 +60,7 @@ def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: i
         scores=np.zeros(int(np.diff(predictors.offsets).max(initial=0)), np.float32),
         planes=np.zeros((num_threads, INPUT_PLANES, -(-width // 64)), np.uint64),
         rows=np.zeros(max(0, limit), np.int32),
+        parts=np.zeros(max(0, limit), np.uint8),
         state=np.array([-1, 0]),
         counts=np.zeros(2, np.int64),
     )
@@ -102,47 +105,54 @@ def score_ahead(ahead, layer, thread, num_threads, x):
 
 
 @njit(nogil=True, cache=True)
-def best_rows(ahead, layer, first, slots, parts):
-    """The rows to be read ahead, the likeliest first: those that lack some of `parts`."""
-    scores, asked = ahead.scores, slots.asked
+def likeliest(ahead, layer, first, gates, rests):
+    """The rows to be read ahead: of gates that say so, then of those that the predictor chooses.
+
+    Each the likeliest first, so that what is left out is the least likely.
+    """
+    scores, most = ahead.scores, ahead.most[layer]
     num_neurons = ahead.predictors.offsets[layer + 1] - ahead.predictors.offsets[layer]
     found = np.empty(num_neurons, np.int64)
-    count = 0
-    for n in range(num_neurons):
-        if scores[n] > 0:
-            slot = slots.slot_of[first + n]
-            if slot < 0 or parts & ~np.int32(asked[slot]):
+    rows, num_rows = ahead.rows, 0
+    for has_gate in (True, False):
+        count = 0
+        for n in range(num_neurons):
+            row = first + n
+            if scores[n] <= 0 or (gates.asked[row] != 0) != has_gate:
+                continue
+            if not has_gate or not rests.asked[row]:
                 found[count] = n
                 count += 1
-    order = np.argsort(-scores[found[:count]])[: ahead.most[layer]]
-    rows = ahead.rows[: order.shape[0]]
-    for i in range(rows.shape[0]):
-        rows[i] = first + found[order[i]]
-    ahead.state[0], ahead.state[1] = layer, rows.shape[0]
-    return rows
+        left = most - num_rows
+        if count > left:
+            found[:left] = found[:count][np.argsort(-scores[found[:count]])[:left]]
+            count = left
+        for i in range(count):
+            rows[num_rows] = first + found[i]
+            num_rows += 1
+    return rows[:num_rows]
 
 
 @njit(nogil=True, cache=True)
-def note_begun(ahead, slots):
+def note_begun(ahead, gates, rests):
     """Of what was asked for keep those rows that are not taken back."""
     kept = 0
-    for row in ahead.rows[: ahead.state[1]]:
-        slot = slots.slot_of[row]
-        if slot >= 0 and slots.asked[slot]:
-            ahead.rows[kept] = row
+    for i in range(ahead.state[1]):
+        row, part = ahead.rows[i], ahead.parts[i]
+        if (gates if part & GATE else rests).asked[row]:
+            ahead.rows[kept], ahead.parts[kept] = row, part
             kept += 1
     ahead.state[1] = kept
 
 
 @njit(nogil=True, cache=True)
-def learn(ahead, layer, slots):
+def learn(ahead, layer, gates, rests):
     """How many to ask for next time, once the layer has looked up all that it needs."""
     num_read, num_used = ahead.state[1], 0
     if ahead.state[0] != layer or num_read == 0:
         return
-    for row in ahead.rows[:num_read]:
-        slot = slots.slot_of[row]
-        num_used += slot >= 0 and slots.used[slot] == slots.state[EPOCH]
+    for i in range(num_read):
+        num_used += was_used(gates if ahead.parts[i] & GATE else rests, ahead.rows[i])
     ahead.state[0] = -1
     ahead.counts[NUM_AHEAD] += num_read
     ahead.counts[NUM_OF_USE] += num_used

@@ -48,8 +48,9 @@ def _stored_request(thread, num_threads, service, wires, stored, scratch, bucket
         return
     reply[BYTES_READ] = stored.queue.counts[:, 0].sum()
     reply[READ_WAIT_NS] = stored.waits.max()
-    reply[PARTS_WANTED] = stored.slots.state[NUM_WANTED]
-    reply[PARTS_MISSED] = stored.slots.state[NUM_MISSED]
+    gates, rests = stored.gates.state, stored.rests.state
+    reply[PARTS_WANTED] = gates[NUM_WANTED] + rests[NUM_WANTED]
+    reply[PARTS_MISSED] = gates[NUM_MISSED] + rests[NUM_MISSED]
     if not done:
         reply[STATUS] = FAILED
         return

@@ -1,10 +1,10 @@
 """A layer's feed-forward network of neurons that may have to be read first.
 
 The same as `numba_kernels.serve.layer_ffn`, to the last bit: the same kernels go through the same
-neurons, only that a row is looked up in a slot. Gates that are not in memory are read before the
-first product. Once it is known who fires, up and down rows are asked for; each thread multiplies
-with the up rows that are there, then with the others as they come, and adds down rows in ascending
-order at the end.
+neurons, only that a row is looked up in a slot. Gates that are not in memory are asked for first.
+One token is multiplied with those that are there, then with the others as they come. Once it is
+known who fires, up and down rows are asked for; each thread multiplies with the up rows that are
+there, then with the others as they come, and adds down rows in ascending order at the end.
 """
 
 import numpy as np
@@ -30,98 +30,71 @@ from numba_kernels.serve.layer_ffn import (
     work_stealing_gates,
 )
 from numba_kernels.serve.mailbox import meet
+from numba_kernels.storage.arriving_gates import ask_gates, values_here, values_late
 from numba_kernels.storage.neuron_slots import (
-    EPOCH,
+    begin_request,
     count_wanted,
-    forget_rates,
     forget_slots,
+    has_all,
+    has_come,
 )
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
-from numba_kernels.storage.reads.neuron_file import GATE, REST
 from numba_kernels.storage.reads.read_queue import num_come, settle, take_back
 from numba_kernels.storage.stored_neurons import (
     FORGETS,
-    HAS_GATES,
     MOST_BYTES,
     MOST_GAP,
-    READS_WHOLE,
     WAITS_FIRST,
     ask_ahead,
     ask_marked,
     await_rows,
     await_some,
     compute_ahead,
-    has_come,
-    want,
+    want_rest,
 )
 
 
 @njit(nogil=True, cache=True)
 def _begin(stored, first, last):
     """Before a request of the neurons first..last-1; what was read ahead goes on."""
-    forget_rates(stored.slots, first, last)
-    stored.slots.state[EPOCH] += 1
+    begin_request(stored.gates, last - first)
+    begin_request(stored.rests, last - first)
     if stored.queue.failure[0]:
-        settle(stored.queue, stored.slots.asked)
+        settle(stored.queue, stored.gates.asked, stored.rests.asked)
         stored.queue.failure[0] = 0
     if stored.options[FORGETS]:
-        settle(stored.queue, stored.slots.asked)
-        forget_slots(stored.slots)
+        settle(stored.queue, stored.gates.asked, stored.rests.asked)
+        forget_slots(stored.rests)
+        if not has_all(stored.gates):
+            forget_slots(stored.gates)
 
 
 @njit(nogil=True, cache=True)
 def _end_ahead(stored):
     """Before anything is looked up: what was read ahead and not begun is not wanted any more."""
-    take_back(stored.queue, stored.slots.asked)
-    note_begun(stored.ahead, stored.slots)
+    take_back(stored.queue, stored.gates.asked, stored.rests.asked)
+    note_begun(stored.ahead, stored.gates, stored.rests)
 
 
 @njit(nogil=True, cache=True)
-def _first_parts(stored, is_listed, keeps_all):
-    """What is read of a candidate before it is known whether it fires; 0: its gate stays."""
-    if stored.options[HAS_GATES]:
-        return 0
-    return GATE | REST if keeps_all or (is_listed and stored.options[READS_WHOLE]) else GATE
-
-
-@njit(nogil=True, cache=True)
-def _read_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
-    """Bring the candidates' gates into slots, `stored.gate_slots`; by one thread alone."""
-    parts = _first_parts(stored, is_listed, keeps_all)
-    _end_ahead(stored)
-    count = ids.shape[0] if is_listed else num_neurons
-    for i in range(count):
-        row = first + (ids[i] if is_listed else i)
-        stored.gate_slots[i] = want(stored, row, parts)
-        if parts & REST:
-            count_wanted(stored.slots, row)
-    ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
-    stored.failed[0] = not await_rows(stored, 0, stored.gate_slots, count, parts)
-
-
-@njit(nogil=True, cache=True)
-def _ask_rest(stored, first, scratch, num_threads, first_parts):
-    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone.
-
-    How often a neuron is wanted is how often its up and down are; `first_parts` were counted.
-    """
-    if not first_parts:
+def _ask_rest(stored, first, scratch, num_threads):
+    """Ask for up and down of all that fired, in slots `stored.rest_slots`; by one thread alone."""
+    if has_all(stored.gates):
         _end_ahead(stored)
     for thread in range(num_threads):
         fired_ids = scratch.fired_ids[thread]
         for i in range(scratch.counts[thread]):
-            row = first + fired_ids[i]
-            stored.rest_slots[thread, i] = want(stored, row, REST)
-            if not first_parts & REST:
-                count_wanted(stored.slots, row)
+            row = first + np.int64(fired_ids[i])
+            stored.rest_slots[thread, i] = want_rest(stored, row)
+            count_wanted(stored.rests, row)
     ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
 
 
 @njit(nogil=True, cache=True)
-def _scale_arriving(stored, thread, up, bias, slots, num_fired, x, function, h):
+def _scale_arriving(stored, thread, first, ids, up, bias, slots, num_fired, x, function, h):
     """h[i] *= up[n] . x[0] + bias[n], n = slots[i], in the order in which rows come.
 
-    False where one could not be read; when all of `slots` have come.
+    Of neurons first + ids[i]. False where one could not be read; when all of them have come.
     """
     to_come = stored.to_come[thread]
     num_to_come = num_fired
@@ -130,8 +103,8 @@ def _scale_arriving(stored, thread, up, bias, slots, num_fired, x, function, h):
     while num_to_come:
         seen, left = num_come(stored.queue), 0
         for k in range(num_to_come):
-            i = to_come[k]
-            found = has_come(stored, np.int64(slots[i]), REST)
+            i = np.int64(to_come[k])
+            found = has_come(stored.rests, first + np.int64(ids[i]))
             if found < 0:
                 return False
             if found == 0:
@@ -161,12 +134,14 @@ def _keep_large(down_norms, slots, num_fired, h, least):
 
 
 @njit(nogil=True, cache=True)
-def _up_down(stored, thread, num_fired, fired_masks, gates, vectors, function, least, sums, lists):
+def _up_down(
+    stored, thread, first, ids, num_fired, fired_masks, gates, vectors, function, least, sums, lists
+):
     """Add what this thread's neurons contribute; how many fired, or -1 where reads failed."""
     arrays, slots = stored.arrays, stored.rest_slots[thread]
     is_one = sums.shape[0] == 1
     if (not is_one or stored.options[WAITS_FIRST]) and not await_rows(
-        stored, thread, slots, num_fired, REST
+        stored, thread, stored.rests, first, ids, num_fired
     ):
         return -1
     if not is_one:
@@ -174,8 +149,9 @@ def _up_down(stored, thread, num_fired, fired_masks, gates, vectors, function, l
             arrays.up, arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
             num_fired, gates, vectors, function, least, sums, lists,
         )  # fmt: skip
+    up, bias = arrays.up, arrays.up_bias
     if not _scale_arriving(
-        stored, thread, arrays.up, arrays.up_bias, slots, num_fired, vectors, function, gates
+        stored, thread, first, ids, up, bias, slots, num_fired, vectors, function, gates
     ):
         return -1
     if arrays.up.shape[0] and least >= 0:
@@ -184,6 +160,13 @@ def _up_down(stored, thread, num_fired, fired_masks, gates, vectors, function, l
         arrays.up[:0], arrays.up_bias, arrays.down, arrays.down_norms, slots, fired_masks,
         num_fired, gates, vectors, function, least, sums, lists,
     )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _await_gates(stored, first, num_neurons, is_listed, ids):
+    """Several tokens' gates are waited for before the first product, by one thread for all."""
+    count = ids.shape[0] if is_listed else num_neurons
+    stored.failed[0] = not await_rows(stored, 0, stored.gates, first, ids, count)
 
 
 @njit(nogil=True, cache=True)
@@ -198,33 +181,49 @@ def stored_layer_ffn(
     arrays = stored.arrays
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     num_neurons, num_tokens = last - first, x.shape[0]
-    has_gates = stored.options[HAS_GATES] != 0
+    gates_stay, is_one = has_all(stored.gates), num_tokens == 1
     stored.failed[thread] = 0
     if thread == 0:
         _begin(stored, first, last)
-        if not has_gates:
-            _read_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
-    if not has_gates:
+        if not gates_stay:
+            _end_ahead(stored)
+            ask_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
+            if not is_one or stored.options[WAITS_FIRST]:
+                _await_gates(stored, first, num_neurons, is_listed, ids)
+    if not gates_stay:
         meet(cells, service, num_threads)
         if stored.failed[0]:
             return False
-    gate, gate_bias = arrays.gate, arrays.gate_bias
-    if has_gates:
-        gate, gate_bias = gate[first:last], part_of(gate_bias, first, last)
-    places = ids if has_gates else stored.gate_slots[: ids.shape[0] if is_listed else num_neurons]
+    following = layer_ahead(stored.ahead, layer, num_tokens)
     begin, end = own_candidates(thread, num_threads, num_neurons, is_listed, ids)
     sums = scratch.sums[thread, :num_tokens]
     sums[:] = 0
     gates = scratch.gates[thread]
     fired_ids, fired_masks = scratch.fired_ids[thread], scratch.fired_masks[thread]
     lists = thread_lists(scratch.lists, thread, num_tokens)
-    vectors = prepared(gate, x, scratch.inputs, thread)
-    work_stealing_gates(
-        thread, num_threads, num_neurons, gate, gate_bias, is_listed, ids, places, token_masks,
-        vectors, function, num_tokens, lists, scratch,
-    )  # fmt: skip
+    vectors = prepared(arrays.gate, x, scratch.inputs, thread)
+    if gates_stay or not is_one:
+        gate, gate_bias, places = arrays.gate, arrays.gate_bias, ids
+        if gates_stay:
+            gate, gate_bias = gate[first:last], part_of(gate_bias, first, last)
+        else:
+            places = stored.gate_slots[: ids.shape[0] if is_listed else num_neurons]
+        work_stealing_gates(
+            thread, num_threads, num_neurons, gate, gate_bias, is_listed, ids, places, token_masks,
+            vectors, function, num_tokens, lists, scratch,
+        )  # fmt: skip
+    else:
+        values_here(stored, vectors, function, scratch.values)
+    if following >= 0:  # while gates, or what was read ahead, still arrive
+        score_ahead(stored.ahead, following, thread, num_threads, x)
+    if not gates_stay and is_one:
+        stored.failed[thread] = not values_late(
+            stored, thread, first, is_listed, ids, vectors, function, scratch.values
+        )
     meet(cells, service, num_threads)
-    if num_tokens == 1:
+    if stored.failed.any():
+        return False
+    if is_one:
         values = scratch.values[begin:end]
         num_fired = keep_fired_kernel(
             ids, token_masks, thresholds.gate, begin, end, values, fired_ids, fired_masks, gates
@@ -238,27 +237,23 @@ def stored_layer_ffn(
     scratch.counts[thread] = num_fired
     scratch.up_counts[thread] = num_fired
     meet(cells, service, num_threads)
-    following = layer_ahead(stored.ahead, layer, num_tokens)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
-        first_parts = _first_parts(stored, is_listed, thresholds.gate < 0)
-        _ask_rest(stored, first, scratch, num_threads, first_parts)
-        learn(stored.ahead, layer, stored.slots)
+        _ask_rest(stored, first, scratch, num_threads)
+        learn(stored.ahead, layer, stored.gates, stored.rests)
     if following >= 0:
-        score_ahead(stored.ahead, following, thread, num_threads, x)
-        if has_gates:
-            compute_ahead(stored, following, thread, num_threads, vectors, function, num_tokens)
+        compute_ahead(stored, following, thread, num_threads, vectors, function, num_tokens)
     meet(cells, service, num_threads)
     if thread == 0 and following >= 0:
         ask_ahead(stored, following)
     num_fired = _up_down(
-        stored, thread, num_fired, fired_masks, gates, vectors, function, thresholds.product, sums,
-        lists,
+        stored, thread, first, fired_ids, num_fired, fired_masks, gates, vectors, function,
+        thresholds.product, sums, lists,
     )  # fmt: skip
     stored.failed[thread] = num_fired < 0
     slots = stored.rest_slots[thread]
     for i in range(num_fired):  # with drelu fewer than fired before
-        fired_ids[i] = stored.slots.row_of[slots[i]] - first
+        fired_ids[i] = stored.rests.row_of[slots[i]] - first
     scratch.counts[thread] = max(0, num_fired)
     meet(cells, service, num_threads)
     if stored.failed.any():

@@ -57,8 +57,10 @@ IDS = np.random.default_rng(3).integers(0, 101, 40)
 WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
 STORES: list[dict[str, Any]] = [
     {},  # no slot more than a layer needs
-    {"has_gates": True, "more_slots": 13},
+    {"more_gates": 1000, "more_slots": 13},  # all gates stay
     {"reads_whole": False, "more_slots": 13, "has_rates": True},
+    {"reads_whole": False, "more_gates": 40, "more_slots": 13, "has_rates": True},
+    {"more_gates": 30, "has_rates": True},
     {"more_slots": 1000},
 ]
 
@@ -76,7 +78,7 @@ class StoredSystem(InProcessSystem):
     """As `InProcessSystem`, with CPU services that have so many slots besides a layer."""
 
     more_slots: int = 0
-    has_gates: bool = False
+    more_gates: int = 0  # besides those
     reads_whole: bool = True
     has_rates: bool = False
     predictors: Path | None = None
@@ -108,7 +110,8 @@ class StoredSystem(InProcessSystem):
         most, total = max(ids.size for ids in shard), sum(ids.size for ids in shard)
         draw = np.random.default_rng(index)
         rates = draw.random(total if self.has_rates else 0).astype(np.float32)
-        share = StoredShare(most + self.more_slots, rates, self.has_gates, self.reads_whole)
+        num_rests = most + self.more_slots
+        share = StoredShare(num_rests + self.more_gates, num_rests, rates, self.reads_whole)
         return replace(share, **self.left_out)
 
     def counted(self, word: int) -> int:
@@ -222,8 +225,9 @@ def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire
 
 AHEAD: list[dict[str, Any]] = [
     {"more_slots": 40},
-    {"has_gates": True, "more_slots": 60},
+    {"more_gates": 1000, "more_slots": 60},
     {"reads_whole": False, "more_slots": 50, "has_rates": True},
+    {"reads_whole": False, "more_slots": 40, "more_gates": 30, "has_rates": True},
 ]
 
 
@@ -315,7 +319,7 @@ def test_a_larger_cache_reads_less(tiny: Tiny) -> None:
     path, found = tiny("llama-relu").path, []
     packed(path)
     for more_slots in (0, 60, 1000):
-        with StoredSystem(path, 1, 2, more_slots=more_slots, has_gates=True) as stored:
+        with StoredSystem(path, 1, 2, more_slots=more_slots, more_gates=1000) as stored:
             stored.logits("exact", IDS, [1])
             found.append(stored.counted(PARTS_MISSED))
             before = stored.counted(BYTES_READ)

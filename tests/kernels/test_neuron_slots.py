@@ -10,14 +10,14 @@ from numba_kernels.storage.neuron_slots import (
     HAND,
     LOOKED_AT,
     MEMORY,
+    begin_request,
     count_wanted,
-    forget_rates,
-    lacking,
+    lacks,
     new_slots,
     slot_for,
 )
 from numba_kernels.storage.reads.bundle_sums import bundle_sums
-from numba_kernels.storage.reads.read_queue import FAILED
+from numba_kernels.storage.reads.read_queue import FAILED, HERE, NOTHING
 
 
 class PlainSlots:
@@ -54,22 +54,20 @@ def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> 
     slots = new_slots(rates, num_slots)
     plain = PlainSlots(num_slots, rates.tolist())
     for request in range(200):
-        slots.state[EPOCH] += 1
         first = request % layers * neurons
-        forget_rates(slots, first, first + neurons)
-        for row in range(first, first + neurons):
-            plain.rates[row] *= 1 - float(MEMORY)
+        begin_request(slots, neurons)
+        plain.rates = [rate * (1 - MEMORY) ** (1 / layers) for rate in plain.rates]
         now: set[int] = set()
         for row in (first + draw.choice(neurons, draw.integers(0, most), False)).tolist():
             assert slot_for(slots, row) == plain.want(row, now)
             count_wanted(slots, row)
-            plain.rates[row] += float(MEMORY)
+            plain.rates[row] += MEMORY
             now.add(row)
         for row in now:  # a second look at the same rows, as for up and down
             slot = slot_for(slots, row)
             assert slots.row_of[slot] == row and slot == plain.want(row, now)
         assert [-1 if row is None else row for row in plain.rows] == slots.row_of.tolist()
-        np.testing.assert_allclose(slots.rates, plain.rates, atol=1e-4)
+        np.testing.assert_allclose(slots.weights / slots.weight[0], plain.rates, atol=1e-4)
         assert slots.state[HAND] == plain.hand
         held = np.flatnonzero(slots.slot_of >= 0)
         assert set(held) == {row for row in plain.rows if row is not None}
@@ -80,8 +78,7 @@ def test_what_is_wanted_often_outlasts_what_passes_through() -> None:
     slots = new_slots(np.zeros(400, np.float32), 60)
     draw, num_found = np.random.default_rng(2), 0
     for request in range(100):
-        slots.state[EPOCH] += 1
-        forget_rates(slots, 0, 400)
+        begin_request(slots, 400)
         num_found += (slots.slot_of[:30] >= 0).sum() if request >= 20 else 0
         for row in [*range(30), *(30 + draw.choice(370, 25, False)).tolist()]:
             slot_for(slots, row)
@@ -94,21 +91,44 @@ def test_what_is_being_read_keeps_its_slot() -> None:
     slots = new_slots(np.linspace(0, 1, 60, dtype=np.float32), 20)  # row 0 is wanted least
     slots.state[EPOCH] += 1
     for row in range(20):
-        assert lacking(slots, slot_for(slots, row), 3) == 3
-    there = [row for row in range(20) if row not in (0, 1, 2)]
-    slots.held[slots.slot_of[there]] = 3
-    slots.held[slots.slot_of[1]] = 2  # one part of two
-    slots.held[slots.slot_of[2]] = FAILED  # nothing of it comes any more
+        slot_for(slots, row)
+        assert lacks(slots, row) and not lacks(slots, row)
+    slots.held[2:20] = HERE
+    slots.held[2] = FAILED  # nothing of it comes any more
     for row, leaves in ((30, 2), (31, 3), (32, 4)):
         slots.state[EPOCH] += 1
         slot = slots.slot_of[leaves]
         assert slot_for(slots, row) == slot and slots.slot_of[leaves] == -1
-        assert lacking(slots, slot, 3) == 3
-        slots.held[slot] = 3
-    slots.held[slots.slot_of[[0, 1]]] = 3
+        assert slots.held[leaves] == NOTHING and lacks(slots, row)
+        slots.held[row] = HERE
+    slots.held[[0, 1]] = HERE
     slots.state[EPOCH] += 1
     coldest = slots.slot_of[0]
     assert slot_for(slots, 33) == coldest  # once it is there, it leaves as any other
+
+
+def test_what_failed_is_asked_for_again() -> None:
+    slots = new_slots(np.zeros(4, np.float32), 2)
+    slot_for(slots, 1)
+    assert lacks(slots, 1)
+    slots.held[1] = FAILED
+    assert lacks(slots, 1) and slots.held[1] == NOTHING
+
+
+def test_weights_that_grow_for_long_keep_their_order() -> None:
+    """As many requests as make the unit of weights too large for their numbers, several times."""
+    slots = new_slots(np.array([0.9, 0.5, 0.1, 0.0], np.float32), 3)
+    for row in range(3):
+        slot_for(slots, row)
+    for request in range(20_000):
+        begin_request(slots, 4)
+        count_wanted(slots, 0)
+        if request % 2:
+            count_wanted(slots, 1)
+    rates = slots.weights / slots.weight[0]
+    assert np.isfinite(slots.weights).all()
+    np.testing.assert_allclose(rates, [1, 0.5, 0, 0], atol=0.01)
+    np.testing.assert_allclose(slots.slot_weights, slots.weights[slots.row_of], rtol=1e-6)
 
 
 def test_sums_tell_any_changed_word() -> None:

@@ -43,7 +43,7 @@ def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
     if system.storage is None:
         return weight_bytes(config)
     share = expected_gpu(system, config)
-    kept = bytes_in_memory(share, config, system.storage)
+    kept = bytes_in_memory(config, system.storage)
     return weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
 
 

@@ -17,7 +17,7 @@ from actors.protocol.stored_neurons import (
     StoredShare,
 )
 from actors.setup.memory.needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
-from actors.setup.memory.storage_shares import divided, reads_whole, slot_bytes, stored_bytes
+from actors.setup.memory.storage_shares import divided, kept_parts, reads_whole, stored_bytes
 from actors.setup.neurons.placement_choice import own_profile
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.direct import PAGE_BYTES
@@ -90,8 +90,7 @@ def _least(
     """
     geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
     file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
-    least = NeuronStorage(str(file), 0, has_gates=False)
-    least = replace(least, cache_bytes=geometry.num_neurons * slot_bytes(geometry, least))
+    least = NeuronStorage(str(file), geometry.num_neurons, geometry.num_neurons)
     rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
     return least, rest + -(-stored_bytes(system, config, least) // num_hosts)
 
@@ -110,15 +109,15 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
         raise ValueError(f"{spec.name} has no neurons on storage")
     geometry = BundleGeometry.of(config)
     most = max(ids.size for ids in shards)
-    num_slots = max(most, storage.cache_bytes // slot_bytes(geometry, storage))
+    num_gates, num_rests = max(most, storage.num_gates), max(most, storage.num_rests)
     path = Path(spec.model_path)
     profile = own_profile(path, ModelIdentity.of(path), config)
     rates = np.empty(0, np.float32)
     if profile is not None:
         parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    is_whole = reads_whole(geometry, rates, num_slots)
-    share = StoredShare(num_slots, rates, storage.has_gates, is_whole)
+    is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_rests))
+    share = StoredShare(num_gates, num_rests, rates, is_whole)
     return _left_out(share, storage, geometry, most)
 
 
@@ -128,7 +127,7 @@ def _left_out(
     """The share of a benchmark that leaves out parts of how neurons are read."""
     if CACHE in storage.without:
         unknown = np.empty(0, np.float32)
-        share = replace(share, num_slots=most, rates=unknown, forgets=True)
+        share = replace(share, num_gates=most, num_rests=most, rates=unknown, forgets=True)
     if BUNDLES in storage.without:
         # Each row by a read of its own, wherever it lies.
         piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from model.config.model_config import ModelConfig
 from model.config.weight_formats import numpy_dtype
 from model.files.artifact import ModelIdentity
 from numba_kernels.formats import ROW_FORMATS
-from placement.storage import Disk, Reads, expected_reads, gates_first, whole_bundles
+from placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
 from predictors.predictor_file import read_predictors
 from predictors.read_ahead import can_read_ahead
 
 _ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
 _SLOT_BYTES = 24  # of each slot: whose it is, biases
 _UNKNOWN_RATE = 0.1  # of neurons, where no profile says how often they fire
+_DIVISIONS = 32  # of memory between gates and whole neurons, of which the best is chosen
 _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more slots
 
 
@@ -38,16 +40,26 @@ def divided(
     num_bytes = _predictor_bytes(path, system, config)
     if num_bytes and _SPARE_FOR_AHEAD * num_bytes < spare:
         least, spare = replace(least, predictors=system.predictors_path or ""), spare - num_bytes
-    slots = replace(least, cache_bytes=least.cache_bytes + spare)
-    gates, geometry = replace(least, has_gates=True), BundleGeometry.of(config)
-    gates = replace(gates, cache_bytes=geometry.num_neurons * slot_bytes(geometry, gates))
-    more = stored_bytes(system, config, gates) - stored_bytes(system, config, least)
-    if system.mode == "dense" or more > spare:
-        return slots
-    gates = replace(gates, cache_bytes=gates.cache_bytes + spare - more)
+    found = list(_divisions(system, config, least, spare))
+    if not system.predictors_path:
+        found = [found[0], *found[-1:]]  # gates are wanted always: all stay, or none
     disk = Disk()
-    found = (gates, slots)
     return min(found, key=lambda kept: disk.seconds(token_reads(path, system, config, kept)))
+
+
+def _divisions(
+    system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
+) -> Iterator[NeuronStorage]:
+    """Ways to use `spare` bytes beside the least: for whole neurons, then more and more gates."""
+    geometry, num_cold = BundleGeometry.of(config), num_cold_neurons(system, config)
+    gate_bytes, rest_bytes = slot_bytes(geometry)
+    most = max(0, num_cold - least.num_gates)
+    whole = min(most, spare // (gate_bytes + rest_bytes))
+    most_gates = whole if system.mode == "dense" else min(most, spare // gate_bytes)
+    for step in range(_DIVISIONS + 1):
+        gates = whole + (most_gates - whole) * step // _DIVISIONS
+        rests = min(most, (spare - gates * gate_bytes) // rest_bytes)
+        yield replace(least, num_gates=least.num_gates + gates, num_rests=least.num_rests + rests)
 
 
 def _predictor_bytes(path: Path, system: SystemConfig, config: ModelConfig) -> int:
@@ -71,14 +83,13 @@ def token_reads(
     fired = _cold_rates(path, system, config)
     if not fired.size:
         return Reads(0, 0)
-    num_slots = kept.cache_bytes // slot_bytes(geometry, kept)
-    if kept.has_gates:
-        return expected_reads(fired, num_slots, geometry.rest_bytes)
-    if system.predictors_path:
-        reads = whole_bundles if reads_whole(geometry, fired, num_slots) else gates_first
-        return reads(fired, num_slots, geometry.gate_bytes, geometry.rest_bytes)
+    parts = kept_parts(geometry, kept.num_gates, kept.num_rests)
+    if system.predictors_path or kept.num_gates >= fired.size:
+        is_whole = bool(system.predictors_path) and reads_whole(geometry, fired, parts)
+        return whole_bundles(fired, parts) if is_whole else gates_first(fired, parts)
     # Gates of all that are not in slots; what lies between them is read too.
-    return expected_reads(np.ones_like(fired), num_slots, geometry.bundle_bytes, in_sequence=True)
+    ones, num_bytes = np.ones_like(fired), geometry.bundle_bytes
+    return expected_reads(ones, kept.num_rests, num_bytes, in_sequence=True)
 
 
 def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.ndarray:
@@ -94,7 +105,7 @@ def _cold_rates(path: Path, system: SystemConfig, config: ModelConfig) -> np.nda
     return cold
 
 
-def reads_whole(geometry: BundleGeometry, fired: np.ndarray, num_slots: int) -> bool:
+def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool:
     """Whether all of a neuron that a predictor lists is read at once, not its gate first.
 
     `fired` is how often each neuron fires, (0,) where that is not known. What is rarely in slots
@@ -106,20 +117,24 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, num_slots: int) -> 
         return False
     if not fired.size:
         fired = np.full(geometry.num_layers * geometry.num_neurons, _UNKNOWN_RATE)
-    disk, sizes = Disk(), (num_slots, geometry.gate_bytes, geometry.rest_bytes)
-    whole, first = whole_bundles(fired, *sizes), gates_first(fired, *sizes)
-    return disk.seconds(whole) <= disk.seconds(first)
+    disk = Disk()
+    return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
 
 
-def slot_bytes(geometry: BundleGeometry, storage: NeuronStorage) -> int:
-    """Bytes of a slot with its tables."""
-    return geometry.slot_bytes - storage.has_gates * geometry.gate_row_bytes + _SLOT_BYTES
+def kept_parts(geometry: BundleGeometry, num_gates: int, num_rests: int) -> Kept:
+    """So many neurons' parts in memory, and what a read of one takes."""
+    return Kept(num_gates, num_rests, geometry.gate_bytes, geometry.rest_bytes)
 
 
-def bytes_in_memory(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
+def slot_bytes(geometry: BundleGeometry) -> tuple[int, int]:
+    """Bytes of a slot for a gate row, and of one for up and down rows, with their tables."""
+    return geometry.gate_row_bytes + _SLOT_BYTES, geometry.rest_row_bytes + _SLOT_BYTES
+
+
+def bytes_in_memory(config: ModelConfig, storage: NeuronStorage) -> int:
     """Bytes of cold neurons' rows in memory."""
-    gate_bytes = BundleGeometry.of(config).gate_row_bytes if storage.has_gates else 0
-    return storage.cache_bytes + num_cold_neurons(system, config) * gate_bytes
+    gate_bytes, rest_bytes = slot_bytes(BundleGeometry.of(config))
+    return storage.num_gates * gate_bytes + storage.num_rests * rest_bytes
 
 
 def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStorage) -> int:
@@ -128,4 +143,4 @@ def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStora
     tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
     buffers = system.num_cpu_actors * READ_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
-    return bytes_in_memory(system, config, storage) + tables + buffers + predictors
+    return bytes_in_memory(config, storage) + tables + buffers + predictors

@@ -127,7 +127,12 @@ def _storage_share(system: SystemConfig, threads: int, of_all: int) -> NeuronSto
     """One CPU service's, which has so many of the threads, and such a share of the neurons."""
     if system.storage is None:
         return None
-    return replace(system.storage, cache_bytes=system.storage.cache_bytes * threads // of_all)
+    storage = system.storage
+    return replace(
+        storage,
+        num_gates=storage.num_gates * threads // of_all,
+        num_rests=storage.num_rests * threads // of_all,
+    )
 
 
 def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:

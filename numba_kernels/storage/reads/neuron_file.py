@@ -37,24 +37,24 @@ class NeuronFile(NamedTuple):
 
 
 class RowBytes(NamedTuple):
-    """Where rows go: the bytes of arrays (N, row bytes) uint8, of no rows where they are not kept.
+    """Where rows go: the bytes of arrays (slots, row bytes) uint8, and each neuron's slots.
 
-    In the two-matrix FFN `up` has rows of no bytes.
+    gate, up, down: in the two-matrix FFN `up` has rows of no bytes
+    gate_slots, rest_slots (N,) int32: of the gate row, of the up and down rows
     """
 
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
+    gate_slots: np.ndarray
+    rest_slots: np.ndarray
 
 
 class Wanted(NamedTuple):
-    """Neurons to be read: rows (M,) int32 in the file's order, parts (M,) uint8, and the rows of
-    RowBytes that they go to, targets (M,) int32.
-    """
+    """Neurons to be read: rows (M,) int32 in the file's order, parts (M,) uint8."""
 
     rows: np.ndarray
     parts: np.ndarray
-    targets: np.ndarray
 
 
 @njit(nogil=True, cache=True)
@@ -121,23 +121,22 @@ def take_span(file, wanted, first, last, begin, staging, target):
     """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
     gate, rest = file.facts[GATE_BYTES], file.facts[REST_BYTES]
     for i in range(first, last):
-        row, parts, place = wanted.rows[i], wanted.parts[i], np.int64(wanted.targets[i])
+        row, parts = wanted.rows[i], wanted.parts[i]
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]
             if part_sum(part) != file.sums[row, 0]:
                 return i
-            if target.gate.shape[0]:
-                take_row(part, target.gate, place)
+            take_row(part, target.gate, np.int64(target.gate_slots[row]))
             at += gate
         if parts & REST:
             part = staging[at : at + rest]
             if part_sum(part) != file.sums[row, 1]:
                 return i
+            slot = np.int64(target.rest_slots[row])
             if target.up.shape[0]:
-                take_row(part, target.up, place)
-            if target.down.shape[0]:
-                take_row(part[target.up.shape[1] :], target.down, place)
+                take_row(part, target.up, slot)
+            take_row(part[target.up.shape[1] :], target.down, slot)
     return -1
 
 

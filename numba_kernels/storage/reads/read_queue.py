@@ -23,7 +23,7 @@ from numba_kernels.serve.doorbell import (
     wake,
     wake_some,
 )
-from numba_kernels.storage.reads.neuron_file import Wanted, cut_spans, read_span
+from numba_kernels.storage.reads.neuron_file import GATE, REST, Wanted, cut_spans, read_span
 
 NOW, NUM_BATCHES = 0, 3  # what is needed now; the others are read ahead, in turn
 _TAKEN, _ASKED, _STOP, _CAME, _WAITING, _LEFT = range(6)  # cells; _LEFT one for each batch
@@ -32,9 +32,9 @@ _IDLE_NS = 3_600_000_000_000
 _LOOK_NS = 100_000_000
 _SPINS = 100
 _SPANS_A_WAKE = np.int32(8)  # to wake somebody for each that comes costs more than it gains
-BATCH, FIRST, LAST, TARGET = range(4)  # of a span
+BATCH, FIRST, LAST = range(3)  # of a span
 BYTES_READ, READ_NS, HAS_BEGUN = range(3)  # words of `counts`
-FAILED = np.int32(8)  # in `held`, beside the parts of `neuron_file`: a read of the slot failed
+NOTHING, HERE, FAILED = np.int32(0), np.int32(1), np.int32(2)  # of a part of a neuron
 
 
 class ReadQueue(NamedTuple):
@@ -42,9 +42,9 @@ class ReadQueue(NamedTuple):
 
     cells (9 * 16,) int32: how many spans were taken and asked for so far, and how many of each
     batch have not come
-    spans (S, 4) int32, S a power of two: batch, first, last, number of the target; span k lies in
-    spans[k % S]; firsts (M + 1,) int32: work space
-    rows, targets (batches, M) int32, parts (batches, M) uint8: `Wanted` of each batch
+    spans (S, 3) int32, S a power of two: batch, first, last; span k lies in spans[k % S];
+    firsts (M + 1,) int32: work space
+    rows (batches, M) int32, parts (batches, M) uint8: `Wanted` of each batch
     failure (2,) int64: see `neuron_file.read_span`; of the last that failed
     counts (threads, 8) int64: bytes read by each thread, nanoseconds that it took, and whether the
     thread serves
@@ -55,7 +55,6 @@ class ReadQueue(NamedTuple):
     firsts: np.ndarray
     rows: np.ndarray
     parts: np.ndarray
-    targets: np.ndarray
     failure: np.ndarray
     counts: np.ndarray
 
@@ -65,11 +64,10 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
     num_spans = 1 << max(1, NUM_BATCHES * most).bit_length()
     return ReadQueue(
         cells=np.zeros(_NUM_CELLS * INTS_A_CELL, np.int32),
-        spans=np.zeros((num_spans, 4), np.int32),
+        spans=np.zeros((num_spans, 3), np.int32),
         firsts=np.zeros(most + 1, np.int32),
         rows=np.zeros((NUM_BATCHES, most), np.int32),
         parts=np.zeros((NUM_BATCHES, most), np.uint8),
-        targets=np.zeros((NUM_BATCHES, most), np.int32),
         failure=np.zeros(2, np.int64),
         counts=np.zeros((num_threads, 8), np.int64),
     )
@@ -78,7 +76,7 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
 @njit(nogil=True, cache=True)
 def wanted_of(queue, batch):
     """Where a batch's neurons are written down."""
-    return Wanted(queue.rows[batch], queue.parts[batch], queue.targets[batch])
+    return Wanted(queue.rows[batch], queue.parts[batch])
 
 
 @njit(nogil=True, cache=True)
@@ -88,14 +86,14 @@ def num_left(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def ask_for(queue, file, batch, count, most_bytes, most_gap, target):
-    """Let the first `count` neurons of a batch, of which none is left, be read into a target."""
+def ask_for(queue, file, batch, count, most_bytes, most_gap):
+    """Let the first `count` neurons of a batch, of which none is left, be read into their slots."""
     cells, spans, firsts = queue.cells, queue.spans, queue.firsts
     num_spans = cut_spans(file, wanted_of(queue, batch), count, most_bytes, most_gap, firsts)
     asked = atomic_load(cells, _ASKED * INTS_A_CELL)
     for k in range(num_spans):
         span = spans[np.int64(asked + k) & (spans.shape[0] - 1)]
-        span[BATCH], span[FIRST], span[LAST], span[TARGET] = batch, firsts[k], firsts[k + 1], target
+        span[BATCH], span[FIRST], span[LAST] = batch, firsts[k], firsts[k + 1]
     if num_spans:
         atomic_store(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(num_spans))
         atomic_store(cells, _ASKED * INTS_A_CELL, np.int32(asked + num_spans))
@@ -103,8 +101,11 @@ def ask_for(queue, file, batch, count, most_bytes, most_gap, target):
 
 
 @njit(nogil=True, cache=True)
-def take_back(queue, asked_parts):
-    """Read no more of what no thread has begun; the parts are not asked for any more."""
+def take_back(queue, asked_gates, asked_rests):
+    """Read no more of what no thread has begun; it is not asked for any more.
+
+    asked_gates, asked_rests (N,) uint8: what `NeuronSlots.asked` is of either part.
+    """
     cells, spans = queue.cells, queue.spans
     asked = atomic_load(cells, _ASKED * INTS_A_CELL)
     taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
@@ -114,7 +115,11 @@ def take_back(queue, asked_parts):
         span = spans[np.int64(taken) & (spans.shape[0] - 1)]
         batch = span[BATCH]
         for i in range(span[FIRST], span[LAST]):
-            asked_parts[queue.targets[batch, i]] &= ~queue.parts[batch, i]
+            row, parts = queue.rows[batch, i], queue.parts[batch, i]
+            if parts & GATE:
+                asked_gates[row] = np.uint8(0)
+            if parts & REST:
+                asked_rests[row] = np.uint8(0)
         atomic_add(cells, (_LEFT + batch) * INTS_A_CELL, np.int32(-1))
         taken = np.int32(taken + 1)
 
@@ -145,21 +150,21 @@ def await_more(queue, seen):
 
 
 @njit(nogil=True, cache=True)
-def read_all(queue, file, count, most_bytes, most_gap, target):
-    """Read the first `count` neurons of the batch NOW into target number `target`; for Python.
+def read_all(queue, file, count, most_bytes, most_gap):
+    """Read the first `count` neurons of the batch NOW into their slots; for Python.
 
     Whether all came. Nothing else may be under way: see `settle`.
     """
     queue.failure[:] = 0
-    ask_for(queue, file, NOW, count, most_bytes, most_gap, target)
+    ask_for(queue, file, NOW, count, most_bytes, most_gap)
     await_batch(queue, NOW)
     return queue.failure[0] == 0
 
 
 @njit(nogil=True, cache=True)
-def settle(queue, asked_parts):
-    """Return when nothing is being read, and nothing asked for."""
-    take_back(queue, asked_parts)
+def settle(queue, asked_gates, asked_rests):
+    """Return when nothing is being read, and nothing asked for; as `take_back`."""
+    take_back(queue, asked_gates, asked_rests)
     for batch in range(NUM_BATCHES):
         await_batch(queue, batch)
 
@@ -188,13 +193,6 @@ def take_next(queue, span):
 
 
 @njit(nogil=True, cache=True)
-def _add_bits(held, slot, bits):
-    before = atomic_load(held, slot)
-    while not atomic_replace(held, slot, before, np.int32(before | bits)):
-        before = atomic_load(held, slot)
-
-
-@njit(nogil=True, cache=True)
 def _count_span(queue, batch):
     """A span of the batch has come, or failed: tell those who wait."""
     cells = queue.cells
@@ -208,13 +206,16 @@ def _count_span(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def finish_span(queue, span, num_bytes, held):
-    """A span was read, or could not be: `num_bytes` is 0. What came of slots is noted in `held`."""
-    wanted = wanted_of(queue, np.int64(span[BATCH]))
-    for i in range(span[FIRST], span[LAST] if span[TARGET] == 0 else 0):
-        bits = np.int32(wanted.parts[i]) if num_bytes else FAILED
-        _add_bits(held, np.int64(wanted.targets[i]), bits)
-    _count_span(queue, span[BATCH])
+def finish_span(queue, span, has_come, held_gates, held_rests):
+    """A span was read, or could not be: that is noted in `NeuronSlots.held` of either part."""
+    batch, found = np.int64(span[BATCH]), HERE if has_come else FAILED
+    for i in range(span[FIRST], span[LAST]):
+        row, parts = np.int64(queue.rows[batch, i]), queue.parts[batch, i]
+        if parts & GATE:
+            atomic_store(held_gates, row, found)
+        if parts & REST:
+            atomic_store(held_rests, row, found)
+    _count_span(queue, batch)
 
 
 @njit(nogil=True, cache=True)
@@ -236,14 +237,13 @@ def await_spans(queue, seen):
 
 
 @njit(nogil=True, cache=True)
-def serve_reads(thread, queue, file, held, staging, targets):
+def serve_reads(thread, queue, file, held_gates, held_rests, staging, target):
     """Read what is asked for, until `stop_readers`; `staging` is this thread's own.
 
-    `targets` is a tuple of `neuron_file.RowBytes`, the first are slots: what came of their parts is
-    noted in `held` (S,) int32.
+    What came, into rows of `target`, is noted in `held_gates`, `held_rests`: see `finish_span`.
     """
     counts = queue.counts[thread]
-    span = np.zeros(4, np.int32)
+    span = np.zeros(3, np.int32)
     counts[HAS_BEGUN] = 1
     while not is_stopped(queue):
         seen = num_asked(queue)
@@ -253,10 +253,8 @@ def serve_reads(thread, queue, file, held, staging, targets):
         if is_stopped(queue):
             return  # what it took is no span
         started = now_ns()
-        num_bytes = read_span(
-            file, wanted_of(queue, np.int64(span[BATCH])), span[FIRST], span[LAST], staging,
-            targets[span[TARGET]], queue.failure,
-        )  # fmt: skip
+        wanted = wanted_of(queue, np.int64(span[BATCH]))
+        num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        finish_span(queue, span, num_bytes, held)
+        finish_span(queue, span, num_bytes > 0, held_gates, held_rests)

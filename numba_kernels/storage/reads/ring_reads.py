@@ -13,7 +13,6 @@ from numba_kernels.storage.reads.read_queue import (
     HAS_BEGUN,
     LAST,
     READ_NS,
-    TARGET,
     await_spans,
     finish_span,
     is_stopped,
@@ -46,31 +45,31 @@ def _take(queue, file, span, result, staging, target):
     """Rows of a span whose read is done; the bytes read, or 0 where it failed."""
     wanted = wanted_of(queue, np.int64(span[BATCH]))
     begin, size = span_bytes(file, wanted, span[FIRST], span[LAST])
-    if result == size:
-        if take_span(file, wanted, span[FIRST], span[LAST], begin, staging, target) < 0:
-            return size
+    is_whole = result == size
+    if is_whole and take_span(file, wanted, span[FIRST], span[LAST], begin, staging, target) < 0:
+        return size
     return read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
 
 
 @njit(nogil=True, cache=True)
-def _give_up(queue, spans, busy, held, status):
+def _give_up(queue, spans, busy, held_gates, held_rests, status):
     """All that is under way failed: the ring itself did."""
     for k in np.flatnonzero(busy):
         row = queue.rows[spans[k, BATCH], spans[k, FIRST]]
         queue.failure[1], queue.failure[0] = row, status
-        finish_span(queue, spans[k], np.int64(0), held)
+        finish_span(queue, spans[k], False, held_gates, held_rests)
         busy[k] = 0
 
 
 @njit(nogil=True, cache=True)
-def serve_ring(queue, file, held, staging, targets, ring):
+def serve_ring(queue, file, held_gates, held_rests, staging, target, ring):
     """Read what is asked for, until `stop_readers`, as many spans at once as `staging` has rows.
 
     staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; others as of
     `serve_reads`. A read that fails, comes short or is damaged is tried as there.
     """
     counts, depth = queue.counts[0], staging.shape[0]
-    spans, busy = np.zeros((depth, 4), np.int32), np.zeros(depth, np.uint8)
+    spans, busy = np.zeros((depth, 3), np.int32), np.zeros(depth, np.uint8)
     counts[HAS_BEGUN] = 1
     while True:
         seen = num_asked(queue)
@@ -85,14 +84,14 @@ def serve_ring(queue, file, held, staging, targets, ring):
         started = now_ns()
         status = submit(ring, min(_TOGETHER, 1 + num_reads // 4))
         if status != 0:
-            _give_up(queue, spans, busy, held, status)
+            _give_up(queue, spans, busy, held_gates, held_rests, status)
         k, result = next_done(ring)
         while k >= 0:
             if busy[k]:
                 span = spans[k]
-                num_bytes = _take(queue, file, span, result, staging[k], targets[span[TARGET]])
+                num_bytes = _take(queue, file, span, result, staging[k], target)
                 counts[BYTES_READ] += num_bytes
-                finish_span(queue, span, num_bytes, held)
+                finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
                 busy[k] = 0
             k, result = next_done(ring)
         counts[READ_NS] += now_ns() - started
