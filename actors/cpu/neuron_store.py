@@ -140,6 +140,7 @@ class NeuronStore:
             late=np.zeros(self._most, np.int32),
             rest_slots=np.zeros((num_threads, self._most), np.int32),
             to_come=np.zeros((num_threads, self._most), np.int32),
+            missing=np.zeros(self._most, np.int32),
             options=options,
             counters=np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
             waits=np.zeros(num_threads, np.int64),

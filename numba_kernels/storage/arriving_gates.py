@@ -9,10 +9,9 @@ from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate
 from numba_kernels.decode.rows import rows_ahead
 from numba_kernels.ir.vector_ir import dot_ahead, prefetch_row
-from numba_kernels.serve.doorbell import INTS_A_CELL
+from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_load
 from numba_kernels.serve.work_stealing import block_rows, next_block
-from numba_kernels.storage.neuron_slots import count_wanted, is_here
-from numba_kernels.storage.reads.neuron_file import REST
+from numba_kernels.storage.reads.read_queue import HERE
 from numba_kernels.storage.stored_neurons import (
     HERE_TAKEN,
     LATE_TAKEN,
@@ -23,9 +22,8 @@ from numba_kernels.storage.stored_neurons import (
     READS_WHOLE,
     ask_marked,
     await_row,
-    mark,
-    rest_lacking,
-    want_gate,
+    want_gates,
+    want_with_gates,
 )
 
 _LATE_TOGETHER = 8  # late gates that a thread takes at once
@@ -40,15 +38,13 @@ def ask_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
     come, and after them the others.
     """
     count = ids.shape[0] if is_listed else num_neurons
-    is_whole = keeps_all or (is_listed and stored.options[READS_WHOLE])
-    late, num_late = stored.late, 0
+    want_gates(stored, first, ids, count, stored.gate_slots, stored.missing)
+    if keeps_all or (is_listed and stored.options[READS_WHOLE]):
+        want_with_gates(stored, first, ids, count)
+    held, late, num_late = stored.gates.held, stored.late, 0
     for i in range(count):
         row = first + (np.int64(ids[i]) if is_listed else i)
-        stored.gate_slots[i] = want_gate(stored, row)
-        count_wanted(stored.gates, row)
-        if is_whole and rest_lacking(stored, row)[1]:
-            mark(stored, row, REST)
-        if is_here(stored.gates, row):
+        if atomic_load(held, row) == HERE:
             late[count - 1 - (i - num_late)] = i
         else:
             late[num_late] = i
@@ -92,7 +88,12 @@ def values_here(stored, x, function, values):
 @njit(nogil=True, cache=True)
 def values_late(stored, thread, first, is_listed, ids, x, function, values):
     """The others as they come; False where one could not be read."""
-    cells, late, bias = stored.counters, stored.late, stored.arrays.gate_bias
+    cells, late, bias, held = (
+        stored.counters,
+        stored.late,
+        stored.arrays.gate_bias,
+        stored.gates.held,
+    )
     num_late = np.int64(cells[NUM_LATE * INTS_A_CELL])
     begin = _LATE_TOGETHER * next_block(cells, LATE_TAKEN)
     while begin < num_late:
@@ -100,8 +101,9 @@ def values_late(stored, thread, first, is_listed, ids, x, function, values):
         for k in range(begin, end):
             i = np.int64(late[k])
             row = first + (np.int64(ids[i]) if is_listed else i)
-            if not await_row(stored, thread, stored.gates, row):
+            is_late = atomic_load(held, row) != HERE
+            if is_late and not await_row(stored, thread, stored.gates, row):
                 return False
-            _values_of(stored, bias, late, k, k + 1, k + 1, x, function, values)
+        _values_of(stored, bias, late, begin, end, end, x, function, values)
         begin = _LATE_TOGETHER * next_block(cells, LATE_TAKEN)
     return True

@@ -10,7 +10,7 @@ from numba_kernels.compiler import njit
 from numba_kernels.storage.neuron_slots import empty_slot, has_all, is_here, put_in
 from numba_kernels.storage.reads.neuron_file import GATE, REST, take_row
 from numba_kernels.storage.reads.read_queue import NOW, await_batch, settle
-from numba_kernels.storage.stored_neurons import ask_marked, gate_lacking, mark, rest_lacking
+from numba_kernels.storage.stored_neurons import ask_marked, claim_gate, claim_rest
 
 
 @njit(nogil=True, cache=True)
@@ -45,13 +45,17 @@ def ask_for_layer(stored, first, last, gate_base, rest_base, most_bytes, most_ga
     if not gates_stay:
         _make_room(stored.gates, first, last, gate_base)
     _make_room(stored.rests, first, last, rest_base)
+    gates, rests, arrays, in_file = stored.gates, stored.rests, stored.arrays, stored.file.places
+    gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
     num_missing = 0
     for row in range(first, last):
-        if not gates_stay and gate_lacking(stored, row)[1]:
-            mark(stored, row, GATE)
-            num_missing += 1
-        if rest_lacking(stored, row)[1]:
-            mark(stored, row, REST)
+        part = 0
+        if not gates_stay and claim_gate(gates, gate_bias, arrays.gate_bias, row)[1]:
+            part = GATE
+        if claim_rest(rests, up_bias, arrays.up_bias, norms, arrays.down_norms, row)[1]:
+            part |= REST
+        if part:
+            stored.marks[in_file[row]], stored.mark_parts[in_file[row]] = row + 1, part
             num_missing += 1
     if num_missing:
         ask_marked(stored, most_bytes, most_gap)

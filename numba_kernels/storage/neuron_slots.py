@@ -6,7 +6,7 @@ leaves whose neuron is wanted least. What a layer needs now never goes, nor what
 those that are wanted often stay, whatever passes through.
 
 A layer looks up a thousand neurons while weights stream through the processor's caches. So all that
-a neuron in memory is asked for lies by neurons, in their order; slots are only written to then.
+is asked of a neuron in memory lies by neurons, in their order; slots are only written to then.
 Source: docs/storage.md has what was compared
 """
 
@@ -103,10 +103,29 @@ def begin_request(slots, num_neurons):
 
 
 @njit(nogil=True, cache=True)
-def count_wanted(slots, row):
-    """The neuron is wanted in this request; it has a slot."""
-    slots.weights[row] += np.float32(MEMORY * slots.weight[0])
-    slots.slot_weights[slots.slot_of[row]] = slots.weights[row]
+def look_up(slots, first, ids, count, places, missing):
+    """Count neurons first + ids[:count] as wanted, or `count` from `first` on without `ids`.
+
+    places[i] = the slot of each that has been asked for, be it there or still to come. missing[:n]
+    are the numbers i of the others; returns n.
+    """
+    slot_of, held, asked, weights = slots.slot_of, slots.held, slots.asked, slots.weights
+    used, slot_weights, state = slots.used, slots.slot_weights, slots.state
+    epoch, more = state[EPOCH], np.float32(MEMORY * slots.weight[0])
+    num_missing, num_to_come, is_listed = 0, 0, ids.shape[0] > 0
+    for i in range(count):
+        row = first + (np.int64(ids[i]) if is_listed else i)
+        weights[row] += more
+        if asked[row] and held[row] != FAILED:
+            slot = slot_of[row]
+            used[slot], slot_weights[slot], places[i] = epoch, weights[row], slot
+            num_to_come += held[row] != HERE
+        else:
+            missing[num_missing] = i
+            num_missing += 1
+    state[NUM_WANTED] += count
+    state[NUM_MISSED] += num_missing + num_to_come
+    return num_missing
 
 
 @njit(nogil=True, cache=True)
@@ -136,39 +155,30 @@ def _is_coming(slots, row):
 
 
 @njit(nogil=True, cache=True)
-def lacks(slots, row):
-    """Whether the neuron, which has a slot, must be asked for; it counts as that from now on.
-
-    After a read that failed it is asked for again.
-    """
-    if atomic_load(slots.held, np.int64(row)) == FAILED:
-        atomic_store(slots.held, np.int64(row), NOTHING)
-        slots.asked[row] = np.uint8(0)
-    missing = slots.asked[row] == 0
-    slots.asked[row] = np.uint8(1)
-    return missing
-
-
-@njit(nogil=True, cache=True)
 def put_in(slots, row, slot):
     """Neuron `row`, which is in no slot, has this one from now on, and nothing of it is there."""
     empty_slot(slots, slot)
     slots.row_of[slot], slots.slot_of[row] = row, slot
-    slots.slot_weights[slot] = slots.weights[row]
 
 
 @njit(nogil=True, cache=True)
-def slot_for(slots, row):
-    """The slot of neuron `row`, which is given one if it has none.
+def claim(slots, row):
+    """The slot of neuron `row`, which is given one if it has none, and whether to ask for its part.
 
-    Fewer may be wanted and read at once than there are slots.
+    It counts as asked for from now on; after a read that failed it is asked for again. Fewer may be
+    wanted and read at once than there are slots.
     """
-    state, slot = slots.state, np.int64(slots.slot_of[row])
+    slot = np.int64(slots.slot_of[row])
     if slot < 0:
         slot = _next_to_leave(slots)
         put_in(slots, row, slot)
-    slots.used[slot] = state[EPOCH]
-    return slot
+    elif atomic_load(slots.held, np.int64(row)) == FAILED:
+        atomic_store(slots.held, np.int64(row), NOTHING)
+        slots.asked[row] = np.uint8(0)
+    slots.used[slot], slots.slot_weights[slot] = slots.state[EPOCH], slots.weights[row]
+    is_missing = slots.asked[row] == 0
+    slots.asked[row] = np.uint8(1)
+    return slot, is_missing
 
 
 @njit(nogil=True, cache=True)

@@ -23,6 +23,7 @@ from numba_kernels.decode.ffn import (
 )
 from numba_kernels.decode.vectors import prepared
 from numba_kernels.ir.vector_ir import dot_ahead
+from numba_kernels.serve.doorbell import atomic_load
 from numba_kernels.serve.layer_ffn import (
     add_up,
     own_candidates,
@@ -33,13 +34,11 @@ from numba_kernels.serve.mailbox import meet
 from numba_kernels.storage.arriving_gates import ask_gates, values_here, values_late
 from numba_kernels.storage.neuron_slots import (
     begin_request,
-    count_wanted,
     forget_slots,
     has_all,
-    has_come,
 )
 from numba_kernels.storage.read_ahead import layer_ahead, learn, note_begun, score_ahead
-from numba_kernels.storage.reads.read_queue import num_come, settle, take_back
+from numba_kernels.storage.reads.read_queue import FAILED, HERE, num_come, settle, take_back
 from numba_kernels.storage.stored_neurons import (
     FORGETS,
     MOST_BYTES,
@@ -50,7 +49,7 @@ from numba_kernels.storage.stored_neurons import (
     await_rows,
     await_some,
     compute_ahead,
-    want_rest,
+    want_rests,
 )
 
 
@@ -82,11 +81,8 @@ def _ask_rest(stored, first, scratch, num_threads):
     if has_all(stored.gates):
         _end_ahead(stored)
     for thread in range(num_threads):
-        fired_ids = scratch.fired_ids[thread]
-        for i in range(scratch.counts[thread]):
-            row = first + np.int64(fired_ids[i])
-            stored.rest_slots[thread, i] = want_rest(stored, row)
-            count_wanted(stored.rests, row)
+        ids, count = scratch.fired_ids[thread], scratch.counts[thread]
+        want_rests(stored, first, ids, count, stored.rest_slots[thread], stored.missing)
     ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
 
 
@@ -96,7 +92,7 @@ def _scale_arriving(stored, thread, first, ids, up, bias, slots, num_fired, x, f
 
     Of neurons first + ids[i]. False where one could not be read; when all of them have come.
     """
-    to_come = stored.to_come[thread]
+    to_come, held = stored.to_come[thread], stored.rests.held
     num_to_come = num_fired
     for i in range(num_fired):
         to_come[i] = i
@@ -104,10 +100,10 @@ def _scale_arriving(stored, thread, first, ids, up, bias, slots, num_fired, x, f
         seen, left = num_come(stored.queue), 0
         for k in range(num_to_come):
             i = np.int64(to_come[k])
-            found = has_come(stored.rests, first + np.int64(ids[i]))
-            if found < 0:
+            found = atomic_load(held, first + np.int64(ids[i]))
+            if found == FAILED:
                 return False
-            if found == 0:
+            if found != HERE:
                 to_come[left] = i
                 left += 1
             elif up.shape[0]:

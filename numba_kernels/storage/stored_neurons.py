@@ -7,20 +7,19 @@ import numpy as np
 from numba_kernels.compiler import njit
 from numba_kernels.decode.activations import activate
 from numba_kernels.ir.vector_ir import dot_lone_row
-from numba_kernels.serve.doorbell import now_ns
+from numba_kernels.serve.doorbell import atomic_load, now_ns
 from numba_kernels.serve.layer_ffn import FfnArrays
 from numba_kernels.storage.neuron_slots import (
-    NUM_MISSED,
-    NUM_WANTED,
+    EPOCH,
     NeuronSlots,
+    claim,
     has_come,
-    is_here,
-    lacks,
-    slot_for,
+    look_up,
 )
 from numba_kernels.storage.read_ahead import ReadAhead, ahead_part, likeliest
 from numba_kernels.storage.reads.neuron_file import GATE, REST, NeuronFile
 from numba_kernels.storage.reads.read_queue import (
+    HERE,
     NOW,
     NUM_BATCHES,
     ReadQueue,
@@ -49,7 +48,7 @@ class StoredNeurons(NamedTuple):
     gathered; mark_parts the same uint8
     gate_slots (N of a layer,): where candidates' gates are; late (N of a layer,): which of them
     have to come, then the others; rest_slots, to_come (threads, N of a layer) int32: where what
-    fired in each thread is, and which of that has not come
+    fired in each thread is, and which of that has not come; missing (N of a layer,) int32
     options (5,) int64: whether a bundle is read whole, of spans, and what benchmarks leave out
     counters (4 cells of 16,) int32: of which gates threads take the next, and how many there are
     waits, failed (threads,) int64: nanoseconds that each thread waited for reads so far, and
@@ -71,65 +70,82 @@ class StoredNeurons(NamedTuple):
     late: np.ndarray
     rest_slots: np.ndarray
     to_come: np.ndarray
+    missing: np.ndarray
     options: np.ndarray
     counters: np.ndarray
     waits: np.ndarray
     failed: np.ndarray
 
 
-@njit(nogil=True, cache=True)
-def gate_lacking(stored, row):
-    """The slot of a neuron's gate, and whether that has to be asked for; its bias is there."""
-    slot = slot_for(stored.gates, row)
-    missing = lacks(stored.gates, row)
-    if missing and stored.gate_bias.shape[0]:
-        stored.arrays.gate_bias[slot] = stored.gate_bias[row]
-    return slot, missing
+# Calls that take `stored` cost a microsecond, as each of its arrays is counted: not for each neuron.
 
 
 @njit(nogil=True, cache=True)
-def rest_lacking(stored, row):
-    """The slot of its up and down rows, and whether these have to be asked for."""
-    slot = slot_for(stored.rests, row)
-    missing = lacks(stored.rests, row)
-    if missing:
-        if stored.up_bias.shape[0]:
-            stored.arrays.up_bias[slot] = stored.up_bias[row]
-        if stored.down_norms.shape[0]:
-            stored.arrays.down_norms[slot] = stored.down_norms[row]
-    return slot, missing
+def claim_gate(gates, gate_bias, slot_bias, row):
+    """`claim` of a gate; its bias is in its slot's then."""
+    slot, is_missing = claim(gates, row)
+    if is_missing and slot_bias.shape[0]:
+        slot_bias[slot] = gate_bias[row]
+    return slot, is_missing
 
 
 @njit(nogil=True, cache=True)
-def mark(stored, row, part):
-    """Have a part read with the next `ask_marked`."""
-    place = stored.file.places[row]
-    stored.marks[place] = row + 1
-    stored.mark_parts[place] |= np.uint8(part)
+def claim_rest(rests, up_bias, slot_bias, norms, slot_norms, row):
+    """`claim` of up and down rows; the bias, and the length of the down row, are there then."""
+    slot, is_missing = claim(rests, row)
+    if is_missing:
+        if slot_bias.shape[0]:
+            slot_bias[slot] = up_bias[row]
+        if slot_norms.shape[0]:
+            slot_norms[slot] = norms[row]
+    return slot, is_missing
 
 
 @njit(nogil=True, cache=True)
-def want_gate(stored, row):
-    """The slot of a neuron's gate; it is marked for `ask_marked` where it has to be asked for."""
-    slot, missing = gate_lacking(stored, row)
-    state = stored.gates.state
-    state[NUM_WANTED] += 1
-    state[NUM_MISSED] += not is_here(stored.gates, row)
-    if missing:
-        mark(stored, row, GATE)
-    return slot
+def want_gates(stored, first, ids, count, places, missing):
+    """places[i] = the slot of the gate of neuron first + ids[i], or first + i without `ids`.
+
+    What is not in memory is marked for `ask_marked`. `missing` is work space.
+    """
+    gates, marks, parts = stored.gates, stored.marks, stored.mark_parts
+    bias, slot_bias, in_file = stored.gate_bias, stored.arrays.gate_bias, stored.file.places
+    for k in range(look_up(gates, first, ids, count, places, missing)):
+        i = np.int64(missing[k])
+        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
+        places[i], is_missing = claim_gate(gates, bias, slot_bias, row)
+        if is_missing:
+            marks[in_file[row]], parts[in_file[row]] = row + 1, GATE
 
 
 @njit(nogil=True, cache=True)
-def want_rest(stored, row):
-    """The same of its up and down rows."""
-    slot, missing = rest_lacking(stored, row)
-    state = stored.rests.state
-    state[NUM_WANTED] += 1
-    state[NUM_MISSED] += not is_here(stored.rests, row)
-    if missing:
-        mark(stored, row, REST)
-    return slot
+def want_rests(stored, first, ids, count, places, missing):
+    """The same of up and down rows."""
+    rests, marks, parts = stored.rests, stored.marks, stored.mark_parts
+    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
+    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+    for k in range(look_up(rests, first, ids, count, places, missing)):
+        i = np.int64(missing[k])
+        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
+        places[i], is_missing = claim_rest(rests, bias, slot_bias, norms, slot_norms, row)
+        if is_missing:
+            marks[in_file[row]], parts[in_file[row]] = row + 1, REST
+
+
+@njit(nogil=True, cache=True)
+def want_with_gates(stored, first, ids, count):
+    """After `want_gates`: up and down rows are read beside each gate that is, if they are not here.
+
+    Where they are they stay. They are not counted as wanted: who fires is not known yet.
+    """
+    rests, marks, parts = stored.rests, stored.marks, stored.mark_parts
+    bias, slot_bias, in_file = stored.up_bias, stored.arrays.up_bias, stored.file.places
+    norms, slot_norms = stored.down_norms, stored.arrays.down_norms
+    for i in range(count):
+        row = first + (np.int64(ids[i]) if ids.shape[0] else i)
+        if rests.asked[row]:
+            rests.used[rests.slot_of[row]] = rests.state[EPOCH]
+        if marks[in_file[row]] and claim_rest(rests, bias, slot_bias, norms, slot_norms, row)[1]:
+            parts[in_file[row]] = GATE | REST
 
 
 @njit(nogil=True, cache=True)
@@ -155,18 +171,24 @@ def compute_ahead(stored, layer, thread, num_threads, x, function, num_tokens):
     rows are not in memory. Another thread may be giving away slots: whom it meets is a guess the
     worse.
     """
-    gates, scores, bias = stored.gates, stored.ahead.scores, stored.gate_bias
+    gates, scores, bias, gate = (
+        stored.gates,
+        stored.ahead.scores,
+        stored.gate_bias,
+        stored.arrays.gate,
+    )
+    held, slot_of, rests_asked = gates.held, gates.slot_of, stored.rests.asked
     first, last = stored.arrays.offsets[layer], stored.arrays.offsets[layer + 1]
     begin, end = ahead_part(last - first, thread, num_threads)
     for n in range(begin, end):
         row = first + n
-        if scores[n] <= 0 or stored.rests.asked[row] or not is_here(gates, row):
+        if scores[n] <= 0 or rests_asked[row] or atomic_load(held, row) != HERE:
             continue
         shift = bias[row] if bias.shape[0] else np.float32(0)
         score = np.float32(0)
-        slot = max(0, np.int64(gates.slot_of[row]))
+        slot = max(0, np.int64(slot_of[row]))
         for t in range(num_tokens):
-            product = dot_lone_row(stored.arrays.gate, slot, x, t)
+            product = dot_lone_row(gate, slot, x, t)
             score = max(score, activate(function, product + shift))
         scores[n] = score
 
@@ -184,17 +206,18 @@ def ask_ahead(stored, layer):
         batch += 1
     if batch == NUM_BATCHES:  # the disk is slow; what it reads ahead still is enough
         return
-    first = stored.arrays.offsets[layer]
-    rows, parts = queue.rows[batch], queue.parts[batch]
+    first, arrays, reads_whole = stored.arrays.offsets[layer], stored.arrays, options[READS_WHOLE]
+    gates, rests, rows, parts = stored.gates, stored.rests, queue.rows[batch], queue.parts[batch]
+    gate_bias, up_bias, norms = stored.gate_bias, stored.up_bias, stored.down_norms
     count = 0
-    for row in likeliest(ahead, layer, first, stored.gates, stored.rests):
-        part = 0
-        if stored.gates.asked[row]:
-            part |= REST if rest_lacking(stored, np.int64(row))[1] else 0
-        else:
-            part |= GATE if gate_lacking(stored, np.int64(row))[1] else 0
-            if options[READS_WHOLE]:
-                part |= REST if rest_lacking(stored, np.int64(row))[1] else 0
+    for row in likeliest(ahead, layer, first, gates, rests):
+        part, has_gate = 0, gates.asked[row] != 0
+        if not has_gate and claim_gate(gates, gate_bias, arrays.gate_bias, np.int64(row))[1]:
+            part = GATE
+        if (has_gate or reads_whole) and claim_rest(
+            rests, up_bias, arrays.up_bias, norms, arrays.down_norms, np.int64(row)
+        )[1]:
+            part |= REST
         if part:
             rows[count], parts[count] = row, part
             ahead.rows[count], ahead.parts[count] = row, part

@@ -10,11 +10,11 @@ from numba_kernels.storage.neuron_slots import (
     HAND,
     LOOKED_AT,
     MEMORY,
+    NeuronSlots,
     begin_request,
-    count_wanted,
-    lacks,
+    claim,
+    look_up,
     new_slots,
-    slot_for,
 )
 from numba_kernels.storage.reads.bundle_sums import bundle_sums
 from numba_kernels.storage.reads.read_queue import FAILED, HERE, NOTHING
@@ -45,6 +45,16 @@ class PlainSlots:
         return slot
 
 
+def want(slots: NeuronSlots, ids: np.ndarray) -> int:
+    """Look neurons up and have all that is missing; how much that was."""
+    places, missing = np.zeros(ids.size, np.int32), np.zeros(ids.size, np.int32)
+    num_missing = int(look_up(slots, 0, ids, ids.size, places, missing))
+    for row in ids[missing[:num_missing]].tolist():
+        claim(slots, row)
+    slots.held[ids] = HERE
+    return num_missing
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -58,14 +68,20 @@ def test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least(seed: int) -> 
         begin_request(slots, neurons)
         plain.rates = [rate * (1 - MEMORY) ** (1 / layers) for rate in plain.rates]
         now: set[int] = set()
-        for row in (first + draw.choice(neurons, draw.integers(0, most), False)).tolist():
-            assert slot_for(slots, row) == plain.want(row, now)
-            count_wanted(slots, row)
-            plain.rates[row] += MEMORY
+        ids = draw.choice(neurons, draw.integers(0, most), False).astype(np.int32)
+        places, missing = np.full(ids.size, -1, np.int32), np.full(ids.size, -1, np.int32)
+        num_missing = look_up(slots, first, ids, ids.size, places, missing)
+        plain.rates = [
+            rate + MEMORY * (row - first in ids.tolist()) for row, rate in enumerate(plain.rates)
+        ]
+        known = [i for i, row in enumerate(first + ids) if row in plain.rows]
+        assert sorted({*range(ids.size)} - {*known}) == missing[:num_missing].tolist()
+        now = {int(first + ids[i]) for i in known}
+        assert all(plain.rows[places[i]] == first + ids[i] for i in known)
+        for row in (first + ids[missing[:num_missing]]).tolist():
+            assert claim(slots, row) == (plain.want(row, now), True)
+            slots.held[row] = HERE
             now.add(row)
-        for row in now:  # a second look at the same rows, as for up and down
-            slot = slot_for(slots, row)
-            assert slots.row_of[slot] == row and slot == plain.want(row, now)
         assert [-1 if row is None else row for row in plain.rows] == slots.row_of.tolist()
         np.testing.assert_allclose(slots.weights / slots.weight[0], plain.rates, atol=1e-4)
         assert slots.state[HAND] == plain.hand
@@ -80,9 +96,8 @@ def test_what_is_wanted_often_outlasts_what_passes_through() -> None:
     for request in range(100):
         begin_request(slots, 400)
         num_found += (slots.slot_of[:30] >= 0).sum() if request >= 20 else 0
-        for row in [*range(30), *(30 + draw.choice(370, 25, False)).tolist()]:
-            slot_for(slots, row)
-            count_wanted(slots, row)
+        ids = np.array([*range(30), *(30 + draw.choice(370, 25, False))], np.int32)
+        want(slots, ids)
     assert num_found >= 0.95 * 80 * 30
 
 
@@ -91,40 +106,39 @@ def test_what_is_being_read_keeps_its_slot() -> None:
     slots = new_slots(np.linspace(0, 1, 60, dtype=np.float32), 20)  # row 0 is wanted least
     slots.state[EPOCH] += 1
     for row in range(20):
-        slot_for(slots, row)
-        assert lacks(slots, row) and not lacks(slots, row)
+        slot, is_missing = claim(slots, row)
+        assert is_missing and claim(slots, row) == (slot, False)
     slots.held[2:20] = HERE
     slots.held[2] = FAILED  # nothing of it comes any more
     for row, leaves in ((30, 2), (31, 3), (32, 4)):
         slots.state[EPOCH] += 1
         slot = slots.slot_of[leaves]
-        assert slot_for(slots, row) == slot and slots.slot_of[leaves] == -1
-        assert slots.held[leaves] == NOTHING and lacks(slots, row)
+        assert claim(slots, row) == (slot, True) and slots.slot_of[leaves] == -1
+        assert slots.held[leaves] == NOTHING
         slots.held[row] = HERE
     slots.held[[0, 1]] = HERE
     slots.state[EPOCH] += 1
     coldest = slots.slot_of[0]
-    assert slot_for(slots, 33) == coldest  # once it is there, it leaves as any other
+    assert claim(slots, 33) == (coldest, True)  # once it is there, it leaves as any other
 
 
 def test_what_failed_is_asked_for_again() -> None:
     slots = new_slots(np.zeros(4, np.float32), 2)
-    slot_for(slots, 1)
-    assert lacks(slots, 1)
+    slot, _ = claim(slots, 1)
     slots.held[1] = FAILED
-    assert lacks(slots, 1) and slots.held[1] == NOTHING
+    assert claim(slots, 1) == (slot, True) and slots.held[1] == NOTHING
+    slots.held[1] = FAILED
+    assert want(slots, np.array([1], np.int32)) == 1 and slots.held[1] == HERE
 
 
 def test_weights_that_grow_for_long_keep_their_order() -> None:
     """As many requests as make the unit of weights too large for their numbers, several times."""
     slots = new_slots(np.array([0.9, 0.5, 0.1, 0.0], np.float32), 3)
     for row in range(3):
-        slot_for(slots, row)
+        claim(slots, row)
     for request in range(20_000):
         begin_request(slots, 4)
-        count_wanted(slots, 0)
-        if request % 2:
-            count_wanted(slots, 1)
+        want(slots, np.arange(1 + request % 2, dtype=np.int32))
     rates = slots.weights / slots.weight[0]
     assert np.isfinite(slots.weights).all()
     np.testing.assert_allclose(rates, [1, 0.5, 0, 0], atol=0.01)
