@@ -174,8 +174,8 @@ class NeuronStore:
             (arrays.down_norms, self._down_norms, rests),
         ):
             if own.size:
-                rows = np.flatnonzero(slots.slot_of >= 0)
-                own[slots.slot_of[rows]] = all_of[rows]
+                held = np.flatnonzero(slots.slot_of >= 0)
+                own[slots.slot_of[held]] = all_of[held]
         for first, last in self._layer_rows():
             rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
             self._reads.read(rows, chosen[rows])

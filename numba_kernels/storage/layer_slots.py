@@ -30,8 +30,7 @@ def _make_room(slots, first, last, base):
         place, slot = base + row - first, np.int64(slots.slot_of[row])
         if slot >= 0 and slot != place and not is_here(slots, row):
             empty_slot(slots, slot)
-            slot = -1
-        if slot < 0:
+        if slots.slot_of[row] < 0:
             put_in(slots, row, place)
 
 

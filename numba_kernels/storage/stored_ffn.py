@@ -99,7 +99,7 @@ def _scale_arriving(stored, thread, first, ids, up, bias, slots, num_fired, x, f
     while num_to_come:
         seen, left = num_come(stored.queue), 0
         for k in range(num_to_come):
-            i = np.int64(to_come[k])
+            i = int(to_come[k])
             found = atomic_load(held, first + np.int64(ids[i]))
             if found == FAILED:
                 return False

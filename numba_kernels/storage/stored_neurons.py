@@ -77,7 +77,7 @@ class StoredNeurons(NamedTuple):
     failed: np.ndarray
 
 
-# Calls that take `stored` cost a microsecond, as each of its arrays is counted: not for each neuron.
+# A call that takes `stored` costs a microsecond, as all its arrays are counted: none for a neuron.
 
 
 @njit(nogil=True, cache=True)

@@ -87,7 +87,7 @@ def test_stored_neurons_are_read_on_each_node(
     options = SystemOptions(num_threads=2, context_length=128)
     config, model = prepare_system(checkpoint.path, options)
     file = bundle_path(config.model_path, BundleGeometry.of(model))
-    storage = NeuronStorage(str(file), 60_000, has_gates=True)
+    storage = NeuronStorage(str(file), 1000, 147)
     sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
     with System.start(replace(config, storage=storage)) as system:

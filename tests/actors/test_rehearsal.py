@@ -26,7 +26,7 @@ from actors.setup.preflight import read_model
 from tests.conftest import TinyCheckpoint
 
 ROOT = Path(__file__).parents[2]
-_CACHE_BYTES = 40_000  # fewer neurons than the model has
+_NUM_RESTS = 100  # fewer neurons than the model has
 _LOOK_S = 0.25
 _KEPT = 1.03  # of what was promised
 
@@ -37,7 +37,7 @@ def test_a_start_that_compiles_keeps_the_promise(
 ) -> None:
     model = tiny("llama-relu").path
     pack_model(model, read_model(model))
-    command = [sys.executable, "-m", "tests.actors.promise_script", str(model), str(_CACHE_BYTES)]
+    command = [sys.executable, "-m", "tests.actors.promise_script", str(model), str(_NUM_RESTS)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as running:
         most = 0
@@ -83,7 +83,7 @@ def test_a_rehearsal_takes_place_once(
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     system = SystemConfig(str(tiny("llama-relu").path))
-    stored = replace(system, storage=NeuronStorage("f", 1, has_gates=False))
+    stored = replace(system, storage=NeuronStorage("f", 1, 1))
     rehearse_once(system)
     assert not begun  # nothing is promised
     for asked in (stored, stored, stored, replace(stored, mode="dense")):

@@ -24,7 +24,7 @@ from actors.setup.host_files import own_predictors
 from actors.setup.memory import needs, storage, storage_shares
 from actors.setup.memory.needs import system_need as need_of
 from actors.setup.memory.storage import pack_model, stored_share
-from actors.setup.memory.storage_shares import reads_whole
+from actors.setup.memory.storage_shares import kept_parts, reads_whole
 from actors.setup.neurons import shards
 from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -33,6 +33,7 @@ from jobs.profile.plot import plot_stored
 from jobs.support.stored_model import stored_plans, stored_text
 from model.bundles.bundle_file import bundle_path, read_bundle_file
 from model.bundles.geometry import BundleGeometry
+from model.config.model_config import ModelConfig
 from model.errors import ArtifactError, MemoryBudgetError, UsageError
 from model.files.artifact import ModelIdentity, artifact_path
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
@@ -50,7 +51,7 @@ def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
     checkpoint = tiny("llama-relu")
     file = pack_model(checkpoint.path, read_model(checkpoint.path))
     own = config_of(checkpoint, 2, "arena")
-    config = replace(own, storage=NeuronStorage(str(file), 60_000, has_gates=True))
+    config = replace(own, storage=NeuronStorage(str(file), 1000, 147))
     with System.start(config, name="stored") as running:
         for _ in range(2):
             result = running.complete(greedy(checkpoint))
@@ -70,9 +71,19 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def kept_bytes(system: SystemConfig, config: ModelConfig, kept: NeuronStorage) -> int:
+    """Of what stays in memory alone."""
+    return storage_shares.bytes_in_memory(config, kept)
+
+
+def _neuron_bytes(config: ModelConfig) -> int:
+    """A neuron's three rows, and the tables of its two slots."""
+    return 3 * 4 * config.hidden_size + 48
+
+
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (storage, storage_shares):
-        monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
+        monkeypatch.setattr(module, "stored_bytes", kept_bytes)
     monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
@@ -82,15 +93,16 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage is not None
     with pytest.raises(UsageError, match="--plan places neurons in memory"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=total - 1, plan=Path("p")))
-    least = config.ffn_size * (3 * 4 * config.hidden_size + 24)
+    least = config.ffn_size * _neuron_bytes(config)
     need = need_of(choose_system(wide, config, SystemOptions()), config)
     rest = need.total_bytes - need.ffn_bytes
     system, _ = prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least))
-    assert system.storage is not None and system.storage.cache_bytes == least
+    assert system.storage is not None
+    assert system.storage.num_gates == system.storage.num_rests == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
     plans = stored_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), 0.5)
-    slots = [plan.num_slots for plan in plans]
+    slots = [plan.num_gates + 2 * plan.num_rests for plan in plans]
     read = [plan.read_bytes for plan in plans]
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
     assert stored_text(plans).count("tokens/s") == len(plans) == 5
@@ -111,14 +123,14 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
     for module in (needs, storage, storage_shares):
-        monkeypatch.setattr(module, "stored_bytes", lambda system, config, kept: kept.cache_bytes)
+        monkeypatch.setattr(module, "stored_bytes", kept_bytes)
     for module in (needs, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)
     alone = need_of(choose_system(wide, config, SystemOptions(num_cpu_actors=2)), config)
     assert need.process_bytes == alone.process_bytes and 2 * need.ffn_bytes == alone.ffn_bytes
-    slots = config.ffn_size * (3 * 4 * config.hidden_size + 24)
+    slots = config.ffn_size * _neuron_bytes(config)
     least = need.total_bytes - need.ffn_bytes + slots // 2
     with pytest.raises(
         MemoryBudgetError, match=rf"on each host, or at least .* \({least} bytes\) with its"
@@ -126,10 +138,14 @@ def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch
         prepare_system(wide, replace(two, cpu_memory_bytes=least - 1))
     for more in (0, 10_000):
         system, _ = prepare_system(wide, replace(two, cpu_memory_bytes=least + more))
-        assert system.storage is not None and system.storage.cache_bytes == slots + 2 * more
-        assert need_of(system, config).total_bytes == least + more
+        kept = system.storage
+        assert kept is not None
+        unused = slots + 2 * more - kept_bytes(system, config, kept)
+        assert 0 <= unused < _neuron_bytes(config) and (more == 0) == (unused == 0)
+        assert need_of(system, config).total_bytes == least + more - unused // 2
         own = [spec.storage for spec in service_specs(system, config)[1:]]
-        assert [kept and kept.cache_bytes for kept in own] == [(slots + 2 * more) // 4] * 4
+        shares = [(each.num_gates, each.num_rests) for each in own if each is not None]
+        assert shares == [(kept.num_gates // 4, kept.num_rests // 4)] * 4
     assert prepare_system(wide, replace(two, cpu_memory_bytes=need.total_bytes))[0].storage is None
 
 
@@ -142,10 +158,11 @@ def test_services_have_slots_as_they_have_neurons(
         monkeypatch.setattr(module, "usable_cores", lambda root=Path("/"): (0, 1, 2, 3))
     config = read_model(wide)
     system = choose_system(wide, config, SystemOptions())
-    kept = NeuronStorage("f", 4_000_000, has_gates=False)
+    kept = NeuronStorage("f", 4_000, 8_000)
     specs = service_specs(replace(system, storage=kept), config)[1:]
     assert [spec.num_threads for spec in specs] == [3, 1]
-    assert [spec.storage and spec.storage.cache_bytes for spec in specs] == [3_000_000, 1_000_000]
+    shares = [(each.num_gates, each.num_rests) for spec in specs if (each := spec.storage)]
+    assert shares == [(3_000, 6_000), (1_000, 2_000)]
     sizes = [spec.neuron_ids[0].size for spec in specs if spec.neuron_ids]
     assert sizes == [3 * config.ffn_size // 4, config.ffn_size // 4]
 
@@ -159,7 +176,7 @@ def test_a_host_makes_the_file_that_it_lacks_once(
     config = read_model(path)
     rehearsed: list[SystemConfig] = []
     file, geometry = bundle_path(path, BundleGeometry.of(config)), BundleGeometry.of(config)
-    kept = NeuronStorage(str(file), 1, has_gates=False, predictors=str(tmp_path / "none"))
+    kept = NeuronStorage(str(file), 1, 1, predictors=str(tmp_path / "none"))
     system = SystemConfig(str(path), mode="sign", num_cpu_actors=4, hosts=("a", "b"), storage=kept)
     monkeypatch.setattr(host_setup, "rehearse_once", rehearsed.append)
     file.parent.write_text("in the way")
@@ -189,7 +206,7 @@ def test_a_host_makes_the_file_that_it_lacks_once(
 
 def test_a_host_without_predictors_reads_nothing_ahead(tmp_path: Path) -> None:
     file = tmp_path / "predictors"
-    kept = NeuronStorage("f", 1, has_gates=False, predictors=str(file))
+    kept = NeuronStorage("f", 1, 1, predictors=str(file))
     spec = ServiceSpec("cpu1", 2, 1, "m", has_own_files=True, storage=kept)
     assert own_predictors(spec) is None
     assert own_predictors(replace(spec, has_own_files=False)) == file  # there it is an error
@@ -212,10 +229,10 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
     ids = [
         np.arange(config.ffn_size - 8 * layer, dtype=np.int32)[::-1].copy() for layer in range(3)
     ]
-    kept = NeuronStorage(str(file.path), 130 * (3 * 48 * 4 + 24), has_gates=False)
+    kept = NeuronStorage(str(file.path), 170, 130)
     spec = ServiceSpec("cpu0", 1, 1, str(path), neuron_ids=ids, storage=kept)
     share = stored_share(spec, config)
-    assert share.num_slots == 130
+    assert (share.num_gates, share.num_rests) == (170, 130)
     own = np.concatenate([layer[n] for layer, n in zip(profile.counts, ids, strict=True)])
     np.testing.assert_allclose(share.rates, own / counts.size, rtol=1e-6)
 
@@ -224,7 +241,8 @@ def test_gates_are_read_first_where_few_of_those_listed_fire() -> None:
     """The llama-7b shape in float16: a neuron's rest takes longer to read than its gate."""
     geometry = BundleGeometry(2, 100, "float16", "float16", 8192, 8192, 8192)
     often, rarely = np.full(200, 0.4), np.r_[np.full(40, 0.4), np.full(160, 0.02)]
-    assert reads_whole(geometry, often, 40) and not reads_whole(geometry, rarely, 40)
-    assert reads_whole(geometry, np.empty(0), 40)  # nothing is known
+    kept = kept_parts(geometry, 40, 40)
+    assert reads_whole(geometry, often, kept) and not reads_whole(geometry, rarely, kept)
+    assert reads_whole(geometry, np.empty(0), kept)  # nothing is known
     four_bits = replace(geometry, gate_dtype="q4")
-    assert not reads_whole(four_bits, often, 40)
+    assert not reads_whole(four_bits, often, kept)

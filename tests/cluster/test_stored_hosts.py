@@ -27,7 +27,7 @@ from tests.cluster.shaped_link import is_permitted
 from tests.cluster.two_nodes import TwoNodes, two_nodes
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-_CACHE_BYTES = 60_000  # fewer neurons than the model has
+_NUM_RESTS = 156  # fewer neurons than the model has
 _CPU1 = r"the cpu1 service, on .*: "
 
 
@@ -63,7 +63,7 @@ class Hosts:
 
     def stored(self, **changes: Any) -> NeuronStorage:
         file = bundle_path(self.path, self.geometry)
-        return replace(NeuronStorage(str(file), _CACHE_BYTES, has_gates=True), **changes)
+        return replace(NeuronStorage(str(file), 1000, _NUM_RESTS), **changes)
 
     def answers(self, kills: int | None = None) -> list[tuple[list[int], list[float]]]:
         """Tokens and logprobs after a short prompt, and after one of more than 32 tokens.
@@ -158,7 +158,9 @@ def test_predictors_that_the_other_host_lacks_cost_no_bit(hosts: Hosts) -> None:
     with_predictors(hosts.path)
     hosts.client.start(hosts.system("sign", None), "sign in memory")
     expected = hosts.answers()
-    storage = hosts.stored(has_gates=False, predictors=str(predictors_path(hosts.path, "sign")))
+    storage = hosts.stored(
+        num_gates=_NUM_RESTS, predictors=str(predictors_path(hosts.path, "sign"))
+    )
     told = hosts.client.start(hosts.system("sign", storage), "sign stored")
     assert [note for note in told["notes"] if "nothing is read ahead there" in note]
     assert hosts.answers() == expected

@@ -91,14 +91,11 @@ def test_the_copy_of_the_model_is_checked(
         patch.setattr(host_files, "free_bytes", lambda: 100)
         with pytest.raises(MemoryBudgetError, match="are free; give more --hosts"):
             require_same_model(spec)
-        stored = replace(spec, storage=NeuronStorage("f", 101, has_gates=False))
+        stored = replace(spec, storage=NeuronStorage("f", 3, 2))
         with pytest.raises(MemoryBudgetError, match="give less --cpu-memory, which is of each"):
             require_same_model(stored)
-        num_gates = sum(ids.size for ids in spec.neuron_ids or [])
-        gates = replace(stored, storage=NeuronStorage("f", 101, has_gates=True))
         config = read_config(path)
-        assert weight_bytes(stored, config) == 101
-        assert weight_bytes(gates, config) == 101 + 4 * config.hidden_size * num_gates
+        assert weight_bytes(stored, config) == 4 * config.hidden_size * (3 + 2 * 2)
     shutil.rmtree(path)
     shutil.copytree(tiny("opt-postnorm").path, path)
     with pytest.raises(CheckpointError, match=r"the cpu1 service, on .* is another model than"):

@@ -179,5 +179,5 @@ def test_a_system_with_neurons_on_storage(model: Path) -> None:
     system, _ = prepare_system(model, options)
     system = replace(system, neuron_upload_tokens=0)
     file = pack_model(model, read_model(model))
-    stored = replace(system, storage=NeuronStorage(str(file), 0, has_gates=False))
+    stored = replace(system, storage=NeuronStorage(str(file), 0, 0))
     assert greedy(stored, prompts, 16) == greedy(system, prompts, 16)

@@ -7,6 +7,7 @@ import pytest
 
 from placement.storage import (
     Disk,
+    Kept,
     Reads,
     expected_reads,
     gates_first,
@@ -37,10 +38,24 @@ def test_gates_first_reads_the_rest_of_those_that_fire() -> None:
     fired = np.array([[0.8, 0.1], [0.0, 0.1]])  # 0.25 of the neurons; so 0.5 are listed
     listed = listed_rates(fired, 0.5)
     missed = listed[[0, 1, 1], [1, 0, 1]].sum()  # one slot, which has the first
-    first, whole = gates_first(fired, 1, 10, 100), whole_bundles(fired, 1, 10, 100)
+    kept = Kept(1, 1, 10, 100)
+    first, whole = gates_first(fired, kept), whole_bundles(fired, kept)
     assert whole.number == pytest.approx(missed) and whole.num_bytes == pytest.approx(110 * missed)
     assert first.number == pytest.approx(missed + 0.2)
     assert first.num_bytes == pytest.approx(10 * missed + 100 * 0.2)
+
+
+def test_more_gates_than_other_rows_in_memory() -> None:
+    """Of four neurons the first is in memory, the gate alone of the next two."""
+    fired = np.array([0.8, 0.4, 0.2, 0.1])
+    listed = listed_rates(fired, 2 * fired.mean())
+    kept = Kept(3, 1, 10, 100)
+    first, whole = gates_first(fired, kept), whole_bundles(fired, kept)
+    assert first.number == pytest.approx(listed[3] + 0.7)
+    assert first.num_bytes == pytest.approx(10 * listed[3] + 70)
+    assert whole.number == pytest.approx(listed[3] + 0.6)  # the last is read at once
+    assert whole.num_bytes == pytest.approx(110 * listed[3] + 60)
+    assert gates_first(fired, Kept(4, 1, 10, 100)).number == pytest.approx(0.7)
 
 
 def test_a_disk_of_two_rates() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from actors.protocol.arena import ArenaLayout
@@ -90,7 +91,7 @@ def _cpu_specs(
             model_digest=gpu.model_digest,
             has_own_files=gpu.has_own_files,
             share=host_share(system, threads, i),
-            storage=_storage_share(system, threads[i], sum(threads))
+            storage=_storage_share(system, shard, shards)
             if any(ids.size for ids in shard)
             else None,
         )
@@ -123,15 +124,18 @@ def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: Model
     )
 
 
-def _storage_share(system: SystemConfig, threads: int, of_all: int) -> NeuronStorage | None:
-    """One CPU service's, which has so many of the threads, and such a share of the neurons."""
-    if system.storage is None:
-        return None
+def _storage_share(
+    system: SystemConfig, shard: Layers, shards: Sequence[Layers]
+) -> NeuronStorage | None:
+    """One CPU service's, which has as large a share of what stays as of the neurons."""
     storage = system.storage
+    if storage is None:
+        return None
+    own, total = (sum(ids.size for ids in layers) for layers in (shard, chain(*shards)))
     return replace(
         storage,
-        num_gates=storage.num_gates * threads // of_all,
-        num_rests=storage.num_rests * threads // of_all,
+        num_gates=storage.num_gates * own // max(1, total),
+        num_rests=storage.num_rests * own // max(1, total),
     )
 
 

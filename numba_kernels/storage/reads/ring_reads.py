@@ -21,7 +21,7 @@ from numba_kernels.storage.reads.read_queue import (
     wanted_of,
 )
 
-_TOGETHER = 8  # reads at most that are waited for at once: those who wait are woken as rarely
+_TOGETHER = 8
 
 
 @njit(nogil=True, cache=True)
