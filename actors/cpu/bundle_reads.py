@@ -8,13 +8,14 @@ import time
 
 import numpy as np
 
-from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, READ_DEPTH, READ_THREADS
+from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES
 from model.bundles.bundle_file import BundleFile
 from model.bundles.direct import PAGE_BYTES, open_direct
 from model.errors import ServiceError
 from model.weights.ffn import FfnWeights
 from model.weights.memory import aligned_empty
 from numba_kernels.storage.neuron_slots import NeuronSlots
+from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
 from numba_kernels.storage.reads.direct_file import SHORT
 from numba_kernels.storage.reads.io_ring import close_ring, new_ring
 from numba_kernels.storage.reads.neuron_file import (
@@ -58,7 +59,7 @@ class BundleReads:
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
         self.located = self._locate(file, weights.offsets, keeps_pages, piece_bytes)
-        self.queue = new_queue(READ_THREADS, most)
+        self.queue = new_queue(NUM_THREADS, most)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
@@ -94,7 +95,7 @@ class BundleReads:
         if not self._has_ring:
             readers = [
                 threading.Thread(target=self._by_thread, args=(n,), name=f"read-{n}", daemon=True)
-                for n in range(READ_THREADS)
+                for n in range(NUM_THREADS)
             ]
             self._begin(readers)
             if not all(reader.is_alive() for reader in readers):
@@ -111,11 +112,11 @@ class BundleReads:
 
     def _by_ring(self) -> None:
         """Many reads under way in one thread, where the kernel and the container allow that."""
-        ring = new_ring(READ_DEPTH)
+        ring = new_ring(RING_DEPTH)
         if ring is None:
             return
         self._has_ring = True
-        staging = self._staging(READ_DEPTH)
+        staging = self._staging(RING_DEPTH)
         serve_ring(self.queue, self.located, *self._into, staging, self._rows, ring)
         close_ring(ring)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-READ_DEPTH = 128
-READ_THREADS = 16  # else
 READ_BYTES = 256 << 10  # the most of one read
 MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
 ALONE = -1  # as the most bytes between neighbours of one read: none has any

@@ -108,18 +108,23 @@ def _disk(path: Path) -> dict[str, list[float]]:
     from rich.markup import escape
     from rich.progress import BarColumn, TextColumn
 
-    from placement.machine.measure_disk import DEPTH, measure_disk
+    from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
+    from numba_kernels.storage.reads.io_ring import has_rings
+    from placement.machine.measure_disk import measure_disk
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
     if largest.stat().st_size < _LEAST_FILE_BYTES:
         return {}
-    rates: dict[str, list[float]] = {"1": [], str(DEPTH): []}
+    rates: dict[str, list[float]] = {"1": [], str(NUM_THREADS): []}
+    if has_rings():
+        rates[str(RING_DEPTH)] = []  # by one thread
     steps = [(depth, size) for depth in rates for size in _READ_SIZES]
     try:
         with transient_progress(TextColumn("{task.description}"), BarColumn()) as bar:
             for depth, size in bar.track(steps, description=f"reading {escape(largest.name)}"):
-                (rate,) = measure_disk(largest, (size,), int(depth))
+                threads = None if depth == str(RING_DEPTH) else int(depth)
+                (rate,) = measure_disk(largest, (size,), threads)
                 rates[depth].append(rate / 1e9)
     except OSError as problem:
         raise CheckpointError(f"{largest}: cannot be read ({problem.strerror})") from None

@@ -12,18 +12,20 @@ import numpy as np
 
 from model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from model.weights.memory import aligned_empty
-from numba_kernels.storage.reads.disk_reads import read_places
+from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
+from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
+from numba_kernels.storage.reads.io_ring import IoRing, close_ring, new_ring
 
-DEPTH = 16  # reads at once: more threads gain little
 _MOST_NS = 250_000_000
 _MOST_READS = 1 << 16
 
 
 def measure_disk(
-    path: Path, sizes: Sequence[int], depth: int = DEPTH, seed: int | None = None
+    path: Path, sizes: Sequence[int], depth: int | None = None, seed: int | None = None
 ) -> list[float]:
-    """Bytes a second of reads of each size at random places of a file, `depth` at once.
+    """Bytes a second of reads of each size at random places of a file.
 
+    `depth` threads read; without it as neurons are read, by an io_uring where there is one.
     Sizes are multiples of 4096. What a file system or a host keeps in memory counts as read.
     Units:   a quarter of a second a size
     Errors:  OSError
@@ -33,18 +35,42 @@ def measure_disk(
         num_bytes = os.fstat(file.descriptor).st_size
         # Without a seed places are new each time: the host may keep what was read before.
         draw = np.random.default_rng(seed)
-        return [_rate(file, num_bytes, size, depth, draw) for size in sizes]
+        drawn = {size: _places(num_bytes, size, draw) for size in sizes}
+        ring = new_ring(RING_DEPTH) if depth is None and file.keeps_pages else None
+        if ring is None:
+            return [_rate(file, *each, depth or NUM_THREADS) for each in drawn.items()]
+        try:
+            return [_ring_rate(ring, file, *each) for each in drawn.items()]
+        finally:
+            close_ring(ring)
     finally:
         os.close(file.descriptor)
 
 
-def _rate(
-    file: DirectFile, num_bytes: int, size: int, depth: int, draw: np.random.Generator
-) -> float:
+def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
     last = (num_bytes - size) // PAGE_BYTES
     if size % PAGE_BYTES or last < 0:
         raise OSError(f"reads of {size} bytes of a file of {num_bytes}")
-    places = draw.integers(0, last + 1, _MOST_READS) * PAGE_BYTES
+    return draw.integers(0, last + 1, _MOST_READS) * PAGE_BYTES
+
+
+def _ring_rate(ring: IoRing, file: DirectFile, size: int, places: np.ndarray) -> float:
+    into = aligned_empty((RING_DEPTH, size), np.uint8, PAGE_BYTES, huge_pages=False)
+    done = np.zeros(1, np.int64)
+    read_places_by_ring(ring, file.descriptor, places, size, 0, done, into)  # compiled here
+    started = time.monotonic()
+    status = read_places_by_ring(ring, file.descriptor, places, size, _MOST_NS, done, into)
+    seconds = time.monotonic() - started
+    _require(status)
+    return int(done[0]) * size / seconds
+
+
+def _require(status: int) -> None:
+    if status:
+        raise OSError(status, os.strerror(status) if status > 0 else "it ends early")
+
+
+def _rate(file: DirectFile, size: int, places: np.ndarray, depth: int) -> float:
     taken = np.zeros(1, np.int32)
     buffers = [aligned_empty((size,), np.uint8, PAGE_BYTES, huge_pages=False) for _ in range(depth)]
     read_places(*file, places, size, 0, taken, buffers[0])  # compiled here, if at all
@@ -56,6 +82,5 @@ def _rate(
         started = time.monotonic()
         failed = [status for status in pool.map(work, buffers) if status]
         seconds = time.monotonic() - started
-    if failed:
-        raise OSError(failed[0], os.strerror(failed[0]) if failed[0] > 0 else "it ends early")
+    _require(failed[0] if failed else 0)
     return min(int(taken[0]), places.size) * size / seconds

@@ -13,7 +13,8 @@ from rich.console import Console
 from jobs.support import console as console_of_commands
 from model.bundles.direct import open_direct
 from numba_kernels.storage.reads.direct_file import SHORT
-from numba_kernels.storage.reads.disk_reads import read_places
+from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
+from numba_kernels.storage.reads.io_ring import close_ring, has_rings, new_ring
 from placement.machine.measure_disk import measure_disk
 
 doctor = importlib.import_module("jobs.commands.doctor")  # the package names the command so too
@@ -32,6 +33,36 @@ def test_every_place_is_read_once(tmp_path: Path) -> None:
     assert taken[0] == 3  # the last look found nothing
     taken[:] = 0
     assert read_places(*opened, np.array([8 * 4096]), 4096, 10**12, taken, page) == SHORT
+
+
+@pytest.mark.parametrize("depth", [1, 3, 64])
+def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int) -> None:
+    """More places than reads at once, and more than the ring has entries."""
+    ring = new_ring(depth)
+    if ring is None:
+        pytest.skip("no io_uring here")
+    file = tmp_path / "f"
+    content = np.random.default_rng(1).integers(0, 256, 50 * 4096).astype(np.uint8)
+    file.write_bytes(content.tobytes())
+    opened, space, done = (
+        open_direct(file),
+        np.zeros((depth + 1) * 4096, np.uint8),
+        np.zeros(1, int),
+    )
+    start = -space.ctypes.data % 4096
+    into = space[start : start + depth * 4096].reshape(depth, 4096)
+    for first in range(50):
+        places = np.arange(first, 50) * 4096
+        read = read_places_by_ring(ring, opened.descriptor, places, 4096, 10**12, done, into)
+        assert read == 0 and done[0] == 50 - first
+        pages = {bytes(content[p : p + 4096]) for p in places[-depth:]}
+        assert bytes(content[-4096:]) in {bytes(page) for page in into}
+        assert depth > 1 or {bytes(page) for page in into} == pages
+    beyond = np.array([0, 50 * 4096, 0, 0])
+    args = (opened.descriptor, beyond, 4096, 10**12, done, into)
+    assert read_places_by_ring(ring, *args) == SHORT
+    assert read_places_by_ring(ring, 10**6, *args[1:]) == 9  # EBADF
+    close_ring(ring)
 
 
 def test_rates_and_what_is_too_short(tmp_path: Path) -> None:
@@ -55,10 +86,14 @@ def test_doctor_says_how_fast_a_models_file_is_read(
     monkeypatch.setattr(console_of_commands, "stderr_console", lambda: terminal)
     found = doctor._disk(tmp_path)
     assert "reading weights" in shown.getvalue() and "━" in shown.getvalue()
-    assert list(found) == ["1", "16"] and all(
+    assert list(found) == ["1", "16", *(["128"] if has_rings() else [])] and all(
         rate > 0 for rates in found.values() for rate in rates
     )
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(doctor._disk_table(found))
     text = console.export_text()
-    assert "16 at a time" in text and "GB/s of 8 KiB" in text
+    assert (
+        "16 at a time" in text
+        and ("128 at a time" in text) == has_rings()
+        and "GB/s of 8 KiB" in text
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.protocol.stored_neurons import READ_BYTES, READ_DEPTH, NeuronStorage
+from actors.protocol.stored_neurons import READ_BYTES, NeuronStorage
 from actors.setup.memory.gpu_share import num_cold_neurons
 from actors.setup.neurons.hot_neurons import hot_neurons
 from actors.setup.neurons.placement_choice import own_profile
@@ -18,6 +18,7 @@ from model.config.model_config import ModelConfig
 from model.config.weight_formats import numpy_dtype
 from model.files.artifact import ModelIdentity
 from numba_kernels.formats import ROW_FORMATS
+from numba_kernels.storage.reads.depths import RING_DEPTH
 from placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
 from predictors.predictor_file import read_predictors
 from predictors.read_ahead import can_read_ahead
@@ -141,6 +142,6 @@ def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStora
     """What the FFN takes of memory, on all hosts: slots, gates that stay, tables, buffers."""
     geometry = BundleGeometry.of(config)
     tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
-    buffers = system.num_cpu_actors * READ_DEPTH * (READ_BYTES + geometry.bundle_bytes)
+    buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
     predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
     return bytes_in_memory(config, storage) + tables + buffers + predictors

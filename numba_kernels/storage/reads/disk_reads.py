@@ -4,7 +4,8 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_add, now_ns
-from numba_kernels.storage.reads.direct_file import read_bytes
+from numba_kernels.storage.reads.direct_file import SHORT, read_bytes
+from numba_kernels.storage.reads.io_ring import MOST_TOGETHER, add_read, next_done, submit
 
 
 @njit(nogil=True, cache=True)
@@ -22,3 +23,33 @@ def read_places(descriptor, unit, keeps_pages, places, size, most_ns, taken, int
         if status != 0:
             return status
     return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def read_places_by_ring(ring, descriptor, places, size, most_ns, done, into):
+    """The same by one thread, as many reads at once as `into` has rows; 0, or what failed.
+
+    done (1,) int64 is how many were done; none is begun after `most_ns`.
+    """
+    started, num_begun, status = now_ns(), 0, np.int64(0)
+    free, num_free = np.arange(into.shape[0]), into.shape[0]
+    done[0] = 0
+    while True:
+        while num_free and num_begun < places.shape[0] and now_ns() - started < most_ns:
+            k = free[num_free - 1]
+            address = np.int64(into[k].ctypes.data)
+            add_read(ring, k, descriptor, places[num_begun], address, size)
+            num_free, num_begun = num_free - 1, num_begun + 1
+        if num_free == into.shape[0]:
+            return status
+        failed = submit(ring, min(MOST_TOGETHER, 1 + (into.shape[0] - num_free) // 4))
+        if failed != 0:
+            return failed
+        k, result = next_done(ring)
+        while k >= 0:
+            if result != size:
+                status, most_ns = np.int64(SHORT) if result >= 0 else -result, np.int64(0)
+            free[num_free] = k
+            num_free += 1
+            done[0] += 1
+            k, result = next_done(ring)

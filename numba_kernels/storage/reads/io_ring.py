@@ -29,6 +29,7 @@ _GET_EVENTS = 1
 _READ = 22  # an operation, Linux 5.6
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
+MOST_TOGETHER = 8  # reads that are waited for at once
 _FIXED = 10  # words of `io_uring_params` before its two tables of offsets
 
 # words of `IoRing.facts`
@@ -69,6 +70,15 @@ def new_ring(num_entries: int) -> IoRing | None:
         os.close(descriptor)
         return None
     return _mapped(descriptor, params)
+
+
+def has_rings() -> bool:
+    """Whether the kernel and the container allow io_uring."""
+    ring = new_ring(1)
+    if ring is None:
+        return False
+    close_ring(ring)
+    return True
 
 
 def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.storage.reads.io_ring import add_read, next_done, submit
+from numba_kernels.storage.reads.io_ring import MOST_TOGETHER, add_read, next_done, submit
 from numba_kernels.storage.reads.neuron_file import DESCRIPTOR, read_span, span_bytes, take_span
 from numba_kernels.storage.reads.read_queue import (
     BATCH,
@@ -20,8 +20,6 @@ from numba_kernels.storage.reads.read_queue import (
     take_next,
     wanted_of,
 )
-
-_TOGETHER = 8
 
 
 @njit(nogil=True, cache=True)
@@ -82,7 +80,7 @@ def serve_ring(queue, file, held_gates, held_rests, staging, target, ring):
             await_spans(queue, seen)
             continue
         started = now_ns()
-        status = submit(ring, min(_TOGETHER, 1 + num_reads // 4))
+        status = submit(ring, min(MOST_TOGETHER, 1 + num_reads // 4))
         if status != 0:
             _give_up(queue, spans, busy, held_gates, held_rests, status)
         k, result = next_done(ring)
