@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.cpu import bundle_reads
 from actors.cpu.bundle_reads import BundleReads
 from actors.cpu.stored_service import StoredCpuService, load_stored_service
 from actors.exchange.service import Service
@@ -43,6 +44,7 @@ from numba_kernels.serve.mailbox import (
     threshold_words,
 )
 from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
+from numba_kernels.storage.reads.io_ring import DESCRIPTOR, IoRing, new_ring
 from numba_kernels.storage.reads.read_queue import NOW, num_left
 from predictors.predictor_file import Predictors, write_predictors
 from predictors.sign import SignLayer
@@ -327,6 +329,38 @@ def test_a_larger_cache_reads_less(tiny: Tiny) -> None:
             again = stored.counted(BYTES_READ) - before
     assert found[0] > found[1] > found[2]
     assert again == 0  # everything was in memory
+
+
+def test_the_same_bits_by_threads(
+    predicted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no io_uring."""
+    path, file = predicted
+    monkeypatch.setattr(bundle_reads, "new_ring", lambda num_entries: None)
+    stores = [StoredSystem(path, 1, 2, predictors=file, **store) for store in AHEAD]
+    assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
+
+
+def test_a_ring_that_breaks_is_one_line(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing hangs, and nothing wrong is computed, whatever the kernel says of the ring itself."""
+    path, rings = tiny("llama-gqa").path, []
+    file = packed(path)
+
+    def kept(num_entries: int) -> IoRing | None:
+        rings.append(new_ring(num_entries))
+        return rings[-1]
+
+    monkeypatch.setattr(bundle_reads, "new_ring", kept)
+    with StoredSystem(path, 1, 2) as stored:
+        if rings[0] is None:
+            pytest.skip("no io_uring here")
+        stored.logits("exact", IDS[:2], [1])
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), int(rings[0].facts[DESCRIPTOR]))
+        for way in ([1], [40]):
+            with pytest.raises(AnswerFailed, match=str(file)) as caught:
+                stored.logits("exact", IDS, way)
+            assert "cannot be read" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_without_direct_reads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
