@@ -19,7 +19,7 @@ from model.weights.check import stored_config
 from model.weights.ffn import load_ffn_biases
 from numba_kernels.decode.activations import Activation, activation
 from numba_kernels.serve.layer_ffn import FfnArrays
-from numba_kernels.serve.mailbox import LAYER
+from numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
 from numba_kernels.storage.serve_stored import serve_stored_ffn
 from predictors.predictor_file import read_predictors
 from predictors.read_ahead import shard_predictors
@@ -46,9 +46,9 @@ class StoredCpuService(CpuService):
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention goes over the prompt."""
         super().answer_in_python()
-        following = int(self.wires.requests[self.index, LAYER]) + 1
-        if following < self.arrays.offsets.size - 1:
-            self.store.ask_for_layer(following)
+        layer, following = self.wires.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        if following not in (0, layer + 1):
+            self.store.ask_for_layer(following - 1)
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
         """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.

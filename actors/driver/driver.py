@@ -60,6 +60,10 @@ from predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 
+_CHUNKS_AT_ONCE = (
+    4  # of a prompt, where neurons have to be read: each takes some MB of the driver's
+)
+
 
 class ServiceChange(Protocol):
     """Other CPU services beside those that serve: loaded, tried out, and asked nothing yet."""
@@ -114,6 +118,7 @@ class Driver:
         thresholds = None if calibrated is None else calibrated.thresholds.of_layers()
         engine = Engine(config, embedding, exchange, system.mode, predictor, num_hot, thresholds)
         engine.neuron_upload_tokens = system.neuron_upload_tokens
+        engine.chunks_at_once = 1 if system.storage is None else _CHUNKS_AT_ONCE
         self.engine = engine
         self._use_threads(predictor, exchange)
         self.generator = Generator(path, config, engine, system.context_length)

@@ -28,6 +28,7 @@ from numba_kernels.serve.mailbox import (
     BYTES_READ,
     FIRST_LOGIT,
     HEAD,
+    NEXT_LAYER,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -73,6 +74,7 @@ class Engine:
         self._thresholds = thresholds or _own_thresholds(config, mode)
         # Called before steps that services answer by matrix products, which they may not have yet.
         self.prepare_products: Callable[[], None] = lambda: None
+        self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.use_services(np.zeros(config.num_layers, np.int64) if num_hot is None else num_hot)
         self.times = StepTimes()
@@ -162,12 +164,15 @@ class Engine:
         """Whether services answer such a step by matrix products."""
         return num_tokens >= MATRIX_TOKENS
 
-    def run_layer(self, layer: int, num_tokens: int) -> None:
+    def run_layer(self, layer: int, num_tokens: int, next_layer: int) -> None:
         """Bring the hidden states of the tokens that were placed through one layer.
 
+        `next_layer` will be run next, of these tokens or of others; none of that number is fine.
         Between layers only `hidden`, `positions` and `slots` matter.
         Errors:  those of `step`
         """
+        is_known = next_layer < self.config.num_layers
+        self.exchange.wires.requests[1:, NEXT_LAYER] = next_layer + 1 if is_known else 0
         self._run_layers(range(layer, layer + 1), num_tokens)
 
     def _run_layers(self, layers: range, num_tokens: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from actors.driver.active_request import ActiveRequest
 from actors.driver.engine import Engine
-from actors.driver.prompt_chunk import PromptChunk
+from actors.driver.prompt_chunk import PromptChunks
 from actors.driver.token_batch import Batch
 from actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
 from actors.protocol.kv_pool import KvPool
@@ -63,7 +63,7 @@ class Scheduler:
         self._engine = engine
         self._pool = pool
         self._running: list[ActiveRequest] = []  # in the order of admission
-        self._chunk: PromptChunk | None = None
+        self._chunk: PromptChunks | None = None
         self._turns = Turns(clock)
         self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
 
@@ -112,7 +112,7 @@ class Scheduler:
         others = [request for request in self._running if not request.chunk_sizes]
         if self._chunk is None:
             long_prompt = next((request for request in self._running if request.chunk_sizes), None)
-            self._chunk = None if long_prompt is None else PromptChunk(self._engine, long_prompt)
+            self._chunk = None if long_prompt is None else PromptChunks(self._engine, long_prompt)
         chunk = self._chunk
         is_prompts = self._turns.is_prompts(chunk is not None, bool(others))
         with self._turns.timed(is_prompts):
@@ -133,7 +133,7 @@ class Scheduler:
             request.fail(error)
             self._leave(request)
 
-    def _run_layer(self, chunk: PromptChunk) -> None:
+    def _run_layer(self, chunk: PromptChunks) -> None:
         with self._failing([chunk.request]):
             logits = chunk.run_layer()
             if chunk.is_done:

@@ -200,7 +200,7 @@ def rehearse(system: SystemConfig) -> None:
         for count in (2, tokens):  # several tokens, and a part of a prompt
             with suppress(NotFiniteError):
                 engine.place([0] * count, range(count), [0] * count)
-                engine.run_layer(0, count)
+                engine.run_layer(0, count, 1)
                 engine.logits(count, 1)
 
     driver.between_requests(go_through)

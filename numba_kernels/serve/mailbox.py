@@ -34,6 +34,7 @@ _MOST_DELAYED_US = 10_000  # of one request; more has other causes, such as a su
 OPERATION, LAYER, NUM_TOKENS, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(7)
 # Which neurons fire (`Thresholds`), as the bits of float64 numbers: see `read_thresholds`.
 GATE_THRESHOLD, PRODUCT_THRESHOLD = 7, 8
+NEXT_LAYER = 9  # of a prompt: the layer that will be asked for next, plus 1; 0: none is known
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: every neuron of the service's shard
 

@@ -323,10 +323,10 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
             order.append(sorted(slots))
             return step(ids, positions, slots, num_logits)
 
-        def noted_layer(layer: int, num_tokens: int) -> None:
+        def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
             if num_tokens >= MATRIX_TOKENS:
                 order.append("layer")
-            run_layer(layer, num_tokens)
+            run_layer(layer, num_tokens, next_layer)
 
         driver._queue._scheduler._turns = Turns(clock)
         engine.step = noted_step  # type: ignore[method-assign]
@@ -418,6 +418,33 @@ def spoil(driver: Driver, token_id: int) -> None:
     object.__setattr__(driver.engine.embedding, "lookup", spoiled)
 
 
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: int) -> None:
+    """The same tokens as one after another, also while others go on."""
+    checkpoint = tiny("llama-gqa")
+    long, short = (checkpoint.ids.tolist() * 10)[:330], checkpoint.ids[:4].tolist()
+    with batching(checkpoint) as (_, driver):  # chunks of 64 tokens
+        engine, order = driver.engine, []
+        alone = [complete(driver, greedy(ids, 20)) for ids in (long, short)]
+        run_layer = engine.run_layer
+
+        def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
+            order.append((layer, next_layer))
+            run_layer(layer, num_tokens, next_layer)
+
+        engine.run_layer = noted_layer  # type: ignore[method-assign]
+        engine.chunks_at_once = at_once
+        found = [ask(driver, greedy(ids, 20)) for ids in (short, long)]
+        for result, expected in zip([asked.end() for asked in found], alone[::-1], strict=True):
+            assert result.ids == expected.ids
+        layers = [layer for layer, _ in order]
+        assert layers[: 2 * at_once] == at_once * [0] + at_once * [1]
+        told = [following for _, following in order[:at_once]]
+        assert told == (at_once - 1) * [0] + [1]
+        assert len(order) == 5 * engine.config.num_layers
+        assert all_pages_are_free(driver)
+
+
 @pytest.mark.parametrize("calls_before", [0, 1, 7])
 def test_cancelled_in_the_prompt(tiny: Tiny, calls_before: int) -> None:
     checkpoint = tiny("llama-gqa")
@@ -426,14 +453,14 @@ def test_cancelled_in_the_prompt(tiny: Tiny, calls_before: int) -> None:
         run_layer, reached, go_on = driver.engine.run_layer, threading.Event(), threading.Event()
         num_layers = 0
 
-        def stopping(layer: int, num_tokens: int) -> None:
+        def stopping(layer: int, num_tokens: int, next_layer: int) -> None:
             nonlocal num_layers
             if num_tokens >= MATRIX_TOKENS:
                 num_layers += 1
                 if num_layers == calls_before + 1:
                     reached.set()
                     assert go_on.wait(100)
-            run_layer(layer, num_tokens)
+            run_layer(layer, num_tokens, next_layer)
 
         driver.engine.run_layer = stopping  # type: ignore[method-assign]
         long = ask(driver, greedy([1] * 300, 9, "long"))

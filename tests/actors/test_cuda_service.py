@@ -195,7 +195,7 @@ def test_services_count_who_fires(tiny: Tiny) -> None:
             engine = system.engine("dense")
             for sizes in (KERNEL_TOKENS + 8, 5):
                 engine.place(checkpoint.ids[:sizes].tolist(), range(sizes), [0] * sizes)
-                engine.run_layer(0, sizes)
+                engine.run_layer(0, sizes, 1)
                 ask_ffn(engine, COUNT_FFN, sizes)
             counts.append(system.services[0].fired_counts.copy())  # type: ignore[attr-defined]
     np.testing.assert_array_equal(counts[0], counts[1])

@@ -35,6 +35,7 @@ from numba_kernels.serve.mailbox import (
     FFN,
     GATE_THRESHOLD,
     LAYER,
+    NEXT_LAYER,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
@@ -313,6 +314,7 @@ def ffn_of(system: InProcessSystem, layer: int, x: np.ndarray) -> np.ndarray:
     fires = threshold_words([not_zero(system.config.activation_fn)])[0]
     wires.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
     wires.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
+    wires.requests[1, NEXT_LAYER] = layer + 2 if layer < 2 else 0  # of a prompt
     system.exchange.ask([1])
     return wires.partials[1, : len(x)].copy()
 
