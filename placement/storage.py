@@ -8,8 +8,8 @@ import numpy as np
 
 _RUN_BYTES = 256 << 10  # of one read of neighbours
 LISTED = 2.0  # neurons that a predictor lists for one that fires
-_READ_CPU_S = 20e-6  # of a core: to read a neuron, check its sum, copy it into a slot
-_HIDDEN = 0.5  # of the shorter of products and reads, where up and down rows alone are read
+_READ_CPU_S = 8e-6  # of a core: to read a neuron, check its sum, copy it into a slot
+_HIDDEN = 0.7  # of the shorter of products and reads
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,15 @@ class Disk:
         return reads.number * self.read_s + reads.num_bytes / self.bytes_per_s
 
 
-def token_seconds(
-    memory_s: float, disk_s: float, reads: Reads, num_threads: int, gates_stay: bool
-) -> float:
+def token_seconds(memory_s: float, disk_s: float, reads: Reads, num_threads: int) -> float:
     """How long a token takes of which parts are read.
 
-    memory + max(disk - hidden, CPU time of reads / threads)
-    A gate that is read is waited for, so nothing is hidden unless gates stay: then half of what
-    takes less time. `memory_s` is a token's time with everything in memory, `disk_s` its reads'.
+    memory + max(disk - HIDDEN * min(memory, disk), CPU time of reads / threads)
+    `memory_s` is a token's time with everything in memory, `disk_s` its reads'.
     Source:  docs/lab_log.md
     """
-    hidden_s = _HIDDEN * min(memory_s, disk_s) if gates_stay else 0.0
-    return memory_s + max(disk_s - hidden_s, reads.number * _READ_CPU_S / num_threads)
+    waits_s = disk_s - _HIDDEN * min(memory_s, disk_s)
+    return memory_s + max(waits_s, reads.number * _READ_CPU_S / num_threads)
 
 
 def expected_reads(

@@ -130,8 +130,7 @@ def _plans(
         seconds = disk.seconds(reads)
         num_neurons = geometry.num_layers * geometry.num_neurons
         num_cold = num_cold_neurons(share, config)
-        gates_stay = system.storage.num_gates >= num_cold
-        token_s = token_seconds(memory_s, seconds, reads, system.num_threads, gates_stay)
+        token_s = token_seconds(memory_s, seconds, reads, system.num_threads)
         yield StoredPlan(
             size,
             bool(system.storage.predictors),
