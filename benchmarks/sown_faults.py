@@ -373,8 +373,26 @@ _ACTORS = [
     Fault(
         "slots-in-equal-parts",
         "actors", "shards", _UPDATE,
-        "system.storage.cache_bytes * threads // of_all", "system.storage.cache_bytes // 2",
+        "num_rests=storage.num_rests * own // max(1, total)", "num_rests=storage.num_rests // 2",
         ("test_services_have_slots_as_they_have_neurons",),
+    ),
+    Fault(
+        "chunks-of-a-prompt-at-one-place",
+        "actors", "prompt_chunk", _UPDATE,
+        "request.num_done + sum(request.chunk_sizes[:before])", "request.num_done",
+        ("test_chunks_of_a_prompt_go_through_each_layer_together",),
+    ),
+    Fault(
+        "chunks-keep-a-kernels-tokens",
+        "actors", "prompt_chunk", _VALUE,
+        "chunk.pause(self._engine.max_tokens)", "chunk.pause(self._engine.kernel_tokens)",
+        ("test_chunks_of_a_prompt_go_through_each_layer_together",),
+    ),
+    Fault(
+        "the-next-layer-too-early",
+        "actors", "prompt_chunk", _OFF_BY_ONE,
+        "chunk.run_layer(chunk.next_layer + is_last)", "chunk.run_layer(chunk.next_layer + 1)",
+        ("test_chunks_of_a_prompt_go_through_each_layer_together",),
     ),
     Fault(
         "predictors-wanted-on-every-host",
@@ -678,10 +696,41 @@ _NUMBA_KERNELS = [
     ),
     Fault(
         "all-gates-come-with-their-rest",
-        "numba_kernels", "stored_ffn", _CHECK,
-        "if keeps_all or (is_listed and stored.options[READS_WHOLE]) else GATE",
-        "if keeps_all or is_listed or stored.options[READS_WHOLE] else GATE",
+        "numba_kernels", "arriving_gates", _CHECK,
+        "if keeps_all or (is_listed and stored.options[READS_WHOLE]):",
+        "if keeps_all or is_listed or stored.options[READS_WHOLE]:",
         ("test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire",),
+    ),
+    Fault(
+        "late-gates-not-awaited",
+        "numba_kernels", "arriving_gates", _CHECK,
+        "is_late = atomic_load(held, row) != HERE", "is_late = False",
+        ("test_a_disk_that_does_not_answer_is_waited_for",),
+    ),
+    Fault(
+        "short-reads-of-a-ring-are-taken",
+        "numba_kernels", "ring_reads", _CHECK,
+        "is_whole = result == size", "is_whole = result != 0",
+        ("test_a_file_that_is_spoilt_under_a_system[shorter-token]",),
+    ),
+    Fault(
+        "a-broken-ring-is-waited-for",
+        "numba_kernels", "ring_reads", _CHECK,
+        "if status != 0:", "if status > 1000:",
+        ("test_a_ring_that_breaks_is_one_line",),
+    ),
+    Fault(
+        "slots-forget-who-was-wanted",
+        "numba_kernels", "neuron_slots", _UPDATE,
+        "used[slot], slot_weights[slot], places[i] = epoch, weights[row], slot",
+        "used[slot], places[i] = epoch, slot",
+        ("test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least",),
+    ),
+    Fault(
+        "neurons-of-this-layer-leave",
+        "numba_kernels", "neuron_slots", _CHECK,
+        "if slots.used[slot] == state[EPOCH] or (found >= 0", "if (found >= 0",
+        ("test_of_the_next_slots_the_neuron_leaves_that_is_wanted_least",),
     ),
     Fault(
         "any-numba-is-as-tried",
