@@ -26,6 +26,7 @@ from actors.cpu.product_choice import choose_products
 from actors.cpu.thread_team import Phase, ThreadTeam
 from actors.cpu.torch_products import TorchProducts
 from actors.protocol.step_sizes import ProductChoice
+from model.weights.memory import aligned_empty
 from numba_kernels.decode.rows import split_range
 from numba_kernels.decode.vectors import QuantizedVectors
 from numba_kernels.formats import CHUNK, is_quantized, row_items
@@ -87,6 +88,8 @@ class MatrixProducts:
         self._choice = choose_products() if choice is None else choice
         self._team = ThreadTeam(num_threads, begin)
         self._phases: list[Phase] = []
+        self._scratch: list[np.ndarray] = []
+        self._num_lent = 0
         self._torch = TorchProducts(num_threads, self.then)
         self._pairs = PairProducts(num_threads, self.then)
         self._words = WordProducts(num_threads, self.then)
@@ -110,6 +113,24 @@ class MatrixProducts:
             with self.at_once():
                 self.linear(torch.zeros(1, CHUNK), row, np.empty(0, np.float32))
                 self.combine(torch.zeros(1, 1), row, torch.empty(1, CHUNK))
+
+    def begin_layer(self) -> None:
+        """What `scratch` gave before may be used for something else from now on."""
+        self._num_lent = 0
+
+    def scratch(self, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+        """An array of whatever was there, until the next `begin_layer`.
+
+        The next layer has the same memory: to be given new memory takes as long as to fill it.
+        """
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if self._num_lent == len(self._scratch):
+            self._scratch.append(aligned_empty((num_bytes,), np.uint8))
+        elif self._scratch[self._num_lent].size < num_bytes:
+            self._scratch[self._num_lent] = aligned_empty((num_bytes,), np.uint8)
+        buffer = self._scratch[self._num_lent]
+        self._num_lent += 1
+        return buffer[:num_bytes].view(dtype).reshape(shape)
 
     def close(self) -> None:
         """End the threads."""

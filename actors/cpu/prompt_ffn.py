@@ -58,8 +58,10 @@ def prompt_ffn(
         return array[first:last] if array.shape[0] else array
 
     up = part(arrays.up)
-    tokens, h = torch.from_numpy(x), torch.empty(x.shape[0], last - first)
-    factors = torch.empty(x.shape[0], up.shape[0])
+    products.begin_layer()
+    tokens, num_tokens = torch.from_numpy(x), x.shape[0]
+    h = torch.from_numpy(products.scratch((num_tokens, last - first)))
+    factors = torch.from_numpy(products.scratch((num_tokens, up.shape[0])))
     gate_product = part(arrays.gate), part(arrays.gate_bias), h
     up_product = up, part(arrays.up_bias), factors
     # Which neurons fire is not waited for where all are computed.
@@ -116,9 +118,9 @@ def _add_fired(
     out: np.ndarray,
 ) -> None:
     """out = sum over the neurons that fire for each token, once it has been run."""
-    fired = empty_fired(*h.shape)
+    fired = empty_fired(h.shape[0], h.shape[1], products.scratch)
     vectors = products.vectors(x, up) if up.shape[0] else x
-    sums = np.empty((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS), np.float32)
+    sums = products.scratch((num_parts(out.shape[1]), out.shape[0], PART_COLUMNS))
     out[:] = 0
 
     def scale(thread: int) -> None:

@@ -38,8 +38,8 @@ class _Rows:
         if not weight.size:
             return rows
         kind, epsilon = self._shape.norm_kind, self._shape.norm_epsilon
-        out, x = torch.empty_like(rows), rows.numpy()
-        into = out.numpy()
+        into, x = self._products.scratch(tuple(rows.shape)), rows.numpy()
+        out = torch.from_numpy(into)
 
         def norm(first: int, last: int) -> None:
             norm_rows_kernel(kind, x, weight, bias, epsilon, into, first, last)
@@ -49,7 +49,8 @@ class _Rows:
 
     def add(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """residual + rows, scaled where the model does so."""
-        out, scale = torch.empty_like(rows), float(self._shape.residual_scale)
+        out = torch.from_numpy(self._products.scratch(tuple(rows.shape)))
+        scale = float(self._shape.residual_scale)
 
         def add(first: int, last: int) -> None:
             torch.add(residual[first:last], rows[first:last], alpha=scale, out=out[first:last])
@@ -85,7 +86,7 @@ def _attend(
     first_page = max(0, first + 1 - window) // size if window else 0
     end_page = -(-(first + num_tokens) // size)
     pages = wires.page_tables[wires.slots[0], first_page:end_page]
-    cached = np.empty((2, shape.num_kv_heads, pages.size * size, shape.head_dim), np.float32)
+    cached = products.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
 
     def norm(thread: int) -> None:
         norm_whole(thread, num_threads, layer, shape, arrays, qkv)
@@ -105,7 +106,7 @@ def _attend(
     heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
     queries = heads[:, : shape.num_heads].transpose(0, 1)
     keys, values = torch.from_numpy(cached)
-    attended = torch.empty(num_tokens, shape.num_heads, shape.head_dim)
+    attended = torch.from_numpy(products.scratch((num_tokens, shape.num_heads, shape.head_dim)))
     group = shape.num_heads // shape.num_kv_heads
 
     def part(begin: int, own: slice) -> None:
@@ -176,14 +177,18 @@ def dense_attention(
         raise ValueError("prefill takes consecutive positions of one sequence")
 
     rows = _Rows(products, shape, arrays)
+    products.begin_layer()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
 
     def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        qkv = products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer])
+        num_rows = sum(map(len, arrays.qkv.parts(layer)))
+        qkv = torch.from_numpy(products.scratch((num_tokens, num_rows)))
+        products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
         heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
-        out = products.linear(heads, arrays.out[layer], arrays.out_bias[layer])
+        out = torch.from_numpy(products.scratch((num_tokens, len(arrays.out[layer]))))
+        products.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
         out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
         return rows.add(residual, out)
 
@@ -216,6 +221,7 @@ def dense_head(
     num_layers = arrays.norm_weight.shape[0]
     logits, cap = torch.from_numpy(wires.logits[: end - begin]), float(shape.logit_softcap)
     rows = _Rows(products, shape, arrays)
+    products.begin_layer()
     with products.at_once():
         x = rows.layer_input(num_layers, wires.hidden[begin:end])
         x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)

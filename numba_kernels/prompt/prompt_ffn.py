@@ -5,6 +5,7 @@ Neurons are taken in blocks and columns of the output in parts, so that what man
 in the second-level cache while they pass by.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from numba_kernels.ir.operands import PART_COLUMNS
 from numba_kernels.ir.vector_ir import add_part1, add_part4, dot_lone_row, dot_rows4, prefetch_part
 
 _ZERO = np.float32(0)
+Empty = Callable[..., np.ndarray]
 BLOCK = 256  # neurons; 256 KiB of a part of float16 rows
 
 
@@ -127,12 +129,12 @@ def num_parts(width: int) -> int:
     return -(-width // PART_COLUMNS)
 
 
-def empty_fired(num_tokens: int, num_neurons: int) -> FiredNeurons:
-    """Room for the worst case, of which what is not written to takes no memory."""
+def empty_fired(num_tokens: int, num_neurons: int, empty: Empty = np.empty) -> FiredNeurons:
+    """Room for the worst case, in arrays empty(shape, dtype) of whatever was there."""
     blocks = num_blocks(num_neurons)
     shape = blocks, num_tokens * BLOCK
     return FiredNeurons(
-        np.empty(shape, np.int32),
-        np.empty(shape, np.float32),
-        np.empty((blocks, num_tokens + 1), np.int32),
+        empty(shape, np.int32),
+        empty(shape, np.float32),
+        empty((blocks, num_tokens + 1), np.int32),
     )
