@@ -96,3 +96,11 @@ def test_a_disk_that_cannot_be_limited_is_no_run_without_a_limit(tmp_path: Path)
     assert "cannot be limited" in error_of(said)
     asked = run_benchmark("limited_run", "--disk", "1GB", "--", "true")
     assert "--disk needs a --file" in error_of(asked)
+
+
+def test_a_plot_of_storage_has_the_reports_speeds(tmp_path: Path) -> None:
+    picture = tmp_path / "speed.svg"
+    report = ROOT / "benchmarks/results/storage-32-layers.md"
+    assert run_benchmark("storage_plot", report, picture).status == 0
+    drawn = picture.read_text()
+    assert "tokens/s" in drawn and "llama.cpp" in drawn and "planned" in drawn
