@@ -206,13 +206,6 @@ def _count_span(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def next_is_ahead(queue):
-    """Whether what is to be taken next is read ahead; a guess where others take too."""
-    taken = atomic_load(queue.cells, _TAKEN * INTS_A_CELL)
-    return queue.spans[np.int64(taken) & (queue.spans.shape[0] - 1), BATCH] != NOW
-
-
-@njit(nogil=True, cache=True)
 def finish_span(queue, span, has_come, held_gates, held_rests):
     """A span was read, or could not be: that is noted in `NeuronSlots.held` of either part."""
     batch, found = np.int64(span[BATCH]), HERE if has_come else FAILED

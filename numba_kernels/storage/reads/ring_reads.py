@@ -16,28 +16,21 @@ from numba_kernels.storage.reads.read_queue import (
     await_spans,
     finish_span,
     is_stopped,
-    next_is_ahead,
     num_asked,
     take_next,
     wanted_of,
 )
 
-_MOST_AHEAD = 48  # reads under way with which more ahead are begun: what is begun is not taken back
-
 
 @njit(nogil=True, cache=True)
 def _begin_spans(queue, file, ring, staging, spans, busy):
-    """Have the next spans read, as many as there are free buffers; fewer of those read ahead."""
-    num_busy = busy.sum()
+    """Have the next spans read, as many as there are free buffers."""
     for k in range(busy.shape[0]):
         span = spans[k]
         if busy[k]:
             continue
-        if num_busy >= _MOST_AHEAD and next_is_ahead(queue):
-            return
         if not take_next(queue, span) or is_stopped(queue):
             return
-        num_busy += 1
         wanted = wanted_of(queue, np.int64(span[BATCH]))
         begin, size = span_bytes(file, wanted, span[FIRST], span[LAST])
         address = np.int64(staging[k].ctypes.data)
