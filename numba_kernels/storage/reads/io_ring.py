@@ -23,7 +23,8 @@ from numba_kernels.serve.doorbell import atomic_load, atomic_store
 _SETUP, _ENTER = 425, 426  # the same on all architectures
 # One thread asks, and what has come is looked at when it asks (Linux 6.1).
 _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
-_SINGLE_MMAP = 1  # a feature, Linux 5.4
+# Features: both rings in one piece of memory (Linux 5.4), and one that came with reads (5.6).
+_SINGLE_MMAP, _CURRENT_PLACE = 1, 1 << 3
 _ENTRIES_PLACE = 0x10000000  # to map the submissions from
 _GET_EVENTS = 1
 _READ = 22  # an operation, Linux 5.6
@@ -66,7 +67,7 @@ def new_ring(num_entries: int) -> IoRing | None:
             break
     else:
         return None
-    if not params[5] & _SINGLE_MMAP:
+    if not (params[5] & _SINGLE_MMAP and params[5] & _CURRENT_PLACE):
         os.close(descriptor)
         return None
     return _mapped(descriptor, params)
