@@ -178,17 +178,19 @@ def stored_layer_ffn(
     first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
     num_neurons, num_tokens = last - first, x.shape[0]
     gates_stay, is_one = has_all(stored.gates), num_tokens == 1
+    awaits_gates = not gates_stay and (not is_one or stored.options[WAITS_FIRST] != 0)
     stored.failed[thread] = 0
     if thread == 0:
         _begin(stored, first, last)
         if not gates_stay:
             _end_ahead(stored)
             ask_gates(stored, first, num_neurons, is_listed, ids, thresholds.gate < 0)
-            if not is_one or stored.options[WAITS_FIRST]:
+            if awaits_gates:
                 _await_gates(stored, first, num_neurons, is_listed, ids)
     if not gates_stay:
         meet(cells, service, num_threads)
-        if stored.failed[0]:
+        # Else thread 0 may say already that a gate did not come, before another looks here.
+        if awaits_gates and stored.failed[0]:
             return False
     following = layer_ahead(stored.ahead, layer, num_tokens)
     begin, end = own_candidates(thread, num_threads, num_neurons, is_listed, ids)
