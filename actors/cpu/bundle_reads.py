@@ -17,7 +17,7 @@ from model.weights.memory import aligned_empty
 from numba_kernels.storage.neuron_slots import NeuronSlots
 from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
 from numba_kernels.storage.reads.direct_file import SHORT
-from numba_kernels.storage.reads.io_ring import close_ring, new_ring
+from numba_kernels.storage.reads.io_ring import close_ring, keep_mapped, new_ring
 from numba_kernels.storage.reads.neuron_file import (
     DAMAGED,
     KEEPS_PAGES,
@@ -93,8 +93,11 @@ class BundleReads:
         if is_direct and not in_one_piece:
             self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
         if not self._has_ring:
+            staging = self._staging(NUM_THREADS)
             readers = [
-                threading.Thread(target=self._by_thread, args=(n,), name=f"read-{n}", daemon=True)
+                threading.Thread(
+                    target=self._by_thread, args=(n, staging[n]), name=f"read-{n}", daemon=True
+                )
                 for n in range(NUM_THREADS)
             ]
             self._begin(readers)
@@ -117,16 +120,17 @@ class BundleReads:
             return
         self._has_ring = True
         staging = self._staging(RING_DEPTH)
+        keep_mapped(ring, staging)
         serve_ring(self.queue, self.located, *self._into, staging, self._rows, ring)
         close_ring(ring)
 
-    def _by_thread(self, number: int) -> None:
-        staging = self._staging(1)[0]
+    def _by_thread(self, number: int, staging: np.ndarray) -> None:
         serve_reads(number, self.queue, self.located, *self._into, staging, self._rows)
 
     def _staging(self, num_reads: int) -> np.ndarray:
+        """Buffers of so many reads, in huge pages: disks read faster into what is in one piece."""
         size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, PAGE_BYTES))
-        return aligned_empty((num_reads, size), np.uint8, PAGE_BYTES, huge_pages=False)
+        return aligned_empty((num_reads, size), np.uint8)
 
     def read(self, rows: np.ndarray, parts: np.ndarray) -> None:
         """Read parts of one layer's neurons into their slots, once nothing else is being read.

@@ -14,7 +14,7 @@ from model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from model.weights.memory import aligned_empty
 from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
 from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
-from numba_kernels.storage.reads.io_ring import IoRing, close_ring, new_ring
+from numba_kernels.storage.reads.io_ring import IoRing, close_ring, keep_mapped, new_ring
 
 _MOST_NS = 250_000_000
 _MOST_READS = 1 << 16
@@ -40,7 +40,9 @@ def measure_disk(
         if ring is None:
             return [_rate(file, *each, depth or NUM_THREADS) for each in drawn.items()]
         try:
-            return [_ring_rate(ring, file, *each) for each in drawn.items()]
+            into = aligned_empty((RING_DEPTH * max(drawn),), np.uint8)
+            keep_mapped(ring, into)
+            return [_ring_rate(ring, file, *each, into) for each in drawn.items()]
         finally:
             close_ring(ring)
     finally:
@@ -54,9 +56,10 @@ def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
     return draw.integers(0, last + 1, _MOST_READS) * PAGE_BYTES
 
 
-def _ring_rate(ring: IoRing, file: DirectFile, size: int, places: np.ndarray) -> float:
-    into = aligned_empty((RING_DEPTH, size), np.uint8, PAGE_BYTES, huge_pages=False)
-    done = np.zeros(1, np.int64)
+def _ring_rate(
+    ring: IoRing, file: DirectFile, size: int, places: np.ndarray, into: np.ndarray
+) -> float:
+    done, into = np.zeros(1, np.int64), into[: RING_DEPTH * size].reshape(RING_DEPTH, size)
     read_places_by_ring(ring, file.descriptor, places, size, 0, done, into)  # compiled here
     started = time.monotonic()
     status = read_places_by_ring(ring, file.descriptor, places, size, _MOST_NS, done, into)
@@ -72,7 +75,7 @@ def _require(status: int) -> None:
 
 def _rate(file: DirectFile, size: int, places: np.ndarray, depth: int) -> float:
     taken = np.zeros(1, np.int32)
-    buffers = [aligned_empty((size,), np.uint8, PAGE_BYTES, huge_pages=False) for _ in range(depth)]
+    buffers = aligned_empty((depth, size), np.uint8)
     read_places(*file, places, size, 0, taken, buffers[0])  # compiled here, if at all
 
     def work(buffer: np.ndarray) -> int:

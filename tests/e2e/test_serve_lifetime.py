@@ -124,23 +124,25 @@ def test_a_model_that_has_failed_is_loaded_anew(tmp_path: Path) -> None:
         status, text = ask("two")
         assert status == 200
 
-        def ask_without(killed: set[psutil.Process], cause: str) -> None:
+        def ask_without(killed: set[psutil.Process]) -> tuple[int, str]:
             assert killed
             for process in killed:
                 with suppress(psutil.NoSuchProcess):  # of a system that has ended
                     process.kill()
-            status, told = ask("two")  # waits for as long as there is hope
-            assert status == 503 and told.startswith(cause)
+            return ask("two")  # waits for as long as there is hope
 
         def is_loaded_anew(num_loads: int) -> None:
             await_that(lambda: ask("two")[0] == 200)
             assert ask("two") == ask("one") == (200, text)
             assert server.metric("hotcold:model_loads_total") == num_loads
 
-        ask_without(actors_of(server, "DriverActor") - drivers, "the driver died")
+        status, told = ask_without(actors_of(server, "DriverActor") - drivers)
+        # On a busy machine the server has noticed before anybody asks, and has loaded it anew.
+        assert (status, told) == (200, text) or (status == 503 and "the driver died" in told)
         is_loaded_anew(3)
         weights.rename(away)
-        ask_without(actors_of(server, "ServiceActor") - services, "10 failures in a ")
+        status, told = ask_without(actors_of(server, "ServiceActor") - services)
+        assert status == 503 and told.startswith("10 failures in a ")
         await_that(lambda: "cannot be loaded" in ask("two")[1])
         away.rename(weights)
         is_loaded_anew(4)

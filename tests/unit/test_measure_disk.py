@@ -14,7 +14,13 @@ from jobs.support import console as console_of_commands
 from model.bundles.direct import open_direct
 from numba_kernels.storage.reads.direct_file import SHORT
 from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
-from numba_kernels.storage.reads.io_ring import close_ring, has_rings, new_ring
+from numba_kernels.storage.reads.io_ring import (
+    OPERATION,
+    close_ring,
+    has_rings,
+    keep_mapped,
+    new_ring,
+)
 from placement.machine.measure_disk import measure_disk
 
 doctor = importlib.import_module("jobs.commands.doctor")  # the package names the command so too
@@ -35,8 +41,9 @@ def test_every_place_is_read_once(tmp_path: Path) -> None:
     assert read_places(*opened, np.array([8 * 4096]), 4096, 10**12, taken, page) == SHORT
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("depth", [1, 3, 64])
-def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int) -> None:
+def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int, is_kept: bool) -> None:
     """More places than reads at once, and more than the ring has entries."""
     ring = new_ring(depth)
     if ring is None:
@@ -48,6 +55,8 @@ def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int) -> None:
     space = np.zeros((depth + 1) * 4096, np.uint8)
     start = -space.ctypes.data % 4096
     into = space[start : start + depth * 4096].reshape(depth, 4096)
+    if is_kept:
+        keep_mapped(ring, into)
     for first in range(50):
         places = np.arange(first, 50) * 4096
         read = read_places_by_ring(ring, opened.descriptor, places, 4096, 10**12, done, into)
@@ -59,6 +68,18 @@ def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int) -> None:
     args = (opened.descriptor, beyond, 4096, 10**12, done, into)
     assert read_places_by_ring(ring, *args) == SHORT
     assert read_places_by_ring(ring, 10**6, *args[1:]) == 9  # EBADF
+    close_ring(ring)
+
+
+def test_buffers_that_may_not_be_locked_are_read_into_all_the_same() -> None:
+    ring = new_ring(2)
+    if ring is None:
+        pytest.skip("no io_uring here")
+    plain = int(ring.facts[OPERATION])
+    keep_mapped(ring, np.zeros(0, np.uint8))  # which the kernel refuses
+    assert ring.facts[OPERATION] == plain
+    keep_mapped(ring, np.zeros(4096, np.uint8))
+    assert ring.facts[OPERATION] != plain
     close_ring(ring)
 
 

@@ -20,27 +20,28 @@ from numba.extending import intrinsic
 from numba_kernels.compiler import njit
 from numba_kernels.serve.doorbell import atomic_load, atomic_store
 
-_SETUP, _ENTER = 425, 426  # the same on all architectures
+_SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on all architectures
 # One thread asks, and what has come is looked at when it asks (Linux 6.1).
 _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
 # Features: both rings in one piece of memory (Linux 5.4), and one that came with reads (5.6).
 _SINGLE_MMAP, _CURRENT_PLACE = 1, 1 << 3
 _ENTRIES_PLACE = 0x10000000  # to map the submissions from
 _GET_EVENTS = 1
-_READ = 22  # an operation, Linux 5.6
+_READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_mapped`
+_BUFFERS = 0  # what is registered
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
 MOST_TOGETHER = 8  # reads that are waited for at once
 _FIXED = 10  # words of `io_uring_params` before its two tables of offsets
 
 # words of `IoRing.facts`
-DESCRIPTOR, SENT_HEAD, SENT_TAIL, SENT_MASK, DONE_HEAD, DONE_TAIL, DONE_MASK = range(7)
+DESCRIPTOR, SENT_HEAD, SENT_TAIL, SENT_MASK, DONE_HEAD, DONE_TAIL, DONE_MASK, OPERATION = range(8)
 
 
 class IoRing(NamedTuple):
     """The rings that are shared with the kernel.
 
-    facts (7,) int64: the descriptor, and which of `words` are heads, tails, masks
+    facts (8,) int64: the descriptor, which of `words` are heads, tails, masks, and how it reads
     words int32: the rings; entries (E, 8) int64: submissions; completions (C, 2) int64: the
     number that was given with a read, and its result
     """
@@ -101,7 +102,19 @@ def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:
     facts = [descriptor, *places[:2], masks[0], *places[2:], masks[1]]
     found = np.frombuffer(rings, np.int64, 2 * num_completions, completions).reshape(-1, 2)
     submissions = np.frombuffer(entries, np.int64).reshape(num_submissions, -1)
-    return IoRing(np.array(facts, np.int64), words, submissions, found)
+    return IoRing(np.array([*facts, _READ], np.int64), words, submissions, found)
+
+
+def keep_mapped(ring: IoRing, buffers: np.ndarray) -> None:
+    """Tell the kernel once of the memory that all reads from now on go to.
+
+    It then does not look up the pages for each read. Where it refuses, because a process may not
+    lock so much memory, all stays as it was. Nothing may be under way.
+    """
+    whole = np.array([buffers.ctypes.data, buffers.nbytes], np.uint64)  # struct iovec
+    arguments = int(ring.facts[DESCRIPTOR]), _BUFFERS, ctypes.c_void_p(whole.ctypes.data), 1
+    if ctypes.CDLL(None, use_errno=True).syscall(_REGISTER, *arguments) == 0:
+        ring.facts[OPERATION] = _READ_FIXED
 
 
 def close_ring(ring: IoRing) -> None:
@@ -131,11 +144,14 @@ def _enter(typingctx, descriptor, num_new, least):
 
 @njit(nogil=True, cache=True)
 def add_read(ring, number, descriptor, place, address, size):
-    """Have bytes read with the next `submit`; fewer may be under way than there are entries."""
+    """Have bytes read with the next `submit`; fewer may be under way than there are entries.
+
+    After `keep_mapped` `address` and `size` are within those buffers.
+    """
     facts = ring.facts
     tail = atomic_load(ring.words, facts[SENT_TAIL])
     entry = ring.entries[np.int64(tail) & facts[SENT_MASK]]
-    entry[0] = np.int64(_READ) | descriptor << np.int64(32)
+    entry[0] = facts[OPERATION] | descriptor << np.int64(32)
     entry[1], entry[2], entry[3], entry[4] = place, address, size, number
     entry[5:] = 0
     atomic_store(ring.words, facts[SENT_TAIL], np.int32(tail + 1))
