@@ -16,6 +16,11 @@ from pathlib import Path
 import click
 import numpy as np
 
+from model.config.build import read_config
+from model.config.model_config import ModelConfig
+from model.files.locate import locate_model
+from model.text.tokenizer import Tokenizer
+
 Trace = list[list[np.ndarray]]  # by tokens and layers: the neurons that fire, numbered over all
 _WINDOW = 256  # tokens of a text that see each other
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -197,23 +202,23 @@ def _all(trace: Trace) -> Iterable[int]:
     return (int(neuron) for layers in trace for fired in layers for neuron in fired)
 
 
+def tokens_to_read(path: Path, config: ModelConfig, is_embedded: bool, count: int) -> list[int]:
+    """The embedded model's held-out text; drawn ids for any other."""
+    tokenizer = Tokenizer.from_model(path)
+    if is_embedded and tokenizer is not None:
+        text = (path / "heldout.txt").read_text()[: 8 * count]
+        return list(tokenizer.encode(text))[:count]
+    return [int(each) for each in np.random.default_rng(0).integers(0, config.vocab_size, count)]
+
+
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="The embedded model without it.")
 @click.option("--tokens", default=1024, show_default=True)
 def main(model: Path | None, tokens: int) -> None:
     """Print a table: rules, and shares of all neurons that are held."""
-    from model.config.build import read_config
-    from model.files.locate import locate_model
-    from model.text.tokenizer import Tokenizer
-
     path = locate_model(None if model is None else str(model))
     config = read_config(path)
-    tokenizer = Tokenizer.from_model(path)
-    if model is None and tokenizer is not None:
-        ids = tokenizer.encode((path / "heldout.txt").read_text()[:40_000])[:tokens]
-    else:
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, tokens).tolist()
-    trace = fired_neurons(path, list(ids))
+    trace = fired_neurons(path, tokens_to_read(path, config, model is None, tokens))
     warm, counted = trace[: tokens // 2], trace[tokens // 2 :]
     often = [neuron for neuron, _ in Counter(_all(warm)).most_common()]
     num_neurons = config.num_layers * config.ffn_size
