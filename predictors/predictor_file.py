@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, overload
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from model.files.artifact import (
     Artifact,
     ModelIdentity,
     artifact_path,
+    check_artifact,
     read_artifact,
     write_artifact,
 )
+from model.mapped_file import forget_pages
 from predictors.lowrank import LowRankLayer
 from predictors.predictor import NeuronPredictor, PredictorInput
 from predictors.quality import Quality
@@ -54,6 +56,42 @@ class Predictors:
         return NeuronPredictor(layers, sizes, self.input_name)
 
 
+class FileLayers(Sequence[AnyLayer | None]):
+    """Layers in a file, each of which is read whenever it is asked for; none is kept.
+
+    Errors:  ArtifactError where one is damaged
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: ModelIdentity,
+        config: ModelConfig,
+        kinds: Sequence[Any],
+        keeps_pages: bool,
+    ) -> None:
+        self._path, self._identity, self._config = path, identity, config
+        self._kinds, self._keeps_pages = kinds, keeps_pages
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @overload
+    def __getitem__(self, layer: int) -> AnyLayer | None: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Sequence[AnyLayer | None]: ...
+    def __getitem__(self, layer: int | slice) -> AnyLayer | Sequence[AnyLayer | None] | None:
+        """Layer `layer`, its arrays its own."""
+        if isinstance(layer, slice):
+            return [self[i] for i in range(len(self))[layer]]
+        layer = range(len(self))[layer]
+        prefix = f"{layer}."
+        artifact = read_artifact(self._path, "predictors", self._identity, prefix)
+        if not self._keeps_pages:
+            forget_pages(self._path)
+        return _read_layer(artifact, self._config, layer, self._kinds[layer])
+
+
 def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
     """Where a model's predictors of a kind lie unless told otherwise.
 
@@ -84,12 +122,16 @@ def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors
     write_artifact(path, "predictors", identity, tensors, facts)
 
 
-def read_predictors(path: Path, identity: ModelIdentity, config: ModelConfig) -> Predictors:
-    """Read the predictors of the model `identity`, whose shape is `config`'s.
+def read_predictors(
+    path: Path, identity: ModelIdentity, config: ModelConfig, keeps_pages: bool = True
+) -> Predictors:
+    """Check the predictors of the model `identity`, whose shape is `config`'s.
 
+    Their layers are read when they are looked at, one at a time. Without `keeps_pages` nothing of
+    the file is left in the page cache.
     Errors:  ArtifactError where the file is missing, damaged or another model's
     """
-    artifact = read_artifact(path, "predictors", identity)
+    artifact = Artifact(path, {}, check_artifact(path, "predictors", identity))
     kinds = artifact.fact("kinds", list)
     input_name = artifact.fact("input", str)
     if len(kinds) != config.num_layers:
@@ -99,7 +141,9 @@ def read_predictors(path: Path, identity: ModelIdentity, config: ModelConfig) ->
     target_recall = artifact.facts.get("target_recall")
     if target_recall is not None:
         target_recall = artifact.fact("target_recall", float)
-    layers = [_read_layer(artifact, config, i, kind) for i, kind in enumerate(kinds)]
+    layers = FileLayers(path, identity, config, kinds, keeps_pages)
+    for _ in layers:
+        pass  # each is checked
     return Predictors(
         layers,
         cast(PredictorInput, input_name),

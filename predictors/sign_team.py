@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from model.weights.memory import aligned_empty
 from numba_kernels.ir.bit_ir import INPUT_PLANES
@@ -19,6 +20,7 @@ from numba_kernels.serve.predict_team import (
     PredictTeam,
     SignPredictors,
     TeamWork,
+    bit_rows,
     help_predict,
     score_task,
     write_task,
@@ -27,6 +29,7 @@ from numba_kernels.serve.work_stealing import new_block_counters
 from predictors.sign import SignLayer
 
 _NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
+NOWHERE = np.zeros(0, np.uint64)
 INPUTS = {"ffn_input": FFN_INPUT, "mixed": MIXED, "hidden": HIDDEN}
 
 
@@ -48,9 +51,9 @@ class SignTeam:
     ) -> None:
         """Start num_threads - 1 helpers, which wake when `service` of the wires answers.
 
-        bounds: as in `PredictTeam`
+        Bits are laid into the wires where these have room for them. bounds: as in `PredictTeam`
         """
-        self._predictors = stacked(layers)
+        self._predictors = stacked(layers, wires.predictor_bits)
         self._wires = wires
         self._service = service
         self._num_threads = num_threads
@@ -85,13 +88,12 @@ class SignTeam:
     @property
     def layers(self) -> list[SignLayer | None]:
         """The layers' predictors, as views of the team's arrays."""
-        offsets, starts, bits, thresholds, centers, scales = self._predictors
+        predictors, offsets = self._predictors, self._predictors.offsets
         found: list[SignLayer | None] = []
-        for i in range(offsets.size - 1):
-            count = int(offsets[i + 1] - offsets[i])
-            rows = bits[starts[i] : starts[i + 1]].reshape(max(count, 1), -1)
-            part = thresholds[offsets[i] : offsets[i + 1]]
-            found.append(SignLayer(rows, part, centers[i], scales[i]) if count else None)
+        for i, (center, scale) in enumerate(zip(*predictors[-2:], strict=True)):
+            part = predictors.thresholds[offsets[i] : offsets[i + 1]]
+            rows = bit_rows(predictors, i)
+            found.append(SignLayer(rows, part, center, scale) if part.size else None)
         return found
 
     def announce(self, layer: int, num_tokens: int, input_name: str, number: int) -> None:
@@ -125,20 +127,30 @@ class SignTeam:
         return int(self._wires.cells[cell(self._service, DONE) * INTS_A_CELL])
 
 
-def stacked(layers: Sequence[SignLayer | None]) -> SignPredictors:
-    """All layers' arrays one after the other; a layer without a predictor has no neurons."""
+def stacked(layers: Sequence[SignLayer | None], into: np.ndarray = NOWHERE) -> SignPredictors:
+    """All layers' arrays one after the other; a layer without a predictor has no neurons.
+
+    `into` (words,) uint64: where bits are written if all of them fit there.
+    """
     known = [layer for layer in layers if layer is not None]
     counts = [0 if layer is None else layer.num_neurons for layer in layers]
-    lengths = [0 if layer is None else layer.bits.size for layer in layers]
+    row_words = np.array([0 if layer is None else layer.bits.shape[1] for layer in layers])
     width = known[0].center.size
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    bits = aligned_empty((int(starts[-1]),), np.uint64)  # every token reads all of it
+    starts, num_words = bit_starts(counts, row_words)
+    bits = into if into.size >= num_words else aligned_empty((num_words,), np.uint64)
     thresholds = np.empty(offsets[-1], np.float32)
     centers, scales = (np.zeros((len(layers), width), np.float32) for _ in range(2))
     for i, layer in enumerate(layers):
         if layer is not None:
-            bits[starts[i] : starts[i + 1]] = layer.bits.reshape(-1)
+            bits[starts[i] : starts[i] + layer.bits.size] = layer.bits.reshape(-1)
             thresholds[offsets[i] : offsets[i + 1]] = layer.thresholds
             centers[i], scales[i] = layer.center, layer.scale
-    return SignPredictors(offsets, starts, bits, thresholds, centers, scales)
+    return SignPredictors(offsets, starts, row_words, bits, thresholds, centers, scales)
+
+
+def bit_starts(counts: ArrayLike, row_words: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where the rows of each layer begin, counts[l] of row_words[l] words; and words of all."""
+    ends = np.cumsum(np.asarray(counts, np.int64) * row_words)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    return starts, int(ends[-1])

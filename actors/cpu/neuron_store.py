@@ -51,7 +51,8 @@ class NeuronStore:
     ) -> None:
         """`weights` has the shard's ids, offsets and biases, and no rows.
 
-        With `predictors` of the shard's neurons the next layer's are read ahead. With
+        With `predictors` of the shard's neurons the next layer's are read ahead; bits that are not
+        there yet come by `use_bits`. With
         `has_down_norms` thresholds of products can be told in requests.
         Errors:  ServiceError
         """
@@ -263,6 +264,13 @@ class NeuronStore:
             weights.down_bias[layer : layer + 1],
             part(self._down_norms),
         )
+
+    def use_bits(self, bits: np.ndarray) -> None:
+        """Take predictors' bits (words,) uint64 from here, unless they are the store's own."""
+        ahead = self.stored.ahead
+        if not ahead.predictors.bits.size:
+            ahead = ahead._replace(predictors=ahead.predictors._replace(bits=bits))
+            self.stored = self.stored._replace(ahead=ahead)
 
     def await_rest(self) -> None:
         """Return when all of the layer of `layer_arrays` has come. Errors: ServiceError."""

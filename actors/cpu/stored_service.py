@@ -7,6 +7,7 @@ import numpy as np
 
 from actors.cpu.cpu_service import CpuService
 from actors.cpu.neuron_store import NeuronStore
+from actors.protocol.arena import ArenaLayout
 from actors.protocol.stored_neurons import StoredShare
 from actors.telemetry.snapshot import bucket_of
 from model.bundles.bundle_file import read_bundle_file
@@ -42,6 +43,12 @@ class StoredCpuService(CpuService):
         """See `load_stored_service`."""
         super().__init__(name, index, num_threads, store.arrays, function, buckets)
         self.store, self.loop_arrays = store, store.stored
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; predictors' bits may be in the arena."""
+        super().prepare(layout)
+        self.store.use_bits(self.wires.predictor_bits)
+        self.loop_arrays = self.store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention goes over the prompt."""
@@ -89,10 +96,12 @@ def load_stored_service(
     weight_dtype: str = "",
     predictors: Path | None = None,
     has_down_norms: bool = False,
+    among: np.ndarray | None = None,
 ) -> StoredCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
-    By the file `predictors` the next layer's neurons are read ahead.
+    By the file `predictors` the next layer's neurons are read ahead; with `among`, as of
+    `shard_predictors`, by the bits of it that the driver lays into the arena.
     Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
              ServiceError where it cannot be read
     """
@@ -103,9 +112,8 @@ def load_stored_service(
     weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
     ahead = None
     if predictors is not None:
-        found = read_predictors(predictors, ModelIdentity.of(path), config)
-        forget_pages(predictors)
-        ahead = shard_predictors(found, neuron_ids)
+        found = read_predictors(predictors, ModelIdentity.of(path), config, keeps_pages=False)
+        ahead = shard_predictors(found, neuron_ids, among)
     store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)

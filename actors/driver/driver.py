@@ -51,7 +51,6 @@ from model.config.model_config import ModelConfig
 from model.errors import HotcoldError, ServiceError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
-from model.mapped_file import forget_pages
 from model.weights.embedding import load_embedding
 from numba_kernels.serve.layer_walk import GPU
 from predictors.magnitude.thresholds import LayerThresholds
@@ -386,7 +385,5 @@ def _load_predictor(
     if system.mode not in PREDICTED_MODES:
         return None
     identity, file = ModelIdentity.of(system.model_path), Path(system.predictors_path)
-    predictors = read_predictors(file, identity, config)
-    if system.storage is not None:
-        forget_pages(file)
+    predictors = read_predictors(file, identity, config, keeps_pages=system.storage is None)
     return predictors.arranged(shards)

@@ -90,7 +90,7 @@ def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
     part = replace(system, hosts=(), num_cpu_actors=system.num_cpu_actors // num_hosts)
     if is_home or part.storage is None:
         return part
-    storage = replace(part.storage, predictors="")
+    storage = replace(part.storage, predictors="", predictor_words=0)
     return replace(part, mode="exact", predictors_path="", thresholds_path="", storage=storage)
 
 

@@ -159,6 +159,7 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         spec.weight_dtype,
         Path(predictors) if predictors else None,
         spec.has_down_norms,
+        spec.among,
     )
 
 

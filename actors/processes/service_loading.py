@@ -108,4 +108,5 @@ def _stored_loader(spec: ServiceSpec, config: ModelConfig, storage: NeuronStorag
         spec.weight_dtype,
         own_predictors(spec),
         spec.has_down_norms,
+        spec.among,
     )

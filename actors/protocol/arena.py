@@ -44,6 +44,7 @@ class ArenaLayout:
     pages_a_slot: int
     num_layers: int = 1
     products: ProductChoice | None = None
+    predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons on their way to a GPU
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
@@ -64,6 +65,7 @@ class ArenaLayout:
             ("logits", np.float32, (self.max_logits, self.vocab_size)),
             ("neuron_counts", np.uint32, (s, self.num_layers, NUM_BUCKETS, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),
+            ("predictor_bits", np.uint64, (self.predictor_words,)),
             (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
         ]
 

@@ -109,6 +109,8 @@ class ServiceSpec:
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"
     storage: NeuronStorage | None = None  # what this one has of SystemConfig's
+    # (L, 2) int64, where predictors' bits are in the arena: as of `predictors.read_ahead`.
+    among: np.ndarray | None = None
     reserves_cpus: bool = True  # of Ray; a service that takes another's place has that one's
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import ray
 
 from model.errors import MemoryBudgetError, ServiceError
+from model.weights.memory import SHARED_MEMORY, free_shared_memory
 
-FOLDER = Path("/dev/shm")
 _MOUNTS = Path("/proc/self/mounts")
 _RAYLET_PID = "RAY_RAYLET_PID"  # what a raylet tells its workers
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -21,13 +21,12 @@ _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 def require_shared_memory(num_bytes: int) -> None:
     """Raise MemoryBudgetError where /dev/shm has not so many bytes free."""
-    state = os.statvfs(FOLDER)
-    free = state.f_bavail * state.f_frsize
+    free = free_shared_memory()
     if num_bytes > free:
         raise MemoryBudgetError(
-            f"{num_bytes / 1e6:.0f} MB of shared memory are needed, and {FOLDER} has "
+            f"{num_bytes / 1e6:.0f} MB of shared memory are needed, and {SHARED_MEMORY} has "
             f"{free / 1e6:.0f} MB free; remove what is in it, or make it larger (mount -o "
-            f"remount,size=1g {FOLDER}; in Docker --shm-size=1g)"
+            f"remount,size=1g {SHARED_MEMORY}; in Docker --shm-size=1g)"
         )
 
 
@@ -71,7 +70,7 @@ def _stores(raylet_pid: int) -> list[Path]:
     with suppress(OSError):
         for link in Path(f"/proc/{raylet_pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # the raylet has closed it meanwhile
-                if os.readlink(link).startswith(f"{FOLDER}/plasma"):
+                if os.readlink(link).startswith(f"{SHARED_MEMORY}/plasma"):
                     found.append(link)
     return found
 
@@ -82,7 +81,8 @@ def require_in_memory(arena: np.ndarray) -> None:
     if file and _file_system(file) not in _IN_MEMORY:
         raise ServiceError(
             f"Ray has put shared memory into a file on disk, {file}: its object store is full, or "
-            f"{FOLDER} too small; start Ray with more --object-store-memory and a larger {FOLDER}"
+            f"{SHARED_MEMORY} too small; start Ray with more --object-store-memory and a larger "
+            f"{SHARED_MEMORY}"
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+WORD_BYTES = 8  # of predictors' bits
 READ_BYTES = 256 << 10  # the most of one read
 MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
 ALONE = -1  # as the most bytes between neighbours of one read: none has any
@@ -22,6 +23,7 @@ class NeuronStorage:
     num_gates: int  # of which the gate row is
     num_rests: int  # of which the up and down rows are
     predictors: str = ""  # file: by these the next layer's neurons are read ahead
+    predictor_words: int = 0  # of their bits, where the driver's lie in the arena for services too
     without: tuple[str, ...] = ()  # of PARTS: what a benchmark leaves out, to see what it gains
     # Of the whole system, as promised: both numbers are found anew by it once it is known
     # what a GPU holds. 0: nothing was promised.

@@ -145,25 +145,26 @@ def write_artifact(
         ) from None
 
 
-def read_artifact(path: Path, kind: str, identity: ModelIdentity) -> Artifact:
+def read_artifact(path: Path, kind: str, identity: ModelIdentity, prefix: str = "") -> Artifact:
     """Read a file of `kind` that was made from the model `identity`.
 
+    Of its arrays those whose names begin with `prefix`.
     Errors:  ArtifactError where it is missing, damaged, of another kind, version or model
     """
-    facts, tensors = _open(path, kind, identity, with_tensors=True)
+    facts, tensors = _open(path, kind, identity, prefix)
     return Artifact(path, tensors, facts)
 
 
 def check_artifact(path: Path, kind: str, identity: ModelIdentity) -> dict[str, Any]:
     """The facts of a file, without reading its arrays. Errors: as in `read_artifact`."""
-    return _open(path, kind, identity, with_tensors=False)[0]
+    return _open(path, kind, identity, None)[0]
 
 
 def _open(
-    path: Path, kind: str, identity: ModelIdentity, with_tensors: bool
+    path: Path, kind: str, identity: ModelIdentity, prefix: str | None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     command = COMMANDS[kind]
-    about, tensors = _read(path, kind, command, with_tensors)
+    about, tensors = _read(path, kind, command, prefix)
     if about.get("kind") != kind:
         raise ArtifactError(
             f"{path}: is a {shown(about.get('kind'))} file, not a {kind} file; make one with "
@@ -184,7 +185,7 @@ def _open(
 
 
 def _read(
-    path: Path, kind: str, command: str, with_tensors: bool
+    path: Path, kind: str, command: str, prefix: str | None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     from safetensors import SafetensorError, safe_open
 
@@ -193,7 +194,8 @@ def _read(
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            names = list(file.keys()) if with_tensors else []
+            names = list(file.keys()) if prefix is not None else []
+            names = [name for name in names if name.startswith(prefix or "")]
             tensors = {name: file.get_tensor(name) for name in names}
         about = json.loads(metadata.get(_KEY, ""))
     except (

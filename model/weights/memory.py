@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +15,7 @@ from numpy.typing import DTypeLike
 from model.errors import MemoryBudgetError
 
 HUGE_PAGE_BYTES = 2 << 20
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def aligned_empty(
@@ -47,6 +49,12 @@ def aligned_empty(
     whole = np.frombuffer(region, np.uint8)
     start = -whole.ctypes.data % alignment
     return whole[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def free_shared_memory() -> int:
+    """Bytes that /dev/shm has free."""
+    state = os.statvfs(SHARED_MEMORY)
+    return state.f_bavail * state.f_frsize
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -82,6 +82,8 @@ class Wires(NamedTuple):
     set where that row is wanted for token t (read for more than one token only)
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
+    predictor_bits (words,) uint64: of the driver's sign predictors, where services read ahead by
+    them too (`predictors.sign_team.stacked`)
     """
 
     cells: np.ndarray
@@ -99,6 +101,7 @@ class Wires(NamedTuple):
     logits: np.ndarray
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
+    predictor_bits: np.ndarray
 
 
 def threshold_words(thresholds: Sequence[Thresholds]) -> np.ndarray:

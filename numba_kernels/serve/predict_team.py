@@ -40,12 +40,14 @@ FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the wires' arrays
 class SignPredictors(NamedTuple):
     """The sign predictors of all layers, stacked: layer l scores neurons offsets[l]:offsets[l + 1].
 
-    offsets, starts (L + 1,) int64; bits (words,) uint64: rows of layer l from starts[l] on, in the
-    form of `numba_kernels.decode.predict`; thresholds (N,), centers, scales (L, d) float32
+    offsets (L + 1,), starts, row_words (L,) int64; bits (words,) uint64: rows of layer l, each of
+    row_words[l] words, from starts[l] on, in the form of `numba_kernels.decode.predict`;
+    thresholds (N,), centers, scales (L, d) float32
     """
 
     offsets: np.ndarray
     starts: np.ndarray
+    row_words: np.ndarray
     bits: np.ndarray
     thresholds: np.ndarray
     centers: np.ndarray
@@ -83,7 +85,7 @@ class PredictTeam(NamedTuple):
 def _no_team() -> PredictTeam:
     ints, floats = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
     bits, planes = np.zeros(0, np.uint64), np.zeros((0, 0, 0), np.uint64)
-    predictors = SignPredictors(ints, ints, bits, floats.reshape(-1), floats, floats)
+    predictors = SignPredictors(ints, ints, ints, bits, floats.reshape(-1), floats, floats)
     counters = np.zeros((0, 0), np.int32)
     work = TeamWork(ints, counters.reshape(-1), floats, planes, counters)
     return PredictTeam(0, predictors, work, np.zeros((0, 0), np.int64))
@@ -93,11 +95,18 @@ NO_TEAM = _no_team()  # where nothing is predicted, or not by a team
 
 
 @njit(nogil=True, cache=True)
+def bit_rows(predictors, layer):
+    """The bits of the layer's neurons: (neurons, words) uint64."""
+    count = predictors.offsets[layer + 1] - predictors.offsets[layer]
+    first, words = predictors.starts[layer], predictors.row_words[layer]
+    return predictors.bits[first : first + count * words].reshape(count, words)
+
+
+@njit(nogil=True, cache=True)
 def _work_stealing_scores(thread, num_threads, layer, x, predictors, work):
     """scores[t, n] of the neurons in the blocks that this thread takes; checks nothing."""
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
-    bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
-    rows = bits.reshape(last - first, bits.shape[0] // (last - first))
+    rows = bit_rows(predictors, layer)
     center, scale = predictors.centers[layer], predictors.scales[layer]
     thresholds, size = predictors.thresholds[first:last], block_rows(rows)
     planes = work.planes[thread]

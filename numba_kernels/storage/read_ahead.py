@@ -14,7 +14,7 @@ from numba_kernels.compiler import njit
 from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
 from numba_kernels.decode.rows import split_range
 from numba_kernels.ir.bit_ir import INPUT_PLANES
-from numba_kernels.serve.predict_team import SignPredictors
+from numba_kernels.serve.predict_team import SignPredictors, bit_rows
 from numba_kernels.storage.neuron_slots import was_used
 from numba_kernels.storage.reads.neuron_file import GATE
 
@@ -51,7 +51,8 @@ def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: i
     nothing = np.zeros(1, np.int64)
     if predictors is None or limit < LEAST_AHEAD:
         floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-        predictors = SignPredictors(nothing, nothing, np.zeros(0, np.uint64), floats, zeros, zeros)
+        ints, bits = nothing[:0], np.zeros(0, np.uint64)
+        predictors = SignPredictors(nothing, ints, ints, bits, floats, zeros, zeros)
     num_layers, width = predictors.centers.shape
     return ReadAhead(
         predictors=predictors,
@@ -90,8 +91,7 @@ def score_ahead(ahead, layer, thread, num_threads, x):
     """The greatest score of any of the tokens x (T, d), for this thread's part of the layer."""
     predictors, scores, planes = ahead.predictors, ahead.scores, ahead.planes[thread]
     first, last = predictors.offsets[layer], predictors.offsets[layer + 1]
-    bits = predictors.bits[predictors.starts[layer] : predictors.starts[layer + 1]]
-    rows = bits.reshape(last - first, bits.shape[0] // (last - first))
+    rows = bit_rows(predictors, layer)
     begin, end = ahead_part(last - first, thread, num_threads)
     other = np.empty(last - first if x.shape[0] > 1 else 0, np.float32)
     for t in range(x.shape[0]):

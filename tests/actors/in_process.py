@@ -110,6 +110,7 @@ class InProcessSystem:
     weight_dtype: str = ""
     has_down_norms: bool = False
     bundle_bytes: int = 0
+    predictor_words: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
     def __post_init__(self) -> None:
@@ -130,6 +131,7 @@ class InProcessSystem:
             num_pages_of(self.num_positions),
             config.num_layers,
             self.products,
+            predictor_words=self.predictor_words,
             bundle_bytes=self.bundle_bytes,
         )
         self.arena = self.layout.new_arena()

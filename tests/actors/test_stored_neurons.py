@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from actors.cpu.stored_service import StoredCpuService, load_stored_service
 from actors.exchange.service import Service
 from actors.protocol.failures import AnswerFailed
 from actors.protocol.messages import PREDICTED_MODES, THRESHOLD
-from actors.protocol.step_sizes import ProductChoice
+from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from actors.protocol.stored_neurons import ALONE, StoredShare
 from model.bundles import direct
 from model.bundles.geometry import BundleGeometry
@@ -44,10 +45,13 @@ from numba_kernels.serve.mailbox import (
     PRODUCT_THRESHOLD,
     threshold_words,
 )
-from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE
+from numba_kernels.serve.predict_team import bit_rows
+from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
 from numba_kernels.storage.reads.io_ring import DESCRIPTOR, IoRing, new_ring
 from numba_kernels.storage.reads.read_queue import NOW, num_left
-from predictors.predictor_file import Predictors, write_predictors
+from predictors.predictor import NeuronPredictor
+from predictors.predictor_file import Predictors, read_predictors, write_predictors
+from predictors.read_ahead import words_to_read_ahead
 from predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import Constant, for_services, layer_tensors, oracles
@@ -85,12 +89,16 @@ class StoredSystem(InProcessSystem):
     reads_whole: bool = True
     has_rates: bool = False
     predictors: Path | None = None
+    shares_bits: bool = False  # of predictors, which `sign_predictor` lays into the arena
     left_out: dict[str, Any] = field(default_factory=dict)  # of StoredShare
 
     def _cpus(self) -> list[Service]:
         checkpoint = Checkpoint(self.path)
         geometry = BundleGeometry.of(stored_config(checkpoint, self.config, self.weight_dtype))
         file = self.path / "hotcold" / geometry.file_name
+        sizes = np.array([[ids.size for ids in shard] for shard in self.layer_shards()])
+        if self.shares_bits:
+            self.predictor_words = words_to_read_ahead(self._predictors())
         return [
             load_stored_service(
                 self.path,
@@ -105,6 +113,9 @@ class StoredSystem(InProcessSystem):
                 self.weight_dtype,
                 self.predictors,
                 self.has_down_norms,
+                np.stack([sizes[: index - 1].sum(axis=0), sizes.sum(axis=0)], axis=1)
+                if self.shares_bits
+                else None,
             )
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]
@@ -116,6 +127,22 @@ class StoredSystem(InProcessSystem):
         num_rests = most + self.more_slots
         share = StoredShare(num_rests + self.more_gates, num_rests, rates, self.reads_whole)
         return replace(share, **self.left_out)
+
+    def _predictors(self) -> Predictors:
+        assert self.predictors is not None
+        return read_predictors(self.predictors, ModelIdentity.of(self.path), self.config)
+
+    @contextmanager
+    def sign_predictor(self) -> Iterator[NeuronPredictor]:
+        """As a driver has it, with threads that score."""
+        predictor = self._predictors().arranged(self.layer_shards())
+        predictor.use_threads(self.exchange.wires, 0, self.num_threads, KERNEL_TOKENS)
+        yield predictor
+        predictor.close()
+
+    def ahead(self) -> list[ReadAhead]:
+        """What each CPU service reads ahead by."""
+        return [s.store.stored.ahead for s in self.services if isinstance(s, StoredCpuService)]
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
@@ -239,10 +266,31 @@ def test_the_same_bits_with_reads_ahead(predicted: tuple[Path, Path]) -> None:
     stores = [StoredSystem(path, 2, 2, predictors=file, **store) for store in AHEAD]
     assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "sign"])
     for stored in stores:
-        for service in stored.services[1:]:
-            assert isinstance(service, StoredCpuService)
-            counts = service.store.stored.ahead.counts
-            assert 0 < counts[NUM_OF_USE] <= counts[NUM_AHEAD]
+        for ahead in stored.ahead():
+            assert 0 < ahead.counts[NUM_OF_USE] <= ahead.counts[NUM_AHEAD]
+
+
+def test_services_read_ahead_by_the_bits_that_the_driver_laid(
+    predicted: tuple[Path, Path],
+) -> None:
+    path, file = predicted
+    own, shared = (
+        StoredSystem(path, 2, 2, predictors=file, shares_bits=shares, more_slots=40)
+        for shares in (False, True)
+    )
+    found = []
+    for stored in (own, shared):
+        with stored, stored.sign_predictor() as predictor:
+            found.append(stored.logits("sign", IDS, [1], predictor=predictor))
+            assert all(ahead.counts[NUM_OF_USE] for ahead in stored.ahead())
+    np.testing.assert_array_equal(found[0], found[1])
+    bits = shared.exchange.wires.predictor_bits
+    for one, other in zip(own.ahead(), shared.ahead(), strict=True):
+        assert np.shares_memory(other.predictors.bits, bits)
+        for layer in range(own.config.num_layers):
+            rows = bit_rows(one.predictors, layer)
+            np.testing.assert_array_equal(rows, bit_rows(other.predictors, layer))
+            assert rows.any()
 
 
 def test_a_disk_that_does_not_answer_is_waited_for(

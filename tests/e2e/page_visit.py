@@ -46,9 +46,19 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
 
 
 def wait_for_answer(page: Any) -> str:
-    """The last answer, once its figures stand below it."""
+    """The last answer, once its figures stand below it and all of it is shown.
+
+    The browser may show figures first: the answer is shown when it is the same for half a second.
+    """
     page.wait_for_function("document.querySelector('#status').innerText.includes('tokens at')")
-    return str(page.locator("#chat .message.bot").last.inner_text())
+    answer = page.locator("#chat .message.bot").last
+    before, num_equal = answer.inner_text(), 0
+    while num_equal < 5:
+        page.wait_for_timeout(100)
+        shown = answer.inner_text()
+        num_equal = num_equal + 1 if shown == before else 0
+        before = shown
+    return str(before)
 
 
 def wait_until_kept(page: Any) -> None:

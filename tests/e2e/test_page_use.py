@@ -204,7 +204,9 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     assert "1 conversation imported." in other.inner_text("#conversations")
     other.click("#conversations .open")
     other.wait_for_selector("#chat .message.bot")
-    assert other.locator("#chat .message.bot").inner_text() == answer
+    other.wait_for_function(
+        "answer => document.querySelector('#chat .message.bot').innerText === answer", arg=answer
+    )
     file.write_text("no JSON")
     other.set_input_files("#conversations input[type=file]", file)
     other.wait_for_function(

@@ -11,7 +11,7 @@ from actors.protocol.stored_neurons import NeuronStorage
 from actors.protocol.system_json import system_as_json, system_of_json
 
 _PRODUCTS = ProductChoice(bfloat16=True, integers=False, own_bfloat16=True, words=True)
-_STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", ("cache", "pipeline"))
+_STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
 
 
 def _changed(default: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.protocol.messages import SystemConfig
+from actors.protocol.stored_neurons import WORD_BYTES
 from actors.setup.memory.gpu_share import beside_gpu, beside_share, expected_share
 from actors.setup.memory.storage_shares import bytes_in_memory, stored_bytes
 from actors.setup.neurons.shards import arena_layout, num_kv_pages
@@ -91,5 +92,13 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
         KV_ITEM_BYTES[system.kv_dtype],
         num_processes,
         num_arenas * arena_layout(system, config).num_bytes,
-        Path(system.predictors_path).stat().st_size if system.predictors_path else 0,
+        _predictor_bytes(system),
     )
+
+
+def _predictor_bytes(system: SystemConfig) -> int:
+    """What the driver has of predictors for itself, beside those of their bits in the arena."""
+    if not system.predictors_path:
+        return 0
+    words = system.storage.predictor_words if system.storage is not None else 0
+    return Path(system.predictors_path).stat().st_size - words * WORD_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.protocol.messages import SystemConfig
-from actors.protocol.stored_neurons import READ_BYTES, NeuronStorage
+from actors.protocol.stored_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
 from actors.setup.memory.gpu_share import num_cold_neurons
 from actors.setup.neurons.hot_neurons import hot_neurons
 from actors.setup.neurons.placement_choice import own_profile
@@ -17,16 +17,18 @@ from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
 from model.config.weight_formats import numpy_dtype
 from model.files.artifact import ModelIdentity
+from model.weights.memory import free_shared_memory
 from numba_kernels.formats import ROW_FORMATS
 from numba_kernels.storage.reads.depths import RING_DEPTH
 from placement.storage import Disk, Kept, Reads, expected_reads, gates_first, whole_bundles
 from predictors.predictor_file import read_predictors
-from predictors.read_ahead import can_read_ahead
+from predictors.read_ahead import words_to_read_ahead
 
 _ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
 _SLOT_BYTES = 24  # of each slot: whose it is, biases
 _UNKNOWN_RATE = 0.1  # of neurons, where no profile says how often they fire
 _DIVISIONS = 32  # of memory between gates and whole neurons, of which the best is chosen
+_SHARED_BYTES_LEFT = 64 << 20  # of shared memory, for all else that is in the arena
 _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more slots
 
 
@@ -38,9 +40,12 @@ def divided(
     A GPU holds what `system` says.
     Errors:  ArtifactError
     """
-    num_bytes = _predictor_bytes(path, system, config)
-    if num_bytes and _SPARE_FOR_AHEAD * num_bytes < spare:
-        least, spare = replace(least, predictors=system.predictors_path or ""), spare - num_bytes
+    num_words = _words_to_read_ahead(path, system, config)
+    shared = num_words if _shares_bits(system, num_words) else 0
+    ahead = replace(least, predictors=system.predictors_path or "", predictor_words=shared)
+    num_bytes = _own_predictor_bytes(ahead)
+    if num_words and _SPARE_FOR_AHEAD * num_bytes < spare:
+        least, spare = ahead, spare - num_bytes
     found = list(_divisions(system, config, least, spare))
     if not system.predictors_path:
         found = [found[0], *found[-1:]]  # gates are wanted always: all stay, or none
@@ -63,13 +68,26 @@ def _divisions(
         yield replace(least, num_gates=least.num_gates + gates, num_rests=least.num_rests + rests)
 
 
-def _predictor_bytes(path: Path, system: SystemConfig, config: ModelConfig) -> int:
+def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) -> int:
     """Of predictors by which neurons can be read ahead; 0 where there are none."""
     if not system.predictors_path:
         return 0
     file = Path(system.predictors_path)
-    found = read_predictors(file, ModelIdentity.of(path), config)
-    return file.stat().st_size if can_read_ahead(found) else 0
+    return words_to_read_ahead(read_predictors(file, ModelIdentity.of(path), config))
+
+
+def _shares_bits(system: SystemConfig, num_words: int) -> bool:
+    """Whether services can read ahead by the driver's bits: all on its host, and room for them."""
+    if system.exchange != "arena" or system.hosts:
+        return False
+    return _SHARED_BYTES_LEFT + num_words * WORD_BYTES <= free_shared_memory()
+
+
+def _own_predictor_bytes(storage: NeuronStorage) -> int:
+    """What services have of predictors for themselves, beside what the driver has."""
+    if not storage.predictors:
+        return 0
+    return Path(storage.predictors).stat().st_size - storage.predictor_words * WORD_BYTES
 
 
 def token_reads(
@@ -143,5 +161,5 @@ def stored_bytes(system: SystemConfig, config: ModelConfig, storage: NeuronStora
     geometry = BundleGeometry.of(config)
     tables = geometry.num_layers * geometry.num_neurons * _ROW_BYTES
     buffers = system.num_cpu_actors * RING_DEPTH * (READ_BYTES + geometry.bundle_bytes)
-    predictors = Path(storage.predictors).stat().st_size if storage.predictors else 0
+    predictors = _own_predictor_bytes(storage)
     return bytes_in_memory(config, storage) + tables + buffers + predictors

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from actors.protocol.arena import ArenaLayout
 from actors.protocol.kv_pool import num_pages_of
 from actors.protocol.messages import THRESHOLD, CacheSpec, GpuShare, ServiceSpec, SystemConfig
@@ -94,6 +96,7 @@ def _cpu_specs(
             storage=_storage_share(system, shard, shards)
             if any(ids.size for ids in shard)
             else None,
+            among=_among(system, shards, i),
         )
         for i, shard in enumerate(shards)
     ]
@@ -137,6 +140,14 @@ def _storage_share(
         num_gates=storage.num_gates * own // max(1, total),
         num_rests=storage.num_rests * own // max(1, total),
     )
+
+
+def _among(system: SystemConfig, shards: Sequence[Layers], service: int) -> np.ndarray | None:
+    """Of each layer, how many neurons the services before one hold, and all: (L, 2) int64."""
+    if system.storage is None or not system.storage.predictor_words:
+        return None
+    sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64)
+    return np.stack([sizes[:service].sum(axis=0), sizes.sum(axis=0)], axis=1)
 
 
 def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
@@ -190,5 +201,6 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
         products=system.products,
+        predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )
