@@ -39,17 +39,20 @@ RemoteService = ray.remote(**_UNRECORDED)(ServiceActor)
 RemoteRelay = ray.remote(**_UNRECORDED)(RelayActor)
 
 
-def start_local_ray(num_cpus: int, arena_bytes: int, num_gpus: int = 0) -> None:
+def start_local_ray(
+    num_cpus: int, arena_bytes: int, num_gpus: int = 0, bits_bytes: int = 0
+) -> None:
     """Start a Ray of our own on this machine, without a dashboard; it ends with this process.
 
-    Its object store holds the arena and little else: weights live in the actors. All of it is taken
-    of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
+    Its object store holds the arena and little else: weights live in the actors. There is room for
+    a second one, which lacks the `bits_bytes` of predictors that the first has besides. All of it
+    is taken of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
     Errors:  MemoryBudgetError where /dev/shm is too small; those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
     # What fits was checked; Ray would kill services while there are megabytes for them.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
-    store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes)
+    store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
     require_shared_memory(store_bytes)
     options = {
         "address": "local",

@@ -216,9 +216,11 @@ def _start_ray(systems: Sequence[SystemConfig]) -> None:
     configs = [read_config(system.model_path) for system in systems]
     try:
         num_threads = sum(system.num_threads for system in systems)
-        arenas = [arena_layout(*one).num_bytes for one in zip(systems, configs, strict=True)]
+        arenas = [arena_layout(*one) for one in zip(systems, configs, strict=True)]
+        bits_bytes = sum(arena.predictor_bytes for arena in arenas)
         num_gpus = int(any(system.device != "cpu" for system in systems))
-        start_local_ray(num_threads, sum(arenas), num_gpus)
+        arena_bytes = sum(arena.num_bytes for arena in arenas) - bits_bytes
+        start_local_ray(num_threads, arena_bytes, num_gpus, bits_bytes)
     except HotcoldError:
         ray.shutdown()  # of what had started
         raise

@@ -74,6 +74,11 @@ class ArenaLayout:
         """Bytes of the whole arena."""
         return _ALIGNMENT + sum(_padded(kind, shape) for _, kind, shape in self._parts())
 
+    @property
+    def predictor_bytes(self) -> int:
+        """Bytes of it that predictors take."""
+        return _padded(np.uint64, (self.predictor_words,))
+
     def new_arena(self) -> np.ndarray:
         """A zeroed array to be put into the object store, or used as it is within one process."""
         return np.zeros(self.num_bytes, np.uint8)
