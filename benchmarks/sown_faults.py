@@ -395,6 +395,19 @@ _ACTORS = [
         ("test_chunks_of_a_prompt_go_through_each_layer_together",),
     ),
     Fault(
+        "bits-of-the-first-service-for-all",
+        "predictors", "read_ahead", _INDEX,
+        "bit_starts(among[:, 1], row_words)[0] + among[:, 0] * row_words",
+        "bit_starts(among[:, 1], row_words)[0]",
+        ("test_services_read_ahead_by_the_bits_that_the_driver_laid",),
+    ),
+    Fault(
+        "bits-in-memory-counted-twice",
+        "actors", "storage_shares", _UPDATE,
+        "stat().st_size - storage.predictor_words * WORD_BYTES", "stat().st_size",
+        ("test_bits_of_predictors_are_in_memory_once",),
+    ),
+    Fault(
         "predictors-wanted-on-every-host",
         "actors", "host_files", _CHECK,
         "if file and (Path(file).exists() or not spec.has_own_files)", "if file",

@@ -26,7 +26,7 @@ from actors.setup.memory.needs import system_need as need_of
 from actors.setup.memory.storage import pack_model, stored_share
 from actors.setup.memory.storage_shares import kept_parts, reads_whole
 from actors.setup.neurons import shards
-from actors.setup.neurons.shards import service_specs
+from actors.setup.neurons.shards import arena_layout, service_specs
 from actors.setup.preflight import SystemOptions, prepare_system, read_model
 from actors.system import System
 from jobs.profile.plot import plot_stored
@@ -36,8 +36,11 @@ from model.bundles.geometry import BundleGeometry
 from model.config.model_config import ModelConfig
 from model.errors import ArtifactError, MemoryBudgetError, UsageError
 from model.files.artifact import ModelIdentity, artifact_path
+from model.synthetic.make import make_model
+from model.synthetic.shape import resolve_shape
 from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests.actors.kept_system import config_of, greedy
+from tests.actors.test_stored_neurons import two_bits
 from tests.conftest import TinyCheckpoint
 from tests.numa_trees import write_tree
 from tests.tiny_models import make_tiny
@@ -118,6 +121,41 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least))
+
+
+def test_bits_of_predictors_are_in_memory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where services reach the driver's arena and it has room; else each service has its own."""
+    path = tmp_path / "m"
+    sizes = {"layers": 3, "hidden": 64, "ffn": 4096, "heads": 4, "kv_heads": 4, "head_dim": 16}
+    make_model(path, resolve_shape("tiny", sizes))
+    monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
+    monkeypatch.setattr(storage_shares, "RING_DEPTH", 1)
+    for module in (needs, storage):
+        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
+    config, file = read_model(path), two_bits(path, tmp_path / "p.safetensors")
+    bits = 3 * 4096 * 2 * 8
+    options = SystemOptions(mode="sign", predictors=file)
+
+    def budget(exchange: str) -> SystemOptions:
+        """With what would fit less a quarter of the neurons."""
+        asked = replace(options, exchange=exchange)
+        total = need_of(choose_system(path, config, asked), config).total_bytes
+        return replace(asked, cpu_memory_bytes=total - 3 * 1024 * 3 * 2 * 64)
+
+    shared, _ = prepare_system(path, budget("arena"))
+    called, _ = prepare_system(path, budget("calls"))
+    monkeypatch.setattr(storage_shares, "free_shared_memory", lambda: bits + (64 << 20) - 1)
+    cramped, _ = prepare_system(path, budget("arena"))
+    layouts = [arena_layout(system, config) for system in (shared, called, cramped)]
+    assert [layout.predictor_words for layout in layouts] == [bits // 8, 0, 0]
+    kept = []
+    for system in (shared, called, cramped):
+        assert system.storage is not None and system.storage.predictors == str(file)
+        assert abs(system.storage.memory_bytes - need_of(system, config).total_bytes) < 8192
+        kept.append(kept_bytes(system, config, system.storage))
+    assert abs(kept[0] - bits - kept[2]) < 8192 and abs(kept[1] - kept[2]) < 8192
 
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
