@@ -146,7 +146,7 @@ def test_bits_of_predictors_are_in_memory_once(
 
     shared, _ = prepare_system(path, budget("arena"))
     called, _ = prepare_system(path, budget("calls"))
-    monkeypatch.setattr(storage_shares, "free_shared_memory", lambda: bits + (64 << 20) - 1)
+    monkeypatch.setattr(storage_shares, "free_shared_memory", lambda: bits + (256 << 20) - 1)
     cramped, _ = prepare_system(path, budget("arena"))
     layouts = [arena_layout(system, config) for system in (shared, called, cramped)]
     assert [layout.predictor_words for layout in layouts] == [bits // 8, 0, 0]

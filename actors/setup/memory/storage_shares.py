@@ -28,7 +28,7 @@ _ROW_BYTES = 64  # of each neuron: where it is, its sums, biases, counts
 _SLOT_BYTES = 24  # of each slot: whose it is, biases
 _UNKNOWN_RATE = 0.1  # of neurons, where no profile says how often they fire
 _DIVISIONS = 32  # of memory between gates and whole neurons, of which the best is chosen
-_SHARED_BYTES_LEFT = 64 << 20  # of shared memory, for all else that is in the arena
+_SHARED_BYTES_LEFT = 256 << 20  # of shared memory, for all else that is in the arena
 _SPARE_FOR_AHEAD = 4  # times as much as predictors take must be left for more slots
 
 
