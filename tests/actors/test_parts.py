@@ -97,7 +97,7 @@ def test_neighbours_are_dealt_apart(num_neurons: int, num_services: int, num_thr
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6)
+    layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, predictor_words=9)
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
     wires, others = layout.wires(arena), layout.wires(arena)
