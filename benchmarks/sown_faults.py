@@ -505,7 +505,8 @@ _NUMBA_KERNELS = [
     Fault(
         "relu-swallows-a-nan",
         "numba_kernels", "activations", _CHECK,
-        "np.float32(0) if value <= 0 else value", "value if value > 0 else np.float32(0)",
+        "np.float32(0) if value <= function.threshold else value",
+        "value if value > function.threshold else np.float32(0)",
         ("test_nan_input_is_not_swallowed[numba]",),
     ),
     Fault(

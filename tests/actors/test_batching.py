@@ -426,13 +426,19 @@ def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: 
     with batching(checkpoint) as (_, driver):  # chunks of 64 tokens
         engine, order = driver.engine, []
         alone = [complete(driver, greedy(ids, 20)) for ids in (long, short)]
-        run_layer = engine.run_layer
+        run_layer, place, firsts = engine.run_layer, engine.place, []
+
+        def noted_place(ids: Any, positions: Any, slots: Any) -> None:
+            if len(ids) == 64:
+                firsts.append(positions[0])
+            place(ids, positions, slots)
 
         def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
             order.append((layer, next_layer))
             run_layer(layer, num_tokens, next_layer)
 
         engine.run_layer = noted_layer  # type: ignore[method-assign]
+        engine.place = noted_place  # type: ignore[method-assign]
         engine.chunks_at_once = at_once
         found = [ask(driver, greedy(ids, 20)) for ids in (short, long)]
         for result, expected in zip([asked.end() for asked in found], alone[::-1], strict=True):
@@ -442,6 +448,7 @@ def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: 
         told = [following for _, following in order[:at_once]]
         assert told == (at_once - 1) * [0] + [1]
         assert len(order) == 5 * engine.config.num_layers
+        assert firsts == [0, 64, 128, 192, 256]
         assert all_pages_are_free(driver)
 
 
