@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -428,10 +428,12 @@ def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: 
         alone = [complete(driver, greedy(ids, 20)) for ids in (long, short)]
         run_layer, place, firsts = engine.run_layer, engine.place, []
 
-        def noted_place(ids: Any, positions: Any, slots: Any) -> None:
-            if len(ids) == 64:
+        def noted_place(
+            token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+        ) -> None:
+            if len(token_ids) == 64:
                 firsts.append(positions[0])
-            place(ids, positions, slots)
+            place(token_ids, positions, slots)
 
         def noted_layer(layer: int, num_tokens: int, next_layer: int) -> None:
             order.append((layer, next_layer))
