@@ -2,7 +2,8 @@
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray.closed_ray import closed_to_others, require_closed
 from actors.private_ray.session_folder import SessionFolder
 from actors.private_ray.start import init_private
-from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
+from actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
 from actors.processes.relay_actor import RelayActor
 from actors.processes.service_actor import ServiceActor
@@ -21,6 +22,7 @@ from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from actors.setup.hosts import node_ids
+from model.current_folder import elsewhere, environment_of_python
 
 _log = logging.getLogger(__name__)
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
@@ -47,7 +49,8 @@ def start_local_ray(
     Its object store holds the arena and little else: weights live in the actors. There is room for
     a second one, which lacks the `bits_bytes` of predictors that the first has besides. All of it
     is taken of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
-    Errors:  MemoryBudgetError where /dev/shm is too small; those of `ray.init`, of any kind
+    Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where others could use this
+             Ray; those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
     # What fits was checked; Ray would kill services while there are megabytes for them.
@@ -65,17 +68,34 @@ def start_local_ray(
         "namespace": NAMESPACE,
     }
     others = _children()
-    try:
-        init_private(_FIRST_WORKERS, **options)
-    except Exception as error:  # of any kind, where this Ray is not like those that were known
-        _end(_children() - others)
-        _init(options)
-        _log.warning("Ray has started in its own way, which takes longer: %s", error)
+    # Ray's processes stay in the folder that this one stands in now, and its workers would look for
+    # modules there.
+    with elsewhere(), _environment(environment_of_python()):
+        try:
+            init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
+        except Exception as error:  # of any kind, where this Ray is not like those that were known
+            _end(_children() - others)
+            _init(options)
+            _log.warning("Ray has started in its own way, which takes longer: %s", error)
+    require_closed()
     keep_stdout_clean()
     for process in _children() - others:
         with suppress(psutil.NoSuchProcess):
             if process.name() == "raylet":
                 reserve_object_store(process.pid)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Let these be variables of what is started meanwhile."""
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ |= {name: before[name] for name in variables if name in before}
 
 
 def _init(options: dict[str, Any]) -> None:
@@ -88,7 +108,7 @@ def _init(options: dict[str, Any]) -> None:
     for starts_left in reversed(range(_STARTS)):
         try:
             with closed_to_others(folder.path):
-                ray.init(_temp_dir=str(folder.temp_dir), **options)
+                ray.init(_temp_dir=str(folder.temp_dir), job_config=OwnFolders(), **options)
             return
         except Exception as error:
             if "timed out" not in str(error) or not starts_left:

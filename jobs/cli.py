@@ -142,6 +142,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     use. Where Ray's start was interrupted, Ray's `CoreWorkerProcess::HandleAtExit` does, and ends
     in a segmentation fault.
     """
+    os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
     sys.unraisablehook = interrupt_again
     gc.set_threshold(_OBJECTS_A_LOOK)
     try:

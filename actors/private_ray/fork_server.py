@@ -18,8 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
+
+from model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
 _WORKER = "ray._private.workers.default_worker"
@@ -41,6 +44,7 @@ _NEWEST_RAY = (2, 60)
 _OBJECTS_A_LOOK = 50_000
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
+_PAUSE_S = 0.1  # after a failure: what could not be accepted is there still
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -71,12 +75,12 @@ class ForkServer:
     def __init__(self, *secrets: str) -> None:
         """Start it; it imports, and waits for `listen`. Errors: OSError."""
         self._control, theirs = _socketpair()  # the server ends where the owner's side closes
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         shown = {name: text for name, text in os.environ.items() if name not in secrets}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
-                env=shown | {"PYTHONPATH": path},  # modules are found as here
+                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                env=shown | environment_of_python(),
+                cwd=os.sep,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -85,7 +89,12 @@ class ForkServer:
             )
 
     def listen(self, address: Path) -> None:
-        """Let it fork a worker for each who asks at this path. Errors: OSError."""
+        """Let it fork a worker for each who asks at this path.
+
+        Errors:  OSError, also where workers of this Ray are not to be forked
+        """
+        if not _is_known_ray():
+            raise OSError(f"they were not tried to be forked with a Ray later than {_NEWEST_RAY}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(address))
             listener.listen()
@@ -120,34 +129,63 @@ def main() -> None:
     # the second one names, and with the raylet's socket.
     os.environ |= {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
     given = set(os.environ)
-    import ray
-
-    if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST_RAY:
+    if not _is_known_ray():
         return
     for name in _PRELOADED:
         importlib.import_module(name)
     # Modules that set a variable when they are imported do not run again in a worker.
     added = {name: text for name, text in os.environ.items() if name not in given}
-    server = os.getpid()
     gc.freeze()  # what all workers share is not written to by a collection
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker's exit status
     _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
     if not descriptors:  # the owner has ended
         return
-    listener = socket.socket(fileno=descriptors[0])
+    _serve(owner, socket.socket(fileno=descriptors[0]), added)
+
+
+def _is_known_ray() -> bool:
+    import ray
+
+    return tuple(map(int, ray.__version__.split(".")[:2])) <= _NEWEST_RAY
+
+
+def _serve(owner: socket.socket, listener: socket.socket, added: dict[str, str]) -> None:
+    """Fork a worker for each who asks, until the owner ends. `added`: see `_become_worker`."""
+    server = os.getpid()
     while owner not in select.select([owner, listener], [], [])[0]:
-        asked, _ = listener.accept()
-        if os.fork() == 0:
+        try:
+            asked = _forked(listener)
+        except OSError:  # the system has no more processes, descriptors or memory just now
+            time.sleep(_PAUSE_S)
+            continue
+        if asked is not None:
             listener.close()
             owner.close()
             _become_worker(asked, server, added)
+
+
+def _forked(listener: socket.socket) -> socket.socket | None:
+    """Fork a worker; in it, the socket at which it was asked for, and None in this process.
+
+    Errors:  OSError; whoever asked, and gets none, becomes a worker itself
+    """
+    asked, _ = listener.accept()
+    try:
+        is_worker = os.fork() == 0
+    except OSError:
         asked.close()
+        raise
+    if is_worker:
+        return asked
+    asked.close()
+    return None
 
 
 def _become_worker(asked: socket.socket, server: int, added: dict[str, str]) -> None:
     """Be the worker that `asked` asks for, until the process `server` ends; never returns.
 
     `added`: environment variables that the worker has besides those it is asked with
+    Errors:  OSError where whoever asked does not wait any more
     """
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != server:  # it ended before it could be asked for its signal

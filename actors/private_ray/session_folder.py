@@ -71,7 +71,7 @@ def base_folder() -> Path:
     It is made where it is not there. Errors:  OSError
     """
     if chosen := os.environ.get("RAY_TMPDIR"):
-        folder = Path(chosen)
+        folder = Path(chosen).absolute()
         if not folder.exists():
             folder.mkdir(parents=True)
         return folder

@@ -2,26 +2,29 @@
 
 `ray.init` starts five Python processes more: autoscaler monitor, log monitor, dashboard, and two
 agents that the raylet waits for. Here they are left out, and two small processes stand in for the
-agents. The parts of Ray that this leans on are its own, not public: whoever calls `init_private`
-falls back on `ray.init` where it fails.
+agents. The parts of Ray that this leans on are its own, not public. Where one is missing that only
+saves time, this Ray starts without it; whoever calls `init_private` falls back on `ray.init` where
+it fails.
 """
 
+import logging
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ray
 
-from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray.closed_ray import closed_to_others, replaced
 from actors.private_ray.fork_server import ADDRESS, ForkServer
 from actors.private_ray.session_folder import SessionFolder
 
+_log = logging.getLogger(__name__)
 _STAND_IN = Path(__file__).with_name("stand_in_agent.py")
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 _AGENT_PORTS = (
@@ -58,31 +61,24 @@ def init_private(num_workers: int, **options: Any) -> None:
         undo.callback(folder.remove)
         server = ForkServer.take()
         undo.callback(server.end)
-        server.listen(folder.path / _WORKERS_SOCKET)
+        try:
+            server.listen(folder.path / _WORKERS_SOCKET)
+        except OSError as error:
+            server.end()
+            _log.warning("Ray's workers start in its own way, which takes longer: %s", error)
         undo.callback(ray.shutdown)
         node_class = _node_class(ray_node, server, folder, num_workers)
         with (
-            _replaced(ray_node, "Node", node_class),
+            replaced(ray_node, "Node", node_class),
             # A node sleeps where it waits for its raylet, which has been awaited then.
-            _replaced(ray_node, "time", at_once),
+            replaced(ray_node, "time", at_once),
             # It imports all that a dashboard needs, for a third of a second.
-            _replaced(utils, "get_dashboard_dependency_error", lambda: None),
+            replaced(utils, "get_dashboard_dependency_error", lambda: None),
             closed_to_others(folder.path),
         ):
             # A hook, such as that of `uv run`, asks for an environment that an agent has to make.
             ray.init(_temp_dir=str(folder.temp_dir), _skip_env_hook=True, **options)
         undo.pop_all()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let `owner.name` be `value` meanwhile. Errors: AttributeError where there is none."""
-    usual = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
 
 
 def _node_class(
@@ -115,7 +111,7 @@ def _node_class(
                 port_file = Path(self._session_dir) / f"{name}_{self._node_id}"
                 port_file.write_text(str(_NO_PORT))
             start = _with_command(services.start_ray_process, num_workers, folder)
-            with _replaced(services, "start_ray_process", start):
+            with replaced(services, "start_ray_process", start):
                 super().start_raylet(*args, **kwargs)
             self._await_raylet()
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 import ray
+from ray.job_config import JobConfig
 
+from model.current_folder import own_folders
 from model.errors import HotcoldError, ServiceError, UsageError
 from placement.threads.numa import slots_of
 from placement.threads.pinning import HostShare
@@ -24,6 +26,20 @@ _NOT_OURS = (
     "the Ray cluster on this machine is another user's; if you trust it, give its address in "
     "RAY_ADDRESS"
 )
+
+
+class OwnFolders(JobConfig):
+    """A job whose workers look for modules where this program lies, and not where its user stands.
+
+    Ray has them look in the script's folder and in the current one. A job's working_dir is another
+    thing, which its user has chosen.
+    """
+
+    _py_driver_sys_path: list[str]
+
+    def _serialize(self) -> bytes:
+        self._py_driver_sys_path = own_folders(self._py_driver_sys_path)
+        return super()._serialize()
 
 
 def in_cluster() -> bool:
@@ -44,7 +60,13 @@ def connect(address: str | None = None) -> None:
             address = own_cluster()
             _use_token_if_there_is_one()
         _require_listener(address)
-        ray.init(address=address, namespace=NAMESPACE, logging_level="error", log_to_driver=False)
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            logging_level="error",
+            log_to_driver=False,
+            job_config=OwnFolders(),
+        )
         keep_stdout_clean()
     except HotcoldError:
         raise

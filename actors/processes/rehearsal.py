@@ -35,6 +35,7 @@ from actors.setup.memory.storage import stored_share
 from actors.setup.neurons.shards import arena_layout, served_config, service_specs
 from model.config.build import read_config
 from model.config.model_config import ModelConfig
+from model.current_folder import environment_of_python
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.files.whole_file import write_whole
@@ -68,10 +69,10 @@ def rehearse_once(system: SystemConfig) -> None:
 
 def begin_process(module: str, *arguments: str, stdin: int, stdout: int) -> subprocess.Popen[bytes]:
     """A process of a module of this program, which is to call `end_with_parent`. Errors: OSError"""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
-        env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, **environment_of_python(), "MALLOC_ARENA_MAX": "1"},
+        cwd=os.sep,
         stdin=stdin,
         stdout=stdout,
         stderr=subprocess.DEVNULL,

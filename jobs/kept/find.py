@@ -23,6 +23,7 @@ from jobs.kept.client import GoneError, KeptSystem
 from jobs.kept.folder import found_folder, may_be_running, own_folder
 from jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
 from jobs.kept.records import Record
+from model.current_folder import environment_of_python
 from model.errors import ServiceError
 
 _LOOK_S = 0.05
@@ -182,14 +183,13 @@ def _spawn(
         "listener": claimed.listener.fileno(),
     }
     shown = {name: text for name, text in os.environ.items() if name != "HOTCOLD_API_KEY"}
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jobs.keeper"],
+        [sys.executable, "-m", "jobs.keeper"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=log,
         cwd="/",
-        env={**shown, "PYTHONPATH": path},
+        env={**shown, **environment_of_python()},
         pass_fds=[claimed.lock, claimed.listener.fileno()],
         start_new_session=True,
     )

@@ -1,4 +1,6 @@
-"""What a raylet runs in place of a worker: what it asks for, and what it does unanswered."""
+"""What a raylet runs in place of a worker: what it asks for, and what it does unanswered; and the
+server that answers, on a machine that has no more of something.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from actors.private_ray import fork_server, forked_worker
+from model.current_folder import environment_of_python
 
 
 @pytest.fixture
@@ -26,8 +29,18 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
         yield listener
 
 
-def asking(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", forked_worker.__file__, *arguments]
+IMPATIENT = f"""
+import sys
+sys.path.insert(0, {str(Path(forked_worker.__file__).parent)!r})
+import forked_worker
+forked_worker._PATIENCE_S = 0.1
+forked_worker.main()
+"""
+
+
+def asking(folder: Path, *arguments: str, code: str = "") -> subprocess.Popen[str]:
+    program = ["-c", code] if code else [forked_worker.__file__]
+    command = [sys.executable, "-I", "-S", *program, *arguments]
     environment = {**os.environ, fork_server.ADDRESS: "workers", "PYTHONPATH": str(folder)}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -48,7 +61,7 @@ def test_it_hands_on_all_that_a_worker_needs(tmp_path: Path, server: socket.sock
     assert Path(folder) == tmp_path
 
 
-@pytest.mark.parametrize("how", ["none", "ends"])
+@pytest.mark.parametrize("how", ["none", "ends", "waits"])
 def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, how: str) -> None:
     worker = tmp_path / "ray" / "_private" / "workers" / "default_worker.py"  # takes Ray's place
     worker.parent.mkdir(parents=True)
@@ -56,9 +69,61 @@ def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, h
     worker.write_text("import sys; print(sys.argv[1:])")
     if how == "none":
         server.close()
-    with asking(tmp_path, "--one", "two three") as process:
+    code = IMPATIENT if how == "waits" else ""
+    with asking(tmp_path, "--one", "two three", code=code) as process:
         if how == "ends":
             server.accept()[0].close()
+        if how == "waits":
+            assert process.wait(60) == 0
+            with pytest.raises(BrokenPipeError):  # a worker that is forked now does not begin
+                server.accept()[0].send(b"forked")
         said = process.communicate(timeout=60)[0]
     assert process.returncode == 0
     assert said == "['--one', 'two three']\n"
+
+
+# Workers say that they are, and end.
+ON_A_FULL_MACHINE = """
+import errno, os, socket, sys
+from actors.private_ray import fork_server
+
+accepts, forks = [errno.ECONNABORTED, errno.EMFILE], [errno.ENOMEM, errno.EAGAIN]
+
+class Listener(socket.socket):
+    def accept(self):
+        if accepts:
+            raise OSError(accepts.pop(), "full")
+        return super().accept()
+
+def fork(usual=os.fork):
+    if forks:
+        raise OSError(forks.pop(), "full")
+    return usual()
+
+def become_worker(asked, server, added):
+    asked.send(b"forked")
+    os._exit(0)
+
+os.fork, fork_server._become_worker = fork, become_worker
+owner, listener = map(int, sys.argv[1:])
+fork_server._serve(socket.socket(fileno=owner), Listener(fileno=listener), {})
+"""
+
+
+def test_a_server_outlives_what_the_machine_has_no_more_of(server: socket.socket) -> None:
+    def answer() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.settimeout(60)
+            asking.connect("workers")
+            return asking.recv(16)
+
+    owner, theirs = socket.socketpair()
+    numbers = theirs.fileno(), server.fileno()
+    command = [sys.executable, "-c", ON_A_FULL_MACHINE, *map(str, numbers)]
+    environment = os.environ | environment_of_python()
+    with owner, subprocess.Popen(command, env=environment, pass_fds=numbers) as process:
+        theirs.close()
+        # Whom it cannot fork a worker for becomes one, as whoever is not answered.
+        assert [answer() for _ in range(4)] == [b"", b"", b"forked", b"forked"]
+        owner.close()
+        assert process.wait(60) == 0

@@ -63,6 +63,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting
     found = Starting(*errors)
     monkeypatch.setattr(ray, "init", found)
     monkeypatch.setattr(launch, "keep_stdout_clean", lambda: None)
+    monkeypatch.setattr(launch, "require_closed", lambda: None)
     before = subprocess.Popen(["sleep", "1000"])
     try:
         yield found

@@ -27,10 +27,14 @@ import pytest
 import ray
 
 from actors import launch
-from actors.private_ray import start
-from actors.private_ray.closed_ray import closed_to_others
+from actors.private_ray import closed_ray, fork_server, start
+from actors.private_ray.closed_ray import closed_to_others, replaced
 from actors.private_ray.session_folder import PREFIX, SessionFolder
-from tests.actors.private_ray_script import Echo
+from actors.protocol.messages import SystemConfig
+from actors.system import _start_ray
+from model.errors import ServiceError
+from model.files.locate import DEMO_DIRECTORY
+from tests.actors.private_ray_script import Echo, facts_of
 from tests.ray_doors import answers, listening, ray_methods
 
 
@@ -175,6 +179,19 @@ def in_its_own_process(check: Callable[[Path], None], folder: Path) -> None:
         pool.submit(check, folder).result(timeout=120)
 
 
+class Said(logging.Handler):
+    """The lines that some of hotcold's own loggers are given."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        for module in modules:
+            logging.getLogger(module.__name__).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def start_a_raylet_that_ends(base: Path) -> None:
     def ending(start: Callable[..., Any], *_: object) -> Callable[..., Any]:
         return lambda command, *args, **kwargs: start(["false"], *args, **kwargs)
@@ -190,17 +207,11 @@ def start_another_version(base: Path) -> None:
     def unknown(*_: object) -> None:
         raise TypeError("the raylet's command has changed")
 
-    said: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger(launch.__name__).addHandler(Kept())
+    said = Said(launch)
     before = set(psutil.Process().children(recursive=True))
     setattr(start, "_with_command", unknown)  # noqa: B010
     launch.start_local_ray(1, 0)
-    assert said == [
+    assert said.lines == [
         "Ray has started in its own way, which takes longer: the raylet's command has changed"
     ]
     assert len(list(base.glob(f"{PREFIX}*"))) == 1  # that of the private one has been removed
@@ -213,7 +224,54 @@ def start_another_version(base: Path) -> None:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("check", [start_a_raylet_that_ends, start_another_version])
+def start_with_renamed_parts(base: Path) -> None:
+    """A Ray in which nothing is found that this one's saves time with, and no worker is forked."""
+    said = Said(launch, start)
+    for module in (start, closed_ray):
+        setattr(module, "replaced", without_parts)  # noqa: B010
+    setattr(fork_server, "_NEWEST_RAY", (2, 0))  # noqa: B010
+    launch.start_local_ray(1, 0)
+    (line,) = said.lines
+    assert line.startswith("Ray's workers start in its own way, which takes longer: ")
+    assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
+    told = facts_of(psutil.Process().children(recursive=True))
+    assert len(of_kind(told, "stand_in_agent")) == 2  # it is a private one still
+    kinds = ("fork_server", "log_monitor", "dashboard", "monitor")
+    assert not any(of_kind(told, kind) for kind in kinds)
+    ray.shutdown()
+    assert not list(base.glob(f"{PREFIX}*"))
+
+
+@contextmanager
+def without_parts(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`replaced` as it is where Ray has none of the parts that are not needed."""
+    needed = name in ("Node", "start_ray_process")
+    renamed = name if needed else f"{name}_of_another_version"
+    with replaced(owner, renamed, value):
+        yield
+
+
+def start_an_open_ray(base: Path) -> None:
+    """One that asks for no token, whatever it is told."""
+    asks_for_none = replaced(closed_ray, "_MODE", "A_VARIABLE_OF_ANOTHER_VERSION")
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    system = SystemConfig(str(DEMO_DIRECTORY))
+    said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ to whoever"
+    with asks_for_none, pytest.raises(ServiceError, match=said):
+        _start_ray([system])
+    assert not ray.is_initialized()
+    assert not list(base.glob(f"{PREFIX}*"))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        start_a_raylet_that_ends,
+        start_another_version,
+        start_with_renamed_parts,
+        start_an_open_ray,
+    ],
+)
 def test_where_it_cannot_start(base: Path, check: Callable[[Path], None]) -> None:
     in_its_own_process(check, base)
 

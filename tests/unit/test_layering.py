@@ -90,6 +90,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "model": {
         "errors": set(),
+        "current_folder": set(),
         "hot_share": set(),
         "published_sparsity": {"config"},
         "mapped_file": {"errors"},
