@@ -79,8 +79,14 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 def usable_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that there are for this process's cgroup, in use or not."""
-    total = _meminfo("MemTotal", root)
-    return min([total, *(limit_bytes for limit_bytes, _ in _cgroup_limits(root))])
+    limit_bytes = memory_limit(root)
+    return _meminfo("MemTotal", root) if limit_bytes is None else limit_bytes
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes of the least limit that holds; None where all that there is may be taken."""
+    least = min((limit_bytes for limit_bytes, _ in _cgroup_limits(root)), default=None)
+    return least if least is not None and least < _meminfo("MemTotal", root) else None
 
 
 # memory.high does not end a process, but slows it until it takes no more.

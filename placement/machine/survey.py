@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cuda_kernels.device import Gpu, list_gpus
 from model.limits import cpu_quota, num_cpus
-from model.weights.memory import available_bytes
+from model.weights.memory import available_bytes, memory_limit
 from placement.machine.sysfs import (
     NumaNode,
     performance_cores,
@@ -27,10 +27,12 @@ class MachineSurvey:
     cpu_name: str
     cpu_features: tuple[str, ...]
     cores: tuple[int, ...]  # see `usable_cores`
-    num_allowed: int  # logical cores that this process may run on, whatever they are good for
+    num_online: int  # logical cores of the machine
+    num_allowed: int  # of them, those that this process may run on
     cpu_quota: float | None  # CPUs' time that its control groups may use
     numa_nodes: tuple[NumaNode, ...]
     available_bytes: int  # without swapping, within the cgroup's limit
+    memory_limit: int | None  # bytes that its control groups may use; None for all that there are
     shared_memory_free_bytes: int
     huge_pages: str  # always, madvise, never or unknown
     huge_page_defrag: str  # always, defer, defer+madvise, madvise, never or unknown
@@ -69,10 +71,12 @@ def survey(root: Path = Path("/")) -> MachineSurvey:
         cpu_name=cpu.name,
         cpu_features=cpu.features,
         cores=cores,
+        num_online=os.cpu_count() or 1,
         num_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=cpu_quota(root),
         numa_nodes=read_numa_nodes(root),
         available_bytes=available_bytes(),
+        memory_limit=memory_limit(),
         shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
         huge_pages=read_huge_page_setting(root),
         huge_page_defrag=read_huge_page_setting(root, "defrag"),

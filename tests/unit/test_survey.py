@@ -334,6 +334,25 @@ def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.Monkey
     assert finding(machine, "niceness").level == "problem"
 
 
+def test_checks_name_what_limits_this_process(
+    big_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subjects = ("CPU set", "CPU quota", "threads", "memory limit")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    machine = replace(survey(big_machine), memory_limit=None)
+    assert not {found.subject for found in check_machine(machine)} & set(subjects)
+    write_siblings(big_machine, [(core, 64 + core) for core in range(64)])
+    machine = replace(survey(big_machine), memory_limit=8 << 30, available_bytes=3 << 30)
+    assert finding(machine, "threads").text.startswith("64 on 128 logical cores")
+    assert finding(machine, "memory limit").text.startswith("8.59 GB by a control group: 3.22 GB")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(60, 68)))
+    write(big_machine / "sys/fs/cgroup/cpu.max", "250000 100000\n")
+    machine = survey(big_machine)
+    assert finding(machine, "CPU set").text == "8 of 128 logical cores are allowed: 3 threads"
+    assert finding(machine, "CPU quota").text.startswith("2.5 CPUs: 3 threads")
+
+
 def test_check_of_a_models_size() -> None:
     machine = replace(survey(), available_bytes=1000)
     assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100, 100)).level == "ok"
