@@ -188,15 +188,18 @@ def _gpus(machine: MachineSurvey) -> Finding:
 
 def _limits(machine: MachineSurvey) -> Iterator[Finding]:
     """Yield what this process may use of the machine, where that is not all, and what follows."""
-    allowed, threads = machine.num_allowed, len(machine.cores)
+    allowed, num_threads = machine.num_allowed, len(machine.cores)
+    threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
     if allowed < machine.num_online:
-        text = f"{allowed} of {machine.num_online} logical cores are allowed: {threads} threads"
+        text = f"{allowed} of {machine.num_online} logical cores are allowed: {threads}"
         yield Finding("ok", "CPU set", text)
     if machine.cpu_quota is not None:
-        text = f"{machine.cpu_quota:g} CPUs: {threads} threads, none of them pinned to a core"
+        text = f"{machine.cpu_quota:g} CPUs: {threads}, not pinned to a core"
         yield Finding("ok", "CPU quota", text)
-    elif threads < allowed:
-        text = f"{threads} on {allowed} logical cores: one a physical core, on slower cores none"
+    elif num_threads < allowed:
+        text = (
+            f"{num_threads} on {allowed} logical cores: one a physical core, on slower cores none"
+        )
         yield Finding("ok", "threads", text)
     if machine.memory_limit is not None:
         free_gb, limit_gb = machine.available_bytes / 1e9, machine.memory_limit / 1e9

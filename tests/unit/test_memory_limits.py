@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,8 +130,12 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory, "available_bytes", lambda: 30 * GIB)
     need = MemoryNeed(5 * GIB, 5 * GIB, 10 * GIB, 5 * GIB, 1 * GIB, 1 * GIB)
     require_memory(need, kept_bytes=3 * GIB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: None)
     with pytest.raises(MemoryBudgetError, match=r"26.00 GiB .* free besides the 4.00 GiB that Ray"):
         require_memory(need, kept_bytes=4 * GIB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: 32 * GIB)
+    with pytest.raises(MemoryBudgetError, match="are free within a control group's limit of 32.00"):
+        require_memory(replace(need, arena_bytes=9 * GIB))
 
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
