@@ -323,13 +323,14 @@ def test_every_user_has_a_home(
 
 def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
     """Nothing is looked for in the current folder, or put there."""
-    environment = {**os.environ, "HOME": "here"}
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOTCOLD_CONFIG"):
-        environment.pop(name, None)
+    folder = tmp_path / "current"
+    folder.mkdir()
+    environment = {**os.environ, "HOME": "here", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("HOTCOLD_CONFIG", None)
     code = "import sys; from jobs.cli import run; sys.argv = ['hotcold', 'config']; run()"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert list(tmp_path.iterdir()) == [] and done.stdout.startswith("/.config/hotcold")
+    assert list(folder.iterdir()) == [] and done.stdout.startswith("/.config/hotcold")
