@@ -27,8 +27,8 @@ def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
             paths.setdefault(name, path)
     found: list[Path] = []
     for hierarchy, top, folder in _mounts(controller, root):
-        path = PurePosixPath(paths.get(hierarchy, top))
-        inside = path.relative_to(top) if path.is_relative_to(top) else PurePosixPath()
+        own = PurePosixPath(paths.get(hierarchy, top))
+        inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
         if ".." in inside.parts:  # outside of the process's cgroup namespace
             inside = PurePosixPath()
         found += [folder / each for each in (inside, *inside.parents)]

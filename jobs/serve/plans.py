@@ -24,7 +24,7 @@ class ModelPlan:
     model: str  # of `model_text`
     system: SystemConfig
     memory_bytes: int
-    shared_bytes: int  # of these, in shared memory, where there is room for the largest at once
+    shared_bytes: int = 0  # of these, in shared memory, where there is room for the largest at once
 
 
 def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
