@@ -134,6 +134,16 @@ def main(
         return status
 
 
+def have_home() -> None:
+    """Have a HOME for this process and all that it starts, where there is none or a relative one.
+
+    A user whom the system does not know, as in many containers, is at home in / then, as docker has
+    it. Otherwise each library would end in its own way, or take a folder "~" in the current one.
+    """
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = "/"
+
+
 def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     """Run this process's command line and end the process with its exit status.
 
@@ -145,6 +155,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
     sys.unraisablehook = interrupt_again
     gc.set_threshold(_OBJECTS_A_LOOK)
+    have_home()
     try:
         if command is cli:
             _begin_workers(sys.argv[1:])

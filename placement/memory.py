@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from model.config.model_config import ModelConfig
 from model.errors import MemoryBudgetError
-from model.weights.memory import available_bytes
+from model.weights.memory import available_bytes, memory_limit
 from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 
 _PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
@@ -81,7 +81,10 @@ def require_memory(
         return
     weights = need.attention_bytes + need.head_bytes + need.ffn_bytes
     what = "free" if budget_bytes is None or free < budget_bytes else "allowed by --cpu-memory"
-    if kept_bytes and what == "free":
+    is_free = what == "free"
+    if is_free and (limit_bytes := memory_limit()) is not None:
+        what += f" within a control group's limit of {_gib(limit_bytes)}"
+    if is_free and kept_bytes:
         what += f" besides the {_gib(kept_bytes)} that Ray's memory monitor keeps so"
     raise MemoryBudgetError(
         f"this model needs {_gib(need.total_bytes)} of memory ({need.total_bytes} bytes: "

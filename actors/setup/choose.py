@@ -23,6 +23,7 @@ from model.config.model_config import ModelConfig
 from model.errors import UsageError
 from model.files.artifact import ModelIdentity, check_artifact
 from model.files.locate import resolved_model
+from model.limits import num_cpus
 from placement.machine.survey import usable_cores
 from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
 from placement.threads.numa import nodes_with_memory
@@ -44,7 +45,8 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     _require_kernels()
     root = Path(os.environ.get(NUMA_ROOT, "/"))
     cores = usable_cores(root)
-    num_threads = _within("--threads", options.num_threads, 1, len(cores), len(cores))
+    num_threads = _within("--threads", options.num_threads, 1, num_cpus(root), len(cores))
+    cores = usable_cores(root, num_threads)
     num_nodes = len(nodes_with_memory(read_numa_nodes(root), cores))
     num_hosts = max(1, len(options.hosts))
     num_actors = num_hosts * max(1, min(num_nodes, num_threads))

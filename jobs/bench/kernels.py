@@ -53,7 +53,7 @@ from placement.machine.survey import usable_cores
     show_default=True,
     help="Of rows; those that no down row is in have no sparse FFN. May be given several times.",
 )
-@shared_option("--threads", type=click.IntRange(min=1), help="Cores to use; all without it.")
+@shared_option("--threads", type=click.IntRange(min=1), help="Threads; one a core without it.")
 @click.option(
     "--tokens",
     "batches",

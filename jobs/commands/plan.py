@@ -46,7 +46,7 @@ _LOADS_WITHOUT = (
 @shared_option("--context", "context_length", type=int, help="Positions in the KV cache.")
 @shared_option("--kv-dtype", type=click.Choice(["float16", "float32"]), help="KV cache format.")
 @shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services; one a NUMA node.")
-@shared_option("--threads", "num_threads", type=int, help="Cores to use; all without it.")
+@shared_option("--threads", "num_threads", type=int, help="Threads; one a core without it.")
 @click.option("--machine", "machine_file", type=_FILE, help="Plan for the machine described there.")
 @click.option("--profile", "profile_file", type=_FILE, help="How often neurons fire.")
 @click.option("--shape", help="Plan for a named shape, as of make-model, without any weights.")

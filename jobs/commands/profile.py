@@ -50,7 +50,7 @@ _OPTIONS = [
     click.option("--restart", is_flag=True, help="Do not go on from where a run was stopped."),
     click.option("--save-every", "every_s", type=click.FloatRange(min=0), default=10.0,
                  show_default=True, help="Seconds of work that a stopped run may lose."),
-    shared_option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    shared_option("--threads", "num_threads", type=int, help="Threads; one a core without it."),
     shared_option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "neurons; as many as NUMA nodes without it."),
     shared_option("--exchange", type=click.Choice(EXCHANGES), default="arena", show_default=True,

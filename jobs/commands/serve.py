@@ -141,7 +141,8 @@ def serve(
         for plan in plans:
             settings = replace(limits, model_name=plan.name)
             backend = Backend(None, plan.system, settings, loader)
-            loader.add(backend, Need(plan.memory_bytes, plan.system.device != "cpu"))
+            need = Need(plan.memory_bytes, plan.system.device != "cpu", plan.shared_bytes)
+            loader.add(backend, need)
             backends.append(backend)
         first = backends[0]
         first.attach(starter.start_first(first, loading_gate.show, stack))

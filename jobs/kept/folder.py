@@ -17,9 +17,12 @@ _MODE = 0o700
 
 
 def systems_folder() -> Path:
-    """Where the folder is, whether it is there or not: below XDG_RUNTIME_DIR, else temporary."""
+    """Where the folder is, whether it is there or not: below XDG_RUNTIME_DIR, else temporary.
+
+    The one of another user, as `su` and `sudo` may leave it, is not for this one.
+    """
     given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(given) and len(os.fsencode(given)) <= _LONGEST and os.path.isdir(given):
+    if os.path.isabs(given) and len(os.fsencode(given)) <= _LONGEST and _is_own_folder(given):
         return Path(given, "hotcold")
     temporary = os.environ.get("TMPDIR", "")
     if not os.path.isabs(temporary) or len(os.fsencode(temporary)) > _LONGEST:
@@ -56,6 +59,14 @@ def may_be_running() -> bool:
     """Whether any system may be found."""
     folder = found_folder()
     return folder is not None and next(folder.glob("*.json"), None) is not None
+
+
+def _is_own_folder(path: str) -> bool:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _refused(found: os.stat_result) -> str:

@@ -24,6 +24,7 @@ class ModelPlan:
     model: str  # of `model_text`
     system: SystemConfig
     memory_bytes: int
+    shared_bytes: int = 0  # of these, in shared memory, where there is room for the largest at once
 
 
 def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
@@ -57,5 +58,6 @@ def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan
 def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     path = locate_model(model)
     system, config = prepare_system(path, options)
-    need = system_need(system, config).total_bytes
-    return ModelPlan(model_name(model, path), model_text(model), system, need)
+    need = system_need(system, config)
+    shared = need.arena_bytes + need.predictor_bytes
+    return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)

@@ -53,6 +53,7 @@ def check_machine(machine: MachineSurvey) -> Iterator[Finding]:
     if processor.level != "problem":
         yield Finding("ok", "kernels", kernel_paths())
     yield _gpus(machine)
+    yield from _limits(machine)
     yield _nodes(machine)
     yield _huge_pages(machine)
     yield _shared_memory(machine)
@@ -183,6 +184,25 @@ def _gpus(machine: MachineSurvey) -> Finding:
     names = ", ".join(gpu.name for gpu in machine.gpus)
     others = "; the first is used, the others are not" if len(machine.gpus) > 1 else ""
     return Finding("ok", "GPU", f"{names}: attention, the head and hot neurons go there{others}")
+
+
+def _limits(machine: MachineSurvey) -> Iterator[Finding]:
+    """Yield what this process may use of the machine, where that is not all, and what follows."""
+    allowed, num_threads = machine.num_allowed, len(machine.cores)
+    threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
+    if allowed < machine.num_online:
+        text = f"{allowed} of {machine.num_online} logical cores are allowed: {threads}"
+        yield Finding("ok", "CPU set", text)
+    if machine.cpu_quota is not None:
+        text = f"{machine.cpu_quota:g} CPUs: {threads}, not pinned to a core"
+        yield Finding("ok", "CPU quota", text)
+    elif num_threads < allowed:
+        text = f"{num_threads} on {allowed} logical cores: one a physical core, none on slow ones"
+        yield Finding("ok", "threads", text)
+    if machine.memory_limit is not None:
+        free_gb, limit_gb = machine.available_bytes / 1e9, machine.memory_limit / 1e9
+        text = f"{limit_gb:.2f} GB by a control group: {free_gb:.2f} GB can be taken now"
+        yield Finding("ok", "memory limit", text)
 
 
 def _nodes(machine: MachineSurvey) -> Finding:

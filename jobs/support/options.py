@@ -103,7 +103,7 @@ _SYSTEM = [
     dtype_option,
     _option("--plan", type=click.Path(path_type=Path), help="Load by this plan; without it by "
                  "the one that `hotcold plan` made for these options, if there is one."),
-    _option("--threads", "num_threads", type=int, help="Cores to use; all without it."),
+    _option("--threads", "num_threads", type=int, help="Threads; one a core without it."),
     _option("--cpu-actors", "num_cpu_actors", type=int, help="CPU services that share the "
                  "cold neurons; as many as NUMA nodes without it."),
     _option("--context", "context_length", type=int, help="Most tokens of a request, the "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+
+from model.limits import num_cpus
 
 _BLOCK_ITEMS = 1 << 21
 
@@ -17,7 +18,7 @@ class NormalSource:
 
     def __init__(self, seed: int) -> None:
         self._seeds = np.random.SeedSequence(seed)
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(num_cpus())
 
     def normal(self, shape: tuple[int, ...], std: float = 1.0) -> torch.Tensor:
         """Return a float32 tensor of normal numbers with mean 0 and deviation `std`."""

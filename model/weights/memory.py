@@ -7,12 +7,13 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from model.errors import MemoryBudgetError
+from model.limits import group_folders, memory_nodes
 
 HUGE_PAGE_BYTES = 2 << 20
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,56 +59,82 @@ def free_shared_memory() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that can be used without swapping: the system's, capped by the cgroups'."""
+    """Return the bytes that can be used without swapping.
+
+    The system's, those of the NUMA nodes that a cpuset allows, and what each memory limit leaves:
+    files that the kernel has read are counted as used there, and are given up for whoever needs
+    memory.
+    """
     free = _meminfo("MemAvailable", root)
-    for limit_bytes, folder, used in _cgroup_limits(root):
-        try:
-            used_bytes = int((folder / used).read_text())
-            lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            stats = {name: int(value) for name, value in lines}
-        except (OSError, ValueError):
-            continue
+    if (on_nodes := _free_on_nodes(root)) is not None:
+        free = min(free, on_nodes)
+    for limit_bytes, folder in _cgroup_limits(root):
+        stats = _numbers(folder / "memory.stat")
         prefix = "total_" if "total_inactive_file" in stats else ""
         cache = sum(stats.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-        free = min(free, max(0, limit_bytes - used_bytes + cache))
+        used = _first_number(folder, "memory.current", "memory.usage_in_bytes")
+        free = min(free, max(0, limit_bytes - used + cache))
     return free
 
 
 def usable_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that there are for this process's cgroup, in use or not."""
-    total = _meminfo("MemTotal", root)
-    return min([total, *(limit_bytes for limit_bytes, _, _ in _cgroup_limits(root))])
+    limit_bytes = memory_limit(root)
+    return _meminfo("MemTotal", root) if limit_bytes is None else limit_bytes
 
 
-# Of a cgroup version: its line in /proc/self/cgroup, its place, and the files of limit and use.
-_CGROUP_VERSIONS = [
-    ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
-    (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-]
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes of the least limit that holds; None where all that there is may be taken."""
+    least = min((limit_bytes for limit_bytes, _ in _cgroup_limits(root)), default=None)
+    return least if least is not None and least < _meminfo("MemTotal", root) else None
 
 
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path, str]]:
-    """Limits of this process's cgroup and of those above it: bytes, folder, the file of its use.
+# memory.high does not end a process, but slows it until it takes no more.
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
-    In a container the path may be the host's, which is not to be seen: then its top counts.
-    """
-    try:
-        own = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        own = []
-    for mark, top, limit, used in _CGROUP_VERSIONS:
-        inner = [line.partition(mark)[2].strip("/") for line in own if mark in line]
-        path = PurePosixPath(inner[0] if inner else "")
-        for each in (path, *path.parents):
-            folder = root / top / each
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """Limits of this process's cgroups and of those above them, in bytes, each with its folder."""
+    for folder in group_folders("memory", root):
+        for name in _LIMITS:
             with contextlib.suppress(OSError, ValueError):  # no such folder, or no limit ("max")
-                yield int((folder / limit).read_text()), folder, used
-            if str(each) == ".":
-                break
+                yield int((folder / name).read_text()), folder
+
+
+def _free_on_nodes(root: Path) -> int | None:
+    """Bytes free, or of files, on the NUMA nodes that a cpuset allows; None where it allows all."""
+    allowed = memory_nodes(root)
+    free, is_limited = 0, False
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        node = _numbers(folder / "meminfo", skip=2)  # "Node 0 MemFree:  123 kB"
+        if allowed is None or int(folder.name.removeprefix("node")) in allowed:
+            names = ("MemFree", "Active(file)", "Inactive(file)")
+            free += sum(node.get(name, 0) for name in names) * 1024
+        else:
+            is_limited |= node.get("MemTotal", 0) > 0
+    return free if is_limited else None
+
+
+def _first_number(folder: Path, *names: str) -> int:
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            return int((folder / name).read_text())
+    return 0
+
+
+def _numbers(path: Path, skip: int = 0) -> dict[str, int]:
+    """Names and numbers of lines such as "file 123" or "MemFree: 12 kB", after `skip` words."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError, IndexError):
+                name, number = line.split()[skip:][:2]
+                found[name.rstrip(":")] = int(number)
+    return found
 
 
 def _meminfo(name: str, root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
+    found = _numbers(root / "proc/meminfo")
+    if name in found:
+        return found[name] * 1024
     raise MemoryBudgetError(f"/proc/meminfo has no {name} line; Linux 3.14 or later is needed")

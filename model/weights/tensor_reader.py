@@ -6,7 +6,6 @@ are ever held in both formats.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -16,6 +15,7 @@ import numpy as np
 from model.config.weight_formats import dtype_name, option_name, require_whole_groups
 from model.errors import CheckpointError, UsageError, shown
 from model.files.checkpoint import Checkpoint
+from model.limits import num_cpus
 from model.weights.memory import aligned_empty
 from model.weights.row_copies import (
     FAULTS,
@@ -62,7 +62,7 @@ class TensorReader:
         self._touch = touch
         self._most_rows = most_rows
         self._on_bytes = on_bytes or (lambda num_bytes: None)
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "load")
+        self._pool = ThreadPoolExecutor(num_cpus(), "load")
 
     def __enter__(self) -> TensorReader:
         return self

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_kernels.device import Gpu, list_gpus
+from model.limits import parse_core_list
 from model.weights.memory import available_bytes
 from placement.machine.survey import nodes_of, usable_cores
-from placement.machine.sysfs import NumaNode, parse_core_list, read_cpu, read_numa_nodes
+from placement.machine.sysfs import NumaNode, read_cpu, read_numa_nodes
 
 
 @dataclass(frozen=True)

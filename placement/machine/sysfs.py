@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from model.limits import memory_nodes, parse_core_list
 
 # What kernels here can make use of, as /proc/cpuinfo spells it.
 RELEVANT_FEATURES = (
@@ -20,6 +23,7 @@ RELEVANT_FEATURES = (
     "amx_int8",
 )
 _NEEDED_FEATURES = ("avx2", "fma", "f16c")
+_FAST = 2 / 3  # of the fastest core's capacity: below it a core is of the slower kind
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,19 @@ def read_cpu(root: Path = Path("/")) -> Cpu:
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
     """Read sys/devices/system/node below `root`, in order; empty where there is no such folder.
 
-    Nodes without memory (as on some boards) and without cores (memory expanders) are kept.
+    Nodes without memory (as on some boards) and without cores (memory expanders) are kept. One
+    whose memory a cpuset does not allow has none for this process.
     """
+    allowed = memory_nodes(root)
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     nodes = [_read_node(folder) for folder in folders]
+    if allowed is not None:
+        nodes = [
+            node
+            if node.node_id in allowed
+            else replace(node, total_bytes=0, free_bytes=0, file_bytes=0)
+            for node in nodes
+        ]
     return tuple(sorted(nodes, key=lambda node: node.node_id))
 
 
@@ -89,28 +102,27 @@ def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str
     return rest.partition("]")[0] if bracket else "unknown"
 
 
-def read_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs' time the container's cgroup may use; None without a limit.
+def performance_cores(cores: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
+    """Those of `cores` that threads with equal shares of the work finish together on.
 
-    cgroup v2 has "quota period" in cpu.max, v1 a file for each; microseconds.
+    One of each physical core's hardware threads, which share what computes; and of a processor with
+    two kinds of cores the faster kind, for which slower ones would be waited. All where the kernel
+    does not say. Both are what llama.cpp does.
     """
-    folder = root / "sys/fs/cgroup"
-    words = _read(folder / "cpu.max").split()
-    if not words:
-        words = [_read(folder / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
-        return None  # "max", -1, or no such file
-    return int(words[0]) / int(words[1])
-
-
-def parse_core_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list as Linux writes it: "0-3,8" is 0, 1, 2, 3, 8."""
-    cores: list[int] = []
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(cores)
+    folder = root / "sys/devices"
+    fast = set(parse_core_list(_read(folder / "cpu_core/cpus")))  # of Intel's hybrid processors
+    if not fast & set(cores):
+        speeds = {core: _read(folder / f"system/cpu/cpu{core}/cpu_capacity") for core in cores}
+        known = {core: int(text) for core, text in speeds.items() if text.strip().isdecimal()}
+        fast = {core for core in cores if known.get(core, 0) >= _FAST * max([0, *known.values()])}
+    seen: set[int] = set()
+    found = []
+    for core in sorted(fast & set(cores)):
+        if core not in seen:
+            found.append(core)
+            topology = folder / f"system/cpu/cpu{core}/topology"
+            seen.update(parse_core_list(_read(topology / "thread_siblings_list")))
+    return tuple(found)
 
 
 def _read_node(folder: Path) -> NumaNode:

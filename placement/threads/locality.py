@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.limits import parse_core_list
 from model.weights.memory import HUGE_PAGE_BYTES
-from placement.machine.sysfs import parse_core_list, read_numa_nodes
+from placement.machine.sysfs import read_numa_nodes
 from placement.threads.numa import nodes_with_memory
 
 _SERVICE_TITLE = b"ray::ServiceActor"

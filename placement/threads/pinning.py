@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.limits import cpu_quota
 from placement.machine.survey import usable_cores
-from placement.machine.sysfs import read_cpu_quota, read_numa_nodes
+from placement.machine.sysfs import read_numa_nodes
 from placement.threads.numa import (
     NodeCores,
     ServicePlace,
@@ -63,8 +64,8 @@ def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None
 def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
     """The place on this host of a service of so many threads; None where nothing is pinned."""
     root = Path(share.root)
-    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
-    if not_pinned_because(share.pin, nodes, read_cpu_quota(root)):
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
+    if not_pinned_because(share.pin, nodes, cpu_quota(root)):
         return None
     places = place_services(nodes, share.threads)
     return place_of_all(places, num_threads) if share.index is None else places[share.index]
@@ -77,8 +78,8 @@ def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
     a core of its own.
     """
     root = Path(share.root)
-    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
-    if share.pin != "auto" or len(nodes) != 1 or read_cpu_quota(root) is not None:
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
+    if share.pin != "auto" or len(nodes) != 1 or cpu_quota(root) is not None:
         return ()
     places = place_services(nodes, share.threads)
     place = place_of_all(places, num_threads) if share.index is None else places[share.index]

@@ -21,8 +21,8 @@ from actors.setup.preflight import SystemOptions, prepare_system
 from actors.system import System
 from model.bundles.bundle_file import bundle_path
 from model.bundles.geometry import BundleGeometry
+from model.limits import parse_core_list
 from model.sampling import SamplingParams
-from placement.machine.sysfs import parse_core_list
 from placement.threads.locality import running_services
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.numa_trees import write_tree

@@ -193,7 +193,7 @@ def test_services_have_slots_as_they_have_neurons(
     """Of two NUMA nodes the first has three cores, the other one."""
     monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: "0-2", 1: "3"})))
     for module in (choose, shards):
-        monkeypatch.setattr(module, "usable_cores", lambda root=Path("/"): (0, 1, 2, 3))
+        monkeypatch.setattr(module, "usable_cores", lambda root, num_threads=0: (0, 1, 2, 3))
     config = read_model(wide)
     system = choose_system(wide, config, SystemOptions())
     kept = NeuronStorage("f", 4_000, 8_000)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from jobs.cli import COMMANDS, cli, main
+from jobs.cli import COMMANDS, cli, have_home, main
 from jobs.support.lazy_group import LazyCommand, LazyGroup
 from model.errors import CheckpointError
 
@@ -291,3 +293,44 @@ def test_doctor_refuses_what_is_no_model(
     err = capsys.readouterr().err
     assert err.startswith("hotcold: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("home", "is_known", "found"),
+    [
+        (None, False, "/"),  # a number without a name, as in containers
+        (None, True, None),
+        ("here", True, "/"),  # of the current folder, which is foreign
+        ("/nonexistent", False, "/nonexistent"),
+    ],
+)
+def test_every_user_has_a_home(
+    home: str | None, is_known: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(user: int) -> pwd.struct_passwd:
+        if is_known:
+            return pwd.struct_passwd(("a", "x", user, user, "", "/home/a", "/bin/sh"))
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", look_up)
+    monkeypatch.delenv("HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    have_home()
+    assert os.environ.get("HOME") == found
+    assert Path.home() == Path(found or "/home/a")
+
+
+def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
+    """Nothing is looked for in the current folder, or put there."""
+    folder = tmp_path / "current"
+    folder.mkdir()
+    environment = {**os.environ, "HOME": "here", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("HOTCOLD_CONFIG", None)
+    code = "import sys; from jobs.cli import run; sys.argv = ['hotcold', 'config']; run()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == [] and done.stdout.startswith("/.config/hotcold")

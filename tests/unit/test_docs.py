@@ -34,7 +34,12 @@ FOREIGN = {
     "--cpu-manager-policy",
     "--topology-manager-policy",
     "--num-gpus",
+    "--cpus",  # of docker and podman
+    "--cpuset-cpus",
+    "--cpuset-mems",
+    "--memory",
     "--shm-size",
+    "--user",
 }
 
 

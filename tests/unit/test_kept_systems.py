@@ -95,11 +95,28 @@ def test_another_folder_is_refused(base: Path, make: Any, told: str) -> None:
 
 
 def test_a_folder_of_another_user_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folders.own_folder()
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    other = os.geteuid() + 1
+    monkeypatch.setenv("TMPDIR", str(base))
+    (base / f"hotcold-{other}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UsageError, match="belongs to another user"):
         folders.own_folder()
     assert folders.found_folder() is None
+
+
+def test_a_runtime_folder_of_another_user_is_passed_over(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`su` and `sudo` may leave it: nothing can be, or should be, made there."""
+    other = os.geteuid() + 1
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    assert folders.systems_folder() == base / f"hotcold-{other}"
+    assert CliRunner().invoke(ps).exit_code == 0
+    for given in (str(base / "not there"), str(base / "file"), "relative"):
+        (base / "file").touch()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
+        assert folders.systems_folder() == base / f"hotcold-{other}"
 
 
 def test_a_record_is_there_for_as_long_as_its_holder(base: Path) -> None:

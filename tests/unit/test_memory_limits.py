@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from model.errors import MemoryBudgetError, ServiceError
 from model.weights.memory import available_bytes, usable_bytes
 from placement import memory
 from placement.memory import MemoryNeed, require_memory
+from tests.numa_trees import write_tree
 
 MIB, GIB = 1 << 20, 1 << 30
 # A process that holds a file as a raylet holds its object store: in /dev/shm, sparse, unlinked.
@@ -46,7 +48,7 @@ def write_root(root: Path, own: str, groups: dict[str, tuple[str, str, int, str]
         "proc/self/cgroup": own,
     }
     for folder, (name, limit, used, stat) in groups.items():
-        usage = {"memory.max": "memory.current"}.get(name, "memory.usage_in_bytes")
+        usage = "memory.usage_in_bytes" if name == "memory.limit_in_bytes" else "memory.current"
         files |= {f"{folder}/{name}": limit, f"{folder}/{usage}": f"{used}\n"}
         files[f"{folder}/memory.stat"] = stat
     for path, text in files.items():
@@ -77,6 +79,27 @@ def test_limits_of_the_cgroups_that_a_process_is_in(tmp_path: Path) -> None:
     assert (available_bytes(container), usable_bytes(container)) == (3 * GIB, 8 * GIB)
     free = write_root(tmp_path / "free", "0::/\n", {})
     assert (available_bytes(free), usable_bytes(free)) == (40 * GIB, 64 * GIB)
+    slowed = write_root(
+        tmp_path / "slowed",
+        "0::/own.scope\n",
+        {"sys/fs/cgroup/own.scope": ("memory.high", f"{6 * GIB}\n", 3 * GIB, stat)},
+    )
+    assert (available_bytes(slowed), usable_bytes(slowed)) == (5 * GIB, 6 * GIB)
+    silent = write_root(
+        tmp_path / "silent",
+        "7:hugetlb,memory:/a\n",
+        {"sys/fs/cgroup/memory/a": (v1, f"{8 * GIB}\n", 3 * GIB, "no numbers\n")},
+    )
+    assert (available_bytes(silent), usable_bytes(silent)) == (5 * GIB, 8 * GIB)
+    (silent / "sys/fs/cgroup/memory/a/memory.usage_in_bytes").unlink()
+    assert available_bytes(silent) == 8 * GIB  # a limit holds, whatever else is unknown
+
+
+def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
+    root = write_tree(write_root(tmp_path, "0::/\n", {}), {0: "0-3", 1: "4-7", 2: ""}, {1: 9 * GIB})
+    for allowed, free in (("0-2", 40), ("1", 9), ("0-1", 40), ("1-2", 40)):
+        (root / "proc/self/status").write_text(f"Name:\tx\nMems_allowed_list:\t{allowed}\n")
+        assert available_bytes(root) == free * GIB
 
 
 @pytest.mark.parametrize(
@@ -107,8 +130,12 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory, "available_bytes", lambda: 30 * GIB)
     need = MemoryNeed(5 * GIB, 5 * GIB, 10 * GIB, 5 * GIB, 1 * GIB, 1 * GIB)
     require_memory(need, kept_bytes=3 * GIB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: None)
     with pytest.raises(MemoryBudgetError, match=r"26.00 GiB .* free besides the 4.00 GiB that Ray"):
         require_memory(need, kept_bytes=4 * GIB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: 32 * GIB)
+    with pytest.raises(MemoryBudgetError, match=r"are free within a control group's limit of 32"):
+        require_memory(replace(need, arena_bytes=9 * GIB))
 
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

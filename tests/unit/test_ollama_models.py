@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,37 @@ def test_without_words_a_model_is_given_up_at_once(path: str) -> None:
         assert house.loaded == ""
 
     ask()
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_only_model_stays(path: str) -> None:
+    @house(room=3, names="a")
+    async def ask(house: House) -> None:
+        given = {"model": "a", "keep_alive": 0}
+        assert (await house.http.post(path, json={**given, **ASKED[path]})).status_code == 200
+        told = (await house.http.post("/api/generate", json=given)).json()
+        assert told["done_reason"] == "load"
+        assert house.starts == ["start a"] and house.loaded == "a"
+
+    ask()
+
+
+@house(room=3)
+async def test_a_model_that_cannot_be_read_hides_no_other(house: House) -> None:
+    """Its files are gone: it answers on where it is loaded, and is listed for that."""
+    assert await house.ask("b") == "b"
+    gone = replace(house.of["b"].config, model_path="/nowhere")
+    house.of["b"].config = gone
+    house.of["c"].config = gone
+    tags, running = [
+        (await house.http.get(path)).json()["models"] for path in ("/api/tags", "/api/ps")
+    ]
+    assert [model["name"] for model in tags] == ["a:latest", "b:latest", "c:latest"]
+    assert [model["digest"] != "" for model in tags] == [True, False, False]
+    assert tags[1]["details"]["family"] == tags[0]["details"]["family"]
+    (one,) = running
+    assert (one["name"], one["size"], one["digest"]) == ("b:latest", 0, "")
+    assert len((await house.http.get("/v1/models")).json()["data"]) == 3
 
 
 @house(room=3)

@@ -72,18 +72,20 @@ class StandIn:
 class House:
     """Models a, b and c of one size, of which `room` may be loaded, and what happens to them."""
 
-    def __init__(self, room: int, gpus: str = "", timeout_s: float = WAIT_S) -> None:
+    def __init__(
+        self, room: int, gpus: str = "", timeout_s: float = WAIT_S, names: str = "abc"
+    ) -> None:
         self.log: list[str] = []
         self.may_load = threading.Event()
         self.may_load.set()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.free = 100
+        self.free, self.free_later = 100, 100  # of memory; and once a model has ended
         self.problem: Exception | None = None
         self.loader = ModelLoader(self, room * 10, lambda: self.free, self.tell)
         config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
         self.of: dict[str, Backend] = {}
-        for name in "abc":
+        for name in names:
             settings = ServerSettings(name, 1, 100, timeout_s)
             self.of[name] = Backend(None, config, settings, self.loader)
             self.loader.add(self.of[name], Need(10, name in gpus))
@@ -104,6 +106,7 @@ class House:
     def end(self, backend: Backend, system: Any) -> None:
         assert not backend.is_loaded and backend.is_idle
         self.log.append(f"end {system.name}")
+        self.free = self.free_later
 
     async def ask(self, name: str | None, path: str = "/v1/completions", **body: Any) -> Any:
         """What is answered, or the code of the error."""
@@ -192,8 +195,35 @@ async def test_who_is_attended_stays(house: House) -> None:
 async def test_memory_that_others_have_taken_is_made_room_for(house: House) -> None:
     assert await house.ask("a") == "a"
     house.free = 9
-    assert await house.ask("b") == "b"  # what it lacks then, its own start says
+    assert await house.ask("b") == "b"
     assert house.starts == ["start a", "end a", "start b"]
+    house.free, house.free_later = 0, 9  # what b gives back is less than it was to take
+    status, code, text = await house.ask("a")
+    assert (status, code) == (503, "no_room") and "what other programs have taken" in text
+    assert house.loaded == "" and house.starts[-1] == "end b"
+
+
+@house(room=3)
+async def test_none_is_given_up_in_vain(house: House) -> None:
+    assert await house.ask("a") == "a"
+    house.loader.add(house.of["b"], Need(30))
+    house.free = 19
+    assert (await house.ask("b"))[1] == "no_room" and house.loaded == "a"
+    house.free = 20
+    assert await house.ask("b") == "b" and house.loaded == "b"
+
+
+@house(room=3)
+async def test_memory_is_looked_at_where_nothing_is_loaded(house: House) -> None:
+    house.free = 9
+    status, code, text = await house.ask("b")
+    assert (status, code) == (503, "no_room") and house.starts == []
+    assert text == (
+        "the model 'b' needs 0.00 GiB and has no room beside what other programs have taken of "
+        "the memory; try again later"
+    )
+    house.loader.add(house.of["b"], Need(10, reserved_bytes=1))  # is in shared memory already
+    assert await house.ask("b") == "b"
 
 
 @house(room=3, gpus="ab")
@@ -293,6 +323,32 @@ async def test_all_are_listed_and_counted(house: House) -> None:
     ):
         assert line in lines
     assert len([line for line in lines if line.startswith("# TYPE hotcold:model_loaded")]) == 1
+
+
+@house(room=3)
+async def test_a_dead_driver_hides_no_other_models_counts(house: House) -> None:
+    for name in "ab":
+        assert await house.ask(name) == name
+    system: Any = house.of["a"].system
+    system.failure = ServiceError("the driver died")
+    answer = await house.http.get("/metrics")
+    lines = answer.text.splitlines()
+    assert answer.status_code == 200
+    for name, loaded in (("a", 0), ("b", 1), ("c", 0)):
+        assert f'hotcold:model_loaded{{model_name="{name}"}} {loaded}.0' in lines
+        count = f'vllm:generation_tokens_total{{model_name="{name}"}}'
+        assert any(line.startswith(count) for line in lines)
+
+
+@house(room=3)
+async def test_a_driver_that_does_not_answer_is_not_waited_for(house: House) -> None:
+    assert await house.ask("a") == "a"
+    system: Any = house.of["a"].system
+    system.begin = lambda method, *args: asyncio.get_running_loop().create_future()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ui.models.served._ANSWER_S", 0.01)
+        lines = (await house.http.get("/metrics")).text.splitlines()
+    assert 'hotcold:model_loaded{model_name="a"} 0.0' in lines
 
 
 @house(room=1)

@@ -13,14 +13,14 @@ import pytest
 from cuda_kernels.bandwidth import measure_gpu_bandwidth
 from cuda_kernels.device import Gpu, list_gpus
 from jobs.support.doctor_checks import Finding, check_machine, check_model
+from model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
 from placement.machine.bandwidth import measure_read_bandwidth
 from placement.machine.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
 from placement.machine.survey import MachineSurvey, survey, usable_cores
 from placement.machine.sysfs import (
     NumaNode,
-    parse_core_list,
+    performance_cores,
     read_cpu,
-    read_cpu_quota,
     read_huge_page_setting,
     read_numa_nodes,
 )
@@ -28,6 +28,7 @@ from placement.memory import MemoryNeed
 
 CORES_PER_NODE = 16
 NODE_BYTES = 64 << 30
+TOP = "sys/fs/cgroup"
 
 
 @pytest.fixture
@@ -114,12 +115,108 @@ def test_survey_follows_its_root(big_machine: Path, monkeypatch: pytest.MonkeyPa
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
         ({"cpu.max": "0 0\n"}, None),
+        ({"cpu.max": "max 100000\n", "a.slice/cpu.max": "150000 100000\n"}, 1.5),
+        ({"a.slice/cpu.max": "200000 100000\n", "a.slice/b.scope/cpu.max": "max 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n", "a.slice/b.scope/cpu.max": "300000 100000\n"}, 0.5),
+        ({"other.slice/cpu.max": "50000 100000\n"}, None),
+        ({"cpu/a/cpu.cfs_quota_us": "70000\n", "cpu/a/cpu.cfs_period_us": "10000\n"}, 7),
     ],
 )
 def test_cpu_quota(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    """Of the process's own groups and those above, in either version of cgroups."""
+    write(
+        tmp_path / "proc/self/cgroup",
+        "4:cpuacct,cpu:/a/b\n1:name=systemd:/x\n0::/a.slice/b.scope\n",
+    )
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, text)
-    assert read_cpu_quota(tmp_path) == quota
+    assert cpu_quota(tmp_path) == quota
+
+
+def mount(path: str, top: str, kind: str, options: str = "rw") -> str:
+    """A line of /proc/self/mountinfo."""
+    return f"40 30 0:29 {top} {path} rw,nosuid shared:9 - {kind} {kind} {options}\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "folders"),
+    [
+        # as most systems have it, and with hierarchies in other places
+        ("0::/a\n2:cpu:/b\n", "", [f"{TOP}/a", TOP, f"{TOP}/cpu/b", f"{TOP}/cpu"]),
+        ("0::/a\n", mount("/cg", "/", "cgroup2"), ["cg/a", "cg"]),
+        ("3:memory,cpu:/a\n0::/\n", mount("/c", "/", "cgroup", "rw,memory,cpu"), ["c/a", "c"]),
+        ("3:memory:/a\n", mount("/m", "/", "cgroup", "rw,memory"), [TOP, f"{TOP}/cpu"]),
+        # a container that sees its own group only, without and with a namespace
+        ("0::/docker/77\n", mount("/cg", "/docker/77", "cgroup2"), ["cg"]),
+        ("0::/docker/77/a\n", mount("/cg", "/docker/77", "cgroup2"), ["cg/a", "cg"]),
+        ("0::/docker/77\n", mount("/cg", "/other", "cgroup2"), ["cg"]),
+        ("0::/../../elsewhere\n", mount("/cg", "/", "cgroup2"), ["cg"]),
+        # what is no such line
+        ("\nnonsense\n0::/a:b\n", "short\n" + mount("/cg", "/", "cgroup2"), ["cg/a:b", "cg"]),
+        ("", mount("/cg", "/", "cgroup2"), ["cg"]),
+    ],
+)
+def test_folders_of_control_groups(
+    own: str, mounts: str, folders: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "proc/self/cgroup", own)
+    write(tmp_path / "proc/self/mountinfo", mounts)
+    assert group_folders("cpu", tmp_path) == [tmp_path / folder for folder in folders]
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_threads"), [(0.1, 1), (0.5, 1), (1.2, 1), (1.5, 2), (2.4, 2), (7, 4), (None, 4)]
+)
+def test_threads_that_a_quota_pays_for(
+    quota: float | None, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3, 5, 7})
+    text = "max 100000\n" if quota is None else f"{round(quota * 1e5)} 100000\n"
+    write(tmp_path / "sys/fs/cgroup/cpu.max", text)
+    assert num_cpus(tmp_path) == num_threads
+    assert usable_cores(tmp_path) == (1, 3, 5, 7)[:num_threads]
+
+
+def write_siblings(root: Path, groups: list[tuple[int, ...]]) -> None:
+    for group in groups:
+        for core in group:
+            topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
+            write(topology / "thread_siblings_list", ",".join(map(str, group)) + "\n")
+
+
+def test_one_thread_a_physical_core_of_those_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_siblings(tmp_path, [(0, 4), (1, 5), (2, 6), (3, 7)])
+    assert performance_cores(range(8), tmp_path) == (0, 1, 2, 3)
+    assert performance_cores((1, 4, 5, 6), tmp_path) == (1, 4, 6)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 4, 5, 6})
+    assert usable_cores(tmp_path) == usable_cores(tmp_path, 3) == (1, 4, 6)
+    assert usable_cores(tmp_path, 4) == (1, 4, 5, 6)  # as many as somebody has asked for
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "200000 100000\n")
+    assert usable_cores(tmp_path) == (1, 4)
+
+
+def test_no_thread_on_a_slower_kind_of_core(tmp_path: Path) -> None:
+    """Of Intel's hybrid processors, P cores have two threads, E cores one; Arm's, capacities."""
+    intel, arm = tmp_path / "intel", tmp_path / "arm"
+    write_siblings(intel, [(0, 1), (2, 3), (4,), (5,), (6,), (7,)])
+    write(intel / "sys/devices/cpu_core/cpus", "0-3\n")
+    write(intel / "sys/devices/cpu_atom/cpus", "4-7\n")
+    assert performance_cores(range(8), intel) == (0, 2)
+    assert performance_cores((3, 4, 5), intel) == (3,)
+    assert performance_cores((5, 6, 7), intel) == (5, 6, 7)  # all that there is
+    for core, capacity in enumerate((310, 310, 790, 790, 1024)):
+        write(arm / f"sys/devices/system/cpu/cpu{core}/cpu_capacity", f"{capacity}\n")
+    assert performance_cores(range(5), arm) == (2, 3, 4)
+    assert performance_cores((0, 1), arm) == (0, 1)
+
+
+def test_memory_that_a_cpuset_does_not_allow(big_machine: Path) -> None:
+    write(big_machine / "proc/self/status", "Name:\tpython\nMems_allowed_list:\t0,2-3\n")
+    nodes = read_numa_nodes(big_machine)
+    assert [node.node_id for node in nodes if node.total_bytes] == [0, 2, 3]
+    assert all(len(node.cores) == CORES_PER_NODE for node in nodes)
 
 
 def test_cores_within_the_quota(big_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +332,25 @@ def test_checks_name_what_is_wrong(big_machine: Path, monkeypatch: pytest.Monkey
     assert finding(small, "processor").level != "ok"
     monkeypatch.setenv("RAY_worker_niceness", "15")
     assert finding(machine, "niceness").level == "problem"
+
+
+def test_checks_name_what_limits_this_process(
+    big_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subjects = ("CPU set", "CPU quota", "threads", "memory limit")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)))
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    machine = replace(survey(big_machine), memory_limit=None)
+    assert not {found.subject for found in check_machine(machine)} & set(subjects)
+    write_siblings(big_machine, [(core, 64 + core) for core in range(64)])
+    machine = replace(survey(big_machine), memory_limit=8 << 30, available_bytes=3 << 30)
+    assert finding(machine, "threads").text.startswith("64 on 128 logical cores")
+    assert finding(machine, "memory limit").text.startswith("8.59 GB by a control group: 3.22 GB")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(60, 68)))
+    write(big_machine / "sys/fs/cgroup/cpu.max", "250000 100000\n")
+    machine = survey(big_machine)
+    assert finding(machine, "CPU set").text == "8 of 128 logical cores are allowed: 3 threads"
+    assert finding(machine, "CPU quota").text.startswith("2.5 CPUs: 3 threads")
 
 
 def test_check_of_a_models_size() -> None:

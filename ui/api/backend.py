@@ -44,6 +44,10 @@ class Loader(Protocol):
     def give_up(self, backend: "Backend") -> None:
         """Call `detach` and end the system, if it is loaded and nobody needs it."""
 
+    @property
+    def has_several(self) -> bool:
+        """Whether it has several models, so that one given up makes room for another."""
+
 
 class Backend:
     """One model of a server, as the routes use it; a system may hold it, or is still to start."""
@@ -118,11 +122,12 @@ class Backend:
     def keep(self, stays: bool) -> bool:
         """Whether the model stays once nobody needs it, until a request says otherwise.
 
-        True for the only one of a server, which always stays.
+        True for the only one of a server, which always stays: it was started for that one, and
+        would have nothing else to answer with where its memory is taken meanwhile.
         """
-        self._stays = stays or self._loader is None
+        self._stays = stays
         self.leave_if_idle()
-        return self._stays
+        return not self._may_leave
 
     def ended(self) -> None:
         """A request has ended."""
@@ -137,8 +142,12 @@ class Backend:
 
     def leave_if_idle(self) -> None:
         """Have the model given up if it does not stay, and nobody needs it."""
-        if not self._stays and self._loader is not None:
+        if self._may_leave and self._loader is not None:
             self._loader.give_up(self)
+
+    @property
+    def _may_leave(self) -> bool:
+        return not self._stays and self._loader is not None and self._loader.has_several
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the driver by name. Errors: HotcoldError; as those of `system`."""

@@ -59,7 +59,9 @@ class Metrics:
             "hotcold:requests_refused", "Requests answered with an error, by HTTP status.",
             ["model_name", "status"], registry=self._registry,
         )  # fmt: skip
-        self._loaded = self._gauge("hotcold:model_loaded", "1 where the model is loaded, else 0.")
+        self._loaded = self._gauge(
+            "hotcold:model_loaded", "1 where the model is loaded, and answers."
+        )
         self._starts = self._counter("hotcold:model_loads", "How often the model has loaded.")
         self._neurons = self._gauge(
             "hotcold:neurons_computed_share", "Of all neurons, up and down, in the last request."
@@ -117,7 +119,7 @@ class Metrics:
         self._starts.inc()
 
     def show(self, load: DriverLoad | None) -> None:
-        """Take what the driver is busy with; None: the model is not loaded."""
+        """Take what the driver is busy with; None: it does not answer, or is not loaded."""
         self._loaded.set(load is not None)
         load = load or DriverLoad(0, 0, 0.0)
         self._running.set(load.num_running)

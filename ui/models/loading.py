@@ -21,6 +21,7 @@ class Need:
 
     memory_bytes: int
     uses_gpu: bool = False  # which holds one model at a time
+    reserved_bytes: int = 0  # of memory_bytes, what the first start has taken for all
 
 
 class Starter(Protocol):
@@ -64,6 +65,11 @@ class ModelLoader:
     def loaded(self) -> list[Backend]:
         """Those that are loaded."""
         return [backend for backend in self._needs if backend.is_loaded]
+
+    @property
+    def has_several(self) -> bool:
+        """See `Loader`."""
+        return len(self._needs) > 1
 
     async def bring(self, backend: Backend) -> None:
         """Load a model, once for all who wait for it, and also where they do not wait to the end.
@@ -123,12 +129,16 @@ class ModelLoader:
     async def _make_room(self, backend: Backend) -> None:
         """Give up idle models until this one fits. Errors: ApiError 503 where it does not."""
         need = self._needs[backend]
-        while loaded := self.loaded:
-            if self._fits(need, loaded) and need.memory_bytes <= self._free_bytes():
+        while True:
+            lacking = need.memory_bytes - need.reserved_bytes - self._free_bytes()
+            loaded = self.loaded
+            if self._fits(need, loaded) and lacking <= 0:
                 return
             busy = [one for one in loaded if not one.is_idle]
             idle = [one for one in loaded if one.is_idle]
-            if not idle or not self._fits(need, busy):
+            # None is given up in vain: what all of them take would not be enough.
+            gained = sum(self._needs[one].memory_bytes for one in idle)
+            if not idle or lacking > gained or not self._fits(need, busy):
                 raise _no_room(backend, need, busy)
             oldest = min(idle, key=lambda one: one.used_at)
             system = self._taken(oldest, "given up")
@@ -143,10 +153,10 @@ class ModelLoader:
 
 
 def _no_room(backend: Backend, need: Need, busy: Iterable[Backend]) -> ApiError:
-    names = " and ".join(f"{one.name!r}" for one in busy) or "other programs"
+    names = " and ".join(f"{one.name!r}" for one in busy)
+    beside = f"{names}, in use now" if names else "what other programs have taken of the memory"
     size = f"{need.memory_bytes / _GIB:.2f} GiB"
     return unavailable(
-        f"the model {backend.name!r} needs {size} and has no room beside {names}, in use now; "
-        "try again later",
+        f"the model {backend.name!r} needs {size} and has no room beside {beside}; try again later",
         "no_room",
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 
+from actors.protocol.messages import DriverLoad
+from model.errors import HotcoldError
 from ui.api.backend import Backend
 from ui.api.embeddings.route import POOLING
 from ui.api.errors import ApiError, as_api_error
 from ui.api.metrics import metrics_text
+
+_ANSWER_S = 5.0  # for a driver; Prometheus waits ten seconds for all
 
 
 class ServedModels:
@@ -93,12 +98,23 @@ class ServedModels:
             return {**told, "state": "failed", "reason": as_api_error(error).message}
 
     async def metrics_text(self) -> bytes:
-        """Counts of all models for Prometheus. Errors: ServiceError of a driver."""
-        for backend in self.backends:
-            load = await backend.client.load() if backend.is_loaded else None
+        """Counts of all models for Prometheus, also of those whose drivers do not answer."""
+        loads = await asyncio.gather(*(_load(backend) for backend in self.backends))
+        for backend, load in zip(self.backends, loads, strict=True):
             backend.metrics.show(load)
         return metrics_text([backend.metrics for backend in self.backends])
 
     def _told(self) -> str:
         names = [f"{name!r}" for name in self._backends]
         return f"this is {names[0]}" if len(names) == 1 else f"these are: {', '.join(names)}"
+
+
+async def _load(backend: Backend) -> DriverLoad | None:
+    """What the model's driver is busy with; None where there is none, or it does not answer."""
+    if not backend.is_loaded:
+        return None
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await backend.client.load()
+    except (HotcoldError, TimeoutError):
+        return None

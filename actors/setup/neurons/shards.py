@@ -17,10 +17,11 @@ from actors.setup.neurons.hot_neurons import Layers, cold_neurons, hot_neurons, 
 from model.config.model_config import ModelConfig
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.limits import cpu_quota
 from model.weights.check import stored_config
 from model.weights.down_outputs import has_down_outputs, num_units
 from placement.machine.survey import usable_cores
-from placement.machine.sysfs import read_cpu_quota, read_numa_nodes
+from placement.machine.sysfs import read_numa_nodes
 from placement.threads.numa import nodes_with_memory, thread_counts
 from placement.threads.pinning import HostShare, not_pinned_because
 
@@ -169,8 +170,8 @@ def service_threads(system: SystemConfig) -> tuple[int, ...]:
     num_hosts = max(1, len(system.hosts))
     num_services = system.num_cpu_actors // num_hosts
     root = Path(system.numa_root)
-    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root))
-    if not_pinned_because(system.pin, nodes, read_cpu_quota(root)):
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, system.num_threads))
+    if not_pinned_because(system.pin, nodes, cpu_quota(root)):
         nodes = ()
     threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
     return tuple(count for count in threads for _ in range(num_hosts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from actors.protocol.messages import SystemConfig
 from actors.setup.memory.needs import loaded_bytes
 from actors.setup.preflight import read_model
 from model.config.model_config import ModelConfig
+from model.errors import CheckpointError, HotcoldError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
 from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
@@ -40,10 +42,10 @@ def tagged(name: str) -> str:
 
 
 async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
-    """All models, loaded or not. Errors: HotcoldError."""
+    """All models, loaded or not; of one whose files cannot be read, what is known without them."""
     found = []
     for backend in backends:
-        facts = await _facts(backend)
+        facts = await _known_facts(backend)
         found.append(
             {
                 **_named(backend),
@@ -58,16 +60,14 @@ async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
 
 
 async def running(backends: Iterable[Backend]) -> dict[str, Any]:
-    """The models that are loaded, and what each takes of memory by its plan.
-
-    Errors:  HotcoldError
-    """
+    """The models that are loaded, and what each takes of memory by its plan; 0 where unknown."""
     found = []
     for backend in backends:
         if not backend.is_loaded:
             continue
-        facts, system = await _facts(backend), backend.config
-        size = await asyncio.to_thread(_memory_bytes, system)
+        facts, system, size = await _known_facts(backend), backend.config, 0
+        with suppress(HotcoldError, OSError):
+            size = await asyncio.to_thread(_memory_bytes, system)
         found.append(
             {
                 **_named(backend),
@@ -148,7 +148,19 @@ def _template(backend: Backend) -> str:
 
 
 async def _facts(backend: Backend) -> _Facts:
-    return await asyncio.to_thread(_read_facts, backend.config.model_path)
+    try:
+        return await asyncio.to_thread(_read_facts, backend.config.model_path)
+    except OSError as problem:
+        raise CheckpointError(f"{backend.name}: cannot be read ({problem.strerror})") from None
+
+
+async def _known_facts(backend: Backend) -> _Facts:
+    """So that one model whose files are gone or damaged hides no other, nor itself."""
+    try:
+        return await _facts(backend)
+    except HotcoldError:
+        since = datetime.fromtimestamp(backend.created_at, UTC)
+        return _Facts(backend.prompts.config, "", 0, 0, "", _written(since))
 
 
 @functools.lru_cache(maxsize=64)
@@ -165,7 +177,7 @@ def _read_facts(model_path: str) -> _Facts:
         num_parameters=num_parameters(checkpoint, config),
         stored_bytes=sum(stored.values()),
         format_name=next(iter(stored)),
-        modified_at=changed.isoformat().replace("+00:00", "Z"),
+        modified_at=_written(changed),
     )
 
 
@@ -177,8 +189,14 @@ def _memory_bytes(system: SystemConfig) -> int:
     return loaded_bytes(system, config) + kv_bytes
 
 
+def _written(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
+
+
 def _short(count: int) -> str:
-    """A count as Ollama writes it, such as 7.6B or 134.52M."""
+    """A count as Ollama writes it, such as 7.6B or 134.52M; "" for none."""
+    if not count:
+        return ""
     if count >= 10**9:
         return f"{count / 1e9:.1f}B"
     return f"{count / 1e6:.2f}M" if count >= 10**6 else f"{count / 1e3:.2f}K"
