@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -29,6 +32,35 @@ def test_settings_are_checked() -> None:
     for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
         with pytest.raises(UsageError):
             read_settings((*good[:index], value, *good[index + 1 :]))
+
+
+def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> None:
+    """The browser keeps what it is told: that must hold what it kept before."""
+    from ui.page.chat import Chat
+
+    def kept(name: str) -> dict[str, Any]:
+        turns = [("user", name), ("assistant", "yes")]
+        return {"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}
+
+    def names(saved: list[dict[str, Any]]) -> set[str]:
+        return {item["id"] for item in saved}
+
+    async def visit() -> None:
+        backend, visitor = SimpleNamespace(), SimpleNamespace(session_hash="a")
+        chat = Chat(backend, "model", True)
+        await chat._restore([kept("one"), kept("two")], visitor)
+        chat._history(visitor).remove("two")
+        saved = await chat._save([kept("one"), kept("two")], visitor)
+        assert names(saved) == {"one"}
+        await chat._leave(visitor)  # the connection was lost for a moment
+        chat._history(visitor).restore([kept("three")])
+        saved = await chat._save(saved, visitor)
+        assert names(saved) == {"one", "three"}
+        another = Chat(backend, "model", True)  # the server began anew, and the page stays open
+        another._history(visitor).restore([kept("four")])
+        assert names(await another._save(saved, visitor)) == {"one", "three", "four"}
+
+    asyncio.run(visit())
 
 
 def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:

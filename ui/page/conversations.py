@@ -145,6 +145,7 @@ class ChatHistory:
         self.open_id = self.conversations[0].id
         self.query = ""  # the words that listed conversations have
         self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
+        self._has_taken_over = False
 
     @property
     def open(self) -> Conversation:
@@ -220,6 +221,12 @@ class ChatHistory:
         """What a browser keeps: conversations that hold something, without what is under way."""
         kept = [item for item in self.conversations if item.messages][:_MOST_KEPT]
         return [item.as_json() for item in kept]
+
+    def take_over(self, saved: Any) -> None:
+        """Restore what the visitor's browser kept, once: from then on it keeps what is here."""
+        if not self._has_taken_over:
+            self._has_taken_over = True
+            self.restore(saved)
 
     def restore(self, saved: Any) -> int:
         """Take over what a browser or a file kept; how many conversations that were.
