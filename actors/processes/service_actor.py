@@ -225,11 +225,11 @@ class ServiceActor:
         service: Any = self._require_service()
         return np.array(service.fired_counts)
 
-    def vitals(self) -> ServiceVitals:
-        """Process id, memory, device; what was counted too, where the driver cannot see that."""
+    def vitals(self, tells_counts: bool) -> ServiceVitals:
+        """Process id, memory, device; with `tells_counts` what was counted too."""
         service = self._service
         counts = steps = None
-        if service is not None and self._arena_ref is None and hasattr(service, "wires"):
+        if tells_counts and service is not None and hasattr(service, "wires"):
             counts = service.wires.neuron_counts[self.spec.index].copy()
             steps = service.wires.counted_steps[self.spec.index].copy()
         device = "cpu" if service is None else service.device_name

@@ -63,6 +63,13 @@ class Connection:
         """All of them."""
         return range(len(self.specs))
 
+    @property
+    def apart(self) -> frozenset[int]:
+        """The services that share no arena with the driver: it sees nothing that they count."""
+        if not self.shares_arena:
+            return frozenset(self.services)
+        return frozenset(service for relay in self._relays for service in relay.services)
+
     def find(self, services: Sequence[int]) -> None:
         """The processes of `services` run; one that ends or stops is noticed from now on.
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 
 from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.exchange.hosts_exchange import Relay
+from actors.exchange.recovery import RecoveryPolicy
+from actors.processes.service_actor import ServiceActor
+from actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
+from actors.setup.connection import Connection
 from actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
 from actors.telemetry.step_times import StepRecord, StepTimes
+from actors.telemetry.vitals import VitalSigns
 from model import reference
 from model.sampling import SamplingParams
 from numba_kernels.serve.mailbox import (
@@ -148,6 +155,56 @@ def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
         found = watch.read()
     assert found.num_steps == 1
     np.testing.assert_array_equal(found.mean_gates, found.num_neurons)
+
+
+def test_a_fresh_process_that_shares_no_memory_begins_anew(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        watch, wires = watch_of(system), system.exchange.wires
+        layers, size = system.config.num_layers, system.config.ffn_size
+
+        def told(steps: int, a_step: int) -> tuple[np.ndarray, np.ndarray]:
+            counts = np.full_like(wires.neuron_counts[1], steps * a_step)
+            return counts, np.full(layers, steps, np.uint32)
+
+        watch.write(1, *told(900, 2))
+        watch.watch(60)
+        watch.write(1, *told(910, 2))
+        assert watch.read().num_steps == 10
+        np.testing.assert_array_equal(watch.read().mean_gates, 2)
+        watch.write(1, *told(4, 3))
+        found = watch.read()
+    assert found.num_steps == 4 and found.num_neurons.sum() == layers * size
+    np.testing.assert_array_equal(found.mean_gates, 3)
+
+
+def test_services_that_the_driver_does_not_see_tell_what_they_counted(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they have an arena, with a relay of another host."""
+    path, seen = str(tiny("llama-relu").path), []
+    with InProcessSystem(path, num_services=2) as system:
+        system.exchange.wires.counted_steps[:] = 7
+        actors = []
+        for service in system.services:
+            actor = ServiceActor(ServiceSpec(service.name, service.index, 1, path))
+            actor._service, actor._arena_ref = service, "an arena"
+            calls = SimpleNamespace(remote=actor.vitals)
+            actors.append(SimpleNamespace(vitals=calls, ping=calls))
+        monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+        monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
+        config = SystemConfig(path, num_cpu_actors=2, hosts=("a", "b"))
+        specs = [ServiceSpec(name, i, 1, path) for i, name in enumerate(("gpu", "cpu0", "cpu1"))]
+        connection = Connection(config, specs, actors, RecoveryPolicy())
+        connection._relays = [Relay("b", SimpleNamespace(ping=calls), [2])]
+
+        def take(service: int, counts: np.ndarray, steps: np.ndarray) -> None:
+            seen.append((service, counts.shape[1], steps.tolist()))
+
+        vitals = VitalSigns(connection.names, actors, connection.apart, take)
+        for _ in range(2):
+            found = vitals.look()
+    assert [actor.name for actor in found] == ["driver", "gpu", "cpu0", "cpu1"]
+    assert seen == [(2, NUM_BUCKETS, [7] * system.config.num_layers)]
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])
