@@ -38,7 +38,6 @@ class SystemHealth:
         """Of the services that count for `watch`: others come with another one."""
         if self._vitals is None or self._watch is not watch:
             connection = self._services.connection
-            asked = connection.names, connection.handles
-            self._vitals = VitalSigns(*asked, connection.apart, watch.write)
+            self._vitals = VitalSigns(connection.names, connection.handles, watch.write)
             self._watch = watch
         return self._vitals

@@ -63,13 +63,6 @@ class Connection:
         """All of them."""
         return range(len(self.specs))
 
-    @property
-    def apart(self) -> frozenset[int]:
-        """The services that share no arena with the driver: it sees nothing that they count."""
-        if not self.shares_arena:
-            return frozenset(self.services)
-        return frozenset(service for relay in self._relays for service in relay.services)
-
     def find(self, services: Sequence[int]) -> None:
         """The processes of `services` run; one that ends or stops is noticed from now on.
 
@@ -153,8 +146,8 @@ class Connection:
         Errors:  HotcoldError of a service that fails
         """
         calls = {
-            s: self.handles[s].attach.remote(self._layout, self._places[s].arena_refs)
-            for s in services
+            s: self.handles[s].attach.remote(self._layout, place.arena_refs, place.is_drivers)
+            for s, place in ((s, self._places[s]) for s in services)
         }
         await_each(calls, self.watch)
         self.exchange.wires.requests[services, OPERATION] = PING

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ _SILENT_S = 3.0  # unanswered for so long, an actor is shown as silent
 
 @dataclass(frozen=True, eq=False)
 class ServiceVitals:
-    """What a service says of itself; counts, steps only where it was asked for them."""
+    """What a service says of itself; counts, steps only where the driver cannot see them."""
 
     pid: int
     memory_bytes: int
@@ -60,12 +60,10 @@ class VitalSigns:
         self,
         names: Sequence[str],
         handles: Sequence[Any],
-        apart: Collection[int],
         on_counts: Callable[[int, np.ndarray, np.ndarray], None],
     ) -> None:
-        """`handles` are the actors of `names`; `on_counts` receives what those `apart` counted."""
+        """`handles` are the actors of `names`; `on_counts` receives what a service counted."""
         self._handles = handles
-        self._apart = apart
         self._on_counts = on_counts
         self._patients = [_Patient(name) for name in names]
 
@@ -75,7 +73,7 @@ class VitalSigns:
         for index, (patient, handle) in enumerate(zip(self._patients, self._handles, strict=True)):
             self._collect(index, patient, now_s)
             if patient.ref is None and (patient.last is None or now_s - patient.asked_s >= _ASK_S):
-                patient.ref, patient.asked_s = handle.vitals.remote(index in self._apart), now_s
+                patient.ref, patient.asked_s = handle.vitals.remote(), now_s
         driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu", 0.0)
         return (driver, *(patient.health(now_s) for patient in self._patients))
 

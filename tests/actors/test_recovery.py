@@ -413,6 +413,7 @@ class NoPlace:
     """Where a process can be ended, and none is ever expected."""
 
     arena_refs: Sequence[Any] = ()
+    is_drivers = True
 
     def end(self, service: int, process: ServiceProcess) -> bool:
         return True

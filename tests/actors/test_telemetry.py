@@ -12,13 +12,13 @@ import ray
 
 from actors.driver.driver import Driver
 from actors.exchange.hosts_exchange import Relay
+from actors.exchange.places import OwnPlace
 from actors.exchange.recovery import RecoveryPolicy
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from actors.setup.connection import Connection
 from actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
 from actors.telemetry.step_times import StepRecord, StepTimes
-from actors.telemetry.vitals import VitalSigns
 from model import reference
 from model.sampling import SamplingParams
 from numba_kernels.serve.mailbox import (
@@ -181,30 +181,33 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where they have an arena, with a relay of another host."""
-    path, seen = str(tiny("llama-relu").path), []
-    with InProcessSystem(path, num_services=2) as system:
+    with InProcessSystem(tiny("llama-relu").path, num_services=2) as system:
+        monkeypatch.setattr(ray, "get", lambda ref: system.arena)
+        config = SystemConfig("m", num_cpu_actors=2, hosts=("a", "b"))
+        specs = [ServiceSpec(one.name, one.index, 1, "m") for one in system.services]
+        actors = [ServiceActor(spec) for spec in specs]
+        for actor, service in zip(actors, system.services, strict=True):
+            actor._service = SimpleNamespace(  # type: ignore[assignment]
+                attach=lambda *arena: None, wires=service.wires, device_name="cpu"
+            )
+        handles = [
+            SimpleNamespace(
+                attach=SimpleNamespace(remote=actor.attach), ping=SimpleNamespace(remote=0)
+            )
+            for actor in actors
+        ]
+        connection = Connection(config, specs, handles, RecoveryPolicy())
+        relay = Relay("b", handles[2], [2])
+        relay.arena_refs = ["the relay's"]
+        own = OwnPlace(["the driver's"], system.exchange.wires)
+        connection._places, connection._layout = [own, own, relay], system.layout
+        connection.exchange = system.exchange
+        monkeypatch.setattr("actors.setup.connection.await_each", lambda calls, watch: calls)
+        connection.attach(connection.services)
         system.exchange.wires.counted_steps[:] = 7
-        actors = []
-        for service in system.services:
-            actor = ServiceActor(ServiceSpec(service.name, service.index, 1, path))
-            actor._service, actor._arena_ref = service, "an arena"
-            calls = SimpleNamespace(remote=actor.vitals)
-            actors.append(SimpleNamespace(vitals=calls, ping=calls))
-        monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
-        monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
-        config = SystemConfig(path, num_cpu_actors=2, hosts=("a", "b"))
-        specs = [ServiceSpec(name, i, 1, path) for i, name in enumerate(("gpu", "cpu0", "cpu1"))]
-        connection = Connection(config, specs, actors, RecoveryPolicy())
-        connection._relays = [Relay("b", SimpleNamespace(ping=calls), [2])]
-
-        def take(service: int, counts: np.ndarray, steps: np.ndarray) -> None:
-            seen.append((service, counts.shape[1], steps.tolist()))
-
-        vitals = VitalSigns(connection.names, actors, connection.apart, take)
-        for _ in range(2):
-            found = vitals.look()
-    assert [actor.name for actor in found] == ["driver", "gpu", "cpu0", "cpu1"]
-    assert seen == [(2, NUM_BUCKETS, [7] * system.config.num_layers)]
+        told = [actor.vitals() for actor in actors]
+    assert [vitals.steps is not None for vitals in told] == [False, False, True]
+    assert np.all(told[2].steps == 7)
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])

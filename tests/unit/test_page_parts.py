@@ -46,7 +46,8 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
         return {item["id"] for item in saved}
 
     async def visit() -> None:
-        backend, visitor = SimpleNamespace(), SimpleNamespace(session_hash="a")
+        backend: Any = None  # nobody asks it
+        visitor: Any = SimpleNamespace(session_hash="a")
         chat = Chat(backend, "model", True)
         await chat._restore([kept("one"), kept("two")], visitor)
         chat._history(visitor).remove("two")

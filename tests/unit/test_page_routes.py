@@ -159,7 +159,7 @@ def test_an_event_brings_no_file(
     client = TestClient(page_in_front_of(gradio_of(mount_page(FastAPI(), blocks))))
     file_data = {"path": place.format(file=file), "meta": {"_type": "gradio.FileData"}}
 
-    def told(value: Any) -> httpx.Response:
+    def told(value: Any) -> Any:
         body = json.dumps({"data": [[{"a": value}]], "fn_index": 0, "session_hash": "a"})
         headers = {"host": "localhost", "content-type": "application/json"}
         content = body.encode(encoding)
