@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from actors.protocol.messages import SystemConfig
@@ -16,6 +17,7 @@ from model.config.build import read_config
 from model.errors import UsageError
 from model.files.locate import DEMO_DIRECTORY
 from model.sampling import SamplingParams
+from placement.plan import PlacementPlan, PlanRequest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +34,21 @@ def test_settings_are_checked() -> None:
     for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
         with pytest.raises(UsageError):
             read_settings((*good[:index], value, *good[index + 1 :]))
+
+
+def test_what_a_plan_file_says_is_shown_as_words() -> None:
+    """It lies beside the model, and comes with it from somewhere else."""
+    from ui.page.placement_picture import Placement, device_shares
+    from ui.page.placement_tab import placement_html
+
+    mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
+    request = PlanRequest(mode, None, None, 64, "float16", 1, "", "", "")
+    shares = device_shares(["<b>cpu0"], owner, None)
+    for speed in (7.4, "<b>", None):
+        plan = PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, {"tokens_per_s": speed})
+        found = placement_html(Placement(shares, 0, plan))
+        assert "<img" not in found and "<b>" not in found and "&lt;img src=x" in found
+        assert ("expects 7 tokens/s" in found) == (speed == 7.4)
 
 
 def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> None:
