@@ -59,7 +59,16 @@ def _only_we_write(folder: Path) -> bool:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """So that another process finds the whole file or none."""
+    """So that another process finds the whole file or none, also after a loss of power.
+
+    One that is cut off could not be loaded, by no start.
+    """
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)
+        try:
+            file.write(code)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -56,7 +56,7 @@ class CupyDevice:
             self.name = runtime.getDeviceProperties(0)["name"].decode()
             free_before = _free_bytes_of(runtime.deviceGetPCIBusId(0))
             runtime.setDevice(0)
-            self._free_at_first = runtime.memGetInfo()[0] if free_before is None else free_before
+            self._free_at_first = _free_at_first(free_before, *runtime.memGetInfo())
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = cupy.cuda.Stream(non_blocking=True)
             self._blas = self._open_blas()
@@ -64,7 +64,6 @@ class CupyDevice:
         except Exception as problem:  # CuPy's and CUDA's errors have no common base
             raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
         self._pool = cupy.get_default_memory_pool()
-        self._pinned: list[Any] = []
         self._functions: dict[tuple[int, bool], Any] = {}
 
     def _open_blas(self) -> Any:
@@ -98,8 +97,7 @@ class CupyDevice:
         """See `Device.pinned`."""
         num_items = int(np.prod(shape))
         memory = self.xp.cuda.alloc_pinned_memory(max(1, num_items * np.dtype(dtype).itemsize))
-        self._pinned.append(memory)
-        items: np.ndarray = np.frombuffer(memory, dtype, num_items)
+        items: np.ndarray = np.frombuffer(memory, dtype, num_items)  # it holds the memory
         return items.reshape(shape)
 
     def register(self, address: int, num_bytes: int) -> str:
@@ -274,8 +272,7 @@ class CupyDevice:
         return float(self.xp.cuda.get_elapsed_time(first, last))
 
     def used_bytes(self) -> int:
-        """See `Device.used_bytes`."""
-        self._stream.synchronize()
+        """See `Device.used_bytes`. It may be asked while another thread captures a graph."""
         return max(0, int(self._free_at_first - self._runtime.memGetInfo()[0]))
 
     def free_bytes(self) -> int:
@@ -301,7 +298,12 @@ class CupyDevice:
     def _is_memory_error(self, error: BaseException) -> bool:
         text = str(error)
         return isinstance(error, MemoryError) or any(
-            mark in text for mark in ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
+            mark in text
+            for mark in (
+                "cudaErrorMemoryAllocation",
+                "CUDA_ERROR_OUT_OF_MEMORY",
+                "CUBLAS_STATUS_ALLOC_FAILED",
+            )
         )
 
 
@@ -322,6 +324,14 @@ def _free_bytes_of(bus_id: str) -> int | None:
         return int(found.stdout.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def _free_at_first(free_before: int | None, free: int, total: int) -> int:
+    """What was free before this process took anything.
+
+    `free_before` is of the whole card, which says nothing of a part of it (MIG).
+    """
+    return free if free_before is None or free_before > total else free_before
 
 
 def _line(error: BaseException) -> str:

@@ -26,6 +26,8 @@ _OF_ALL = "ffn_input"  # what every service of a request reads
 class Relay:
     """A relay as the driver sees it; the `Place` of its host's services."""
 
+    is_drivers = False
+
     def __init__(self, host: str, handle: Any, services: Sequence[int]) -> None:
         """`host` is an address, `handle` a `RelayActor` that asks `services`."""
         self.services = tuple(services)

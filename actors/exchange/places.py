@@ -16,6 +16,11 @@ class Place(Protocol):
         """The arena's ref, for `ServiceActor.attach`; none where each service has its own."""
         ...
 
+    @property
+    def is_drivers(self) -> bool:
+        """Whether the driver sees that arena."""
+        ...
+
     def end(self, service: int, process: ServiceProcess) -> bool:
         """End a service's process and wait; False where Ray alone can. Errors: ServiceError."""
         ...
@@ -27,6 +32,8 @@ class Place(Protocol):
 
 class OwnPlace:
     """The driver's own arena, or none: services that it asks itself."""
+
+    is_drivers = True
 
     def __init__(self, arena_refs: Sequence[Any], wires: Wires | None) -> None:
         """`wires` are those of the arena."""

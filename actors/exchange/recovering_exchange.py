@@ -105,15 +105,13 @@ class RecoveringExchange:
 
     def _ask_again(self, services: Sequence[int], error: ServiceLost | AnswerFailed) -> int:
         started = time.monotonic_ns()
-        replaced: set[int] = set()
         while True:
             if isinstance(error, AnswerFailed):
                 # What a fresh process cannot do either is the request's own fault.
                 text = str(error)
-                if not is_lost_device(text):
-                    if error.service in replaced or not is_want_of_memory(text):
-                        raise error
-                    replaced.add(error.service)
+                is_its_fault = is_want_of_memory(text) and self._policy.doubts(error.service)
+                if not (is_lost_device(text) or is_its_fault):
+                    raise error
             self.renew(error.service, cause_of(error))
             try:
                 self.inner.ask(services)

@@ -101,7 +101,8 @@ class ServiceReplacer:
         self._expect(service, process)
         self._await(service, handle.load.remote(self._specs[service]))
         self._require_neurons(service, self._await(service, handle.held_neurons.remote()))
-        self._await(service, handle.attach.remote(self._layout, place.arena_refs))
+        arena = place.arena_refs, place.is_drivers
+        self._await(service, handle.attach.remote(self._layout, *arena))
         self._await(service, handle.try_out.remote())
 
     def _require_neurons(self, service: int, held: Sequence[np.ndarray] | None) -> None:

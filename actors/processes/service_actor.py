@@ -55,6 +55,7 @@ class ServiceActor:
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
         self._arena_ref: Any = None
+        self._is_seen = False  # what it counts, by the driver
 
     def fit(self, system: SystemConfig) -> Fitted:
         """Open the GPU and take its memory for as much of `system` as fits.
@@ -178,9 +179,13 @@ class ServiceActor:
             setup.file_bytes,
         )
 
-    def attach(self, layout: ArenaLayout, arena_refs: list[Any]) -> None:
-        """Start serving through the arena behind `arena_refs[0]`, or a private one without it."""
+    def attach(self, layout: ArenaLayout, arena_refs: list[Any], is_drivers: bool = True) -> None:
+        """Start serving through the arena behind `arena_refs[0]`, or a private one without it.
+
+        `is_drivers`: the driver sees that arena, and with it what is counted.
+        """
         self._settle(0)
+        self._is_seen = is_drivers and bool(arena_refs)
         if arena_refs:
             self._arena_ref = arena_refs[0]  # held, so that the pages stay mapped
             arena = ray.get(self._arena_ref)
@@ -229,7 +234,7 @@ class ServiceActor:
         """Process id, memory, device; what was counted too, where the driver cannot see that."""
         service = self._service
         counts = steps = None
-        if service is not None and self._arena_ref is None and hasattr(service, "wires"):
+        if service is not None and not self._is_seen and hasattr(service, "wires"):
             counts = service.wires.neuron_counts[self.spec.index].copy()
             steps = service.wires.counted_steps[self.spec.index].copy()
         device = "cpu" if service is None else service.device_name

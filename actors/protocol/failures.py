@@ -6,7 +6,13 @@ from cuda_kernels.device import GPU_FAILED
 from model.errors import HotcoldError, ServiceError
 
 KILLED_FOR_MEMORY = "was killed for want of memory"
-_WANT_OF_MEMORY = ("MemoryError", "OutOfMemory", "out of memory", "t allocate memory")
+_WANT_OF_MEMORY = (
+    "MemoryError",
+    "OutOfMemory",
+    "out of memory",
+    "t allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class RequestError(HotcoldError):
@@ -70,7 +76,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def is_want_of_memory(text: str) -> bool:
-    """Whether an error's text tells that memory could not be had: Python's, NumPy's or torch's."""
+    """Whether an error's text tells that memory could not be had: Python's, torch's, CUDA's."""
     return any(mark in text for mark in _WANT_OF_MEMORY)
 
 

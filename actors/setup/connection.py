@@ -146,8 +146,8 @@ class Connection:
         Errors:  HotcoldError of a service that fails
         """
         calls = {
-            s: self.handles[s].attach.remote(self._layout, self._places[s].arena_refs)
-            for s in services
+            s: self.handles[s].attach.remote(self._layout, place.arena_refs, place.is_drivers)
+            for s, place in ((s, self._places[s]) for s in services)
         }
         await_each(calls, self.watch)
         self.exchange.wires.requests[services, OPERATION] = PING

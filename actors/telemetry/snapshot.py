@@ -170,6 +170,9 @@ class NeuronWatch:
         Shapes:  counts (L, B, NUM_COUNTS), steps (L,)
         """
         assert counts.shape[-1] == NUM_COUNTS
+        if ((steps - self._wires.counted_steps[service]).astype(np.int32) < 0).any():
+            # A process that has come in a lost one's place begins with none.
+            self._first_counts[service], self._first_steps[service] = 0, 0
         self._wires.neuron_counts[service] = counts
         self._wires.counted_steps[service] = steps
 

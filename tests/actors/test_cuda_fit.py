@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,6 +17,7 @@ import pytest
 from actors.gpu.cuda import fit as cuda_fit
 from actors.gpu.cuda.fit import fit_system
 from actors.gpu.cuda.load import CudaLoading
+from actors.gpu.cuda.service import CudaService
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.messages import Fitted, SystemConfig
 from actors.setup import gpu_choice
@@ -20,6 +26,9 @@ from actors.setup.memory import gpu_share
 from actors.setup.memory.needs import system_need
 from actors.setup.neurons.shards import service_specs
 from actors.setup.preflight import SystemOptions, prepare_system
+from cuda_kernels import compiled
+from cuda_kernels.cupy_device import CupyDevice, _free_at_first
+from cuda_kernels.device import DeviceMemoryError
 from model.config.build import read_config
 from model.errors import MemoryBudgetError, ServiceError, UsageError
 from tests import tiny_models
@@ -190,3 +199,93 @@ def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", few))
     more, _ = prepare_system(path, SystemOptions(gpu_memory_bytes=1 << 30))
     assert system_need(more, config) == beside  # a budget above its memory gives no more
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceMemoryError("no room"),
+        RuntimeError("cudaErrorMemoryAllocation: out of memory"),
+        RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+    ],
+)
+def test_less_is_tried_whoever_says_that_there_is_no_room(
+    system: SystemConfig, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels, graphs and products take memory too, and say so in words of their own."""
+    try_out, failures = CudaService.try_out, [error]
+
+    def fail_once(service: CudaService) -> None:
+        if failures:
+            raise failures.pop()
+        try_out(service)
+
+    monkeypatch.setattr(CudaService, "try_out", fail_once)
+    device, fitted, _ = fit(system)
+    assert fitted.system.device == "cuda" and not failures and device.used_bytes() > 0
+    failures.append(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        fit(system)
+
+
+def stand_in_cupy_device(**parts: Any) -> CupyDevice:
+    """The device without CuPy, over what a test gives it."""
+    device = object.__new__(CupyDevice)
+    vars(device).update(parts)
+    return device
+
+
+def test_pinned_memory_goes_with_its_array() -> None:
+    class Memory(bytearray):
+        """With room for weak references."""
+
+    taken: list[weakref.ref[Memory]] = []
+
+    def alloc(num_bytes: int) -> Memory:
+        found = Memory(num_bytes)
+        taken.append(weakref.ref(found))
+        return found
+
+    device = stand_in_cupy_device(
+        xp=SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=alloc))
+    )
+    array = device.pinned((3, 4), np.float32)
+    array[2, 3] = 1
+    view = array[1:]
+    del array
+    gc.collect()
+    assert taken[0]() is not None and view[1, 3] == 1
+    del view
+    gc.collect()
+    assert taken[0]() is None
+
+
+def test_what_is_used_is_asked_beside_a_thread_that_captures_a_graph() -> None:
+    """To wait for a stream that is being captured would spoil the graph."""
+    device = stand_in_cupy_device(
+        _runtime=SimpleNamespace(memGetInfo=lambda: (60, 100)), _free_at_first=90, _stream=None
+    )
+    assert device.used_bytes() == 30
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, 9), (10, 10), (80, 9)])
+def test_of_a_part_of_a_card_the_card_says_nothing(told: int | None, expected: int) -> None:
+    assert _free_at_first(told, 9, 12) == expected
+
+
+def test_a_compiled_kernel_is_on_disk_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    compiled._write(tmp_path / "a.cubin", b"code")
+    assert len(synced) == 1 and (tmp_path / "a.cubin").read_bytes() == b"code"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        compiled._write(tmp_path / "b.cubin", b"code")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.cubin"]

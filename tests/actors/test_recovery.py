@@ -362,10 +362,58 @@ def test_a_service_is_doubted_once_a_minute() -> None:
     assert policy.doubts(1)
 
 
+def test_replacing_takes_no_time_of_the_policys() -> None:
+    """Or what a fresh process does at once would be mended for ever where weights are large."""
+    now = [0.0]
+    policy = RecoveryPolicy(lambda: now[0])
+
+    def replace(num_attempts: int = 1) -> None:
+        for _ in range(num_attempts):
+            policy.count("gpu", "it died")
+            now[0] += 5 * WINDOW_S  # large weights
+        policy.recovered()
+
+    assert policy.doubts(0)
+    replace(num_attempts=2)
+    now[0] += 1
+    assert not policy.doubts(0)
+    now[0] += WINDOW_S
+    assert policy.doubts(0)
+    with pytest.raises(ServiceError, match="10 failures in a minute"):
+        for _ in range(MOST_FAILURES + 1):
+            replace()
+            now[0] += 1
+
+
+def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
+    """Its KV cache is lost with it, so the request is asked again from its beginning."""
+
+    now, no_memory = [0.0], AnswerFailed(0, "the gpu service failed: MemoryError: no room")
+    policy = RecoveryPolicy(lambda: now[0])
+
+    class Slow(Counting):
+        def replace(self, service: int, cause: str) -> None:
+            policy.count("gpu", cause)
+            super().replace(service, cause)
+            now[0] += 5 * WINDOW_S
+            policy.recovered()
+
+    replacer = Slow()
+    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer, policy)
+    exchange.start()
+    with pytest.raises(CacheLost):
+        exchange.ask([0])
+    now[0] += 1
+    with pytest.raises(AnswerFailed):
+        exchange.ask([0])
+    assert replacer.replaced == [0]
+
+
 class NoPlace:
     """Where a process can be ended, and none is ever expected."""
 
     arena_refs: Sequence[Any] = ()
+    is_drivers = True
 
     def end(self, service: int, process: ServiceProcess) -> bool:
         return True

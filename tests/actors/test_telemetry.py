@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 
 from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, SystemConfig
+from actors.exchange.hosts_exchange import Relay
+from actors.exchange.places import OwnPlace
+from actors.exchange.recovery import RecoveryPolicy
+from actors.processes.service_actor import ServiceActor
+from actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
+from actors.setup.connection import Connection
 from actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
 from actors.telemetry.step_times import StepRecord, StepTimes
 from model import reference
@@ -148,6 +155,59 @@ def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
         found = watch.read()
     assert found.num_steps == 1
     np.testing.assert_array_equal(found.mean_gates, found.num_neurons)
+
+
+def test_a_fresh_process_that_shares_no_memory_begins_anew(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path) as system:
+        watch, wires = watch_of(system), system.exchange.wires
+        layers, size = system.config.num_layers, system.config.ffn_size
+
+        def told(steps: int, a_step: int) -> tuple[np.ndarray, np.ndarray]:
+            counts = np.full_like(wires.neuron_counts[1], steps * a_step)
+            return counts, np.full(layers, steps, np.uint32)
+
+        watch.write(1, *told(900, 2))
+        watch.watch(60)
+        watch.write(1, *told(910, 2))
+        assert watch.read().num_steps == 10
+        np.testing.assert_array_equal(watch.read().mean_gates, 2)
+        watch.write(1, *told(4, 3))
+        found = watch.read()
+    assert found.num_steps == 4 and found.num_neurons.sum() == layers * size
+    np.testing.assert_array_equal(found.mean_gates, 3)
+
+
+def test_services_that_the_driver_does_not_see_tell_what_they_counted(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they have an arena, with a relay of another host."""
+    with InProcessSystem(tiny("llama-relu").path, num_services=2) as system:
+        monkeypatch.setattr(ray, "get", lambda ref: system.arena)
+        config = SystemConfig("m", num_cpu_actors=2, hosts=("a", "b"))
+        specs = [ServiceSpec(one.name, one.index, 1, "m") for one in system.services]
+        actors = [ServiceActor(spec) for spec in specs]
+        for actor, service in zip(actors, system.services, strict=True):
+            actor._service = SimpleNamespace(  # type: ignore[assignment]
+                attach=lambda *arena: None, wires=service.wires, device_name="cpu"
+            )
+        handles = [
+            SimpleNamespace(
+                attach=SimpleNamespace(remote=actor.attach), ping=SimpleNamespace(remote=0)
+            )
+            for actor in actors
+        ]
+        connection = Connection(config, specs, handles, RecoveryPolicy())
+        relay = Relay("b", handles[2], [2])
+        relay.arena_refs = ["the relay's"]
+        own = OwnPlace(["the driver's"], system.exchange.wires)
+        connection._places, connection._layout = [own, own, relay], system.layout
+        connection.exchange = system.exchange
+        monkeypatch.setattr("actors.setup.connection.await_each", lambda calls, watch: calls)
+        connection.attach(connection.services)
+        system.exchange.wires.counted_steps[:] = 7
+        told = [actor.vitals() for actor in actors]
+    assert [vitals.steps is not None for vitals in told] == [False, False, True]
+    assert np.all(told[2].steps == 7)
 
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])

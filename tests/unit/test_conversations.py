@@ -205,6 +205,35 @@ async def test_an_error_leaves_the_question() -> None:
 
 
 @in_loop
+async def test_a_question_without_an_answer_makes_way_for_the_next() -> None:
+    """Else roles would not take turns: some templates refuse that, and no browser keeps it."""
+    visit, talk = Visit(), Conversation()
+    submit = visit.book.submit
+
+    async def fail(request: GenerateRequest, deliver: Deliver) -> str:
+        raise ServiceError("the cpu0 service died; start again")
+
+    async def end_at_once(request: GenerateRequest, deliver: Deliver) -> str:
+        event = TokenEvent("", Generation("", [], "stop", 1, 0.1, 0.1))
+        asyncio.get_running_loop().call_soon(deliver, event)
+        return "0"
+
+    for question, answer, contents in (
+        ("one?", end_at_once, ["one?", ""]),
+        ("two?", fail, ["one?", "", "two?"]),
+        ("three?", fail, ["one?", "", "three?"]),
+        ("four?", submit, ["one?", "", "four?", "said 1"]),
+    ):
+        visit.book.submit = answer
+        visit.ask(talk, question)
+        assert await finished(talk) == contents
+    history = ChatHistory()
+    history.conversations = [talk]
+    other = ChatHistory()
+    assert other.restore(history.saved()) == 1
+
+
+@in_loop
 async def test_without_a_chat_template_the_text_is_the_prompt() -> None:
     visit, talk = Visit(), Conversation()
     visit.ask(talk, "Once upon", "unused", is_chat=False)
@@ -244,10 +273,20 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
     large = ChatHistory()
     for prefix in "abcd":
         large.restore(kept(prefix, 3, 300_000))
-    assert sum(item.num_chars for item in large.conversations) == 900_000
+    assert sum(len(m["content"]) for item in large.conversations for m in item.messages) == 900_000
     large.require_room("x" * 100_000)
     with pytest.raises(UsageError, match="delete one"):
         large.require_room("x" * 200_000)
+
+
+def test_what_holds_no_text_takes_room_too() -> None:
+    """Messages without a word, and long ids, are memory of the server's."""
+    turns = [{"role": role, "content": ""} for role in ("user", "assistant")] * 10_000
+    history = ChatHistory()
+    kept = history.restore([{"id": str(number), "messages": turns} for number in range(40)])
+    assert kept > 0 and sum(len(item.messages) for item in history.conversations) < 70_000
+    turn = {"role": "user", "content": "x"}
+    assert ChatHistory().restore([{"id": "x" * 10_000, "messages": [turn]}]) == 0
 
 
 @pytest.mark.parametrize(

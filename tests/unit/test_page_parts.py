@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from actors.protocol.messages import SystemConfig
@@ -13,6 +17,7 @@ from model.config.build import read_config
 from model.errors import UsageError
 from model.files.locate import DEMO_DIRECTORY
 from model.sampling import SamplingParams
+from placement.plan import PlacementPlan, PlanRequest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +34,51 @@ def test_settings_are_checked() -> None:
     for index, value in ((1, -1), (1, None), (2, 2.5), (3, 2), (5, "x"), (5, "²"), (6, 0)):
         with pytest.raises(UsageError):
             read_settings((*good[:index], value, *good[index + 1 :]))
+
+
+def test_what_a_plan_file_says_is_shown_as_words() -> None:
+    """It lies beside the model, and comes with it from somewhere else."""
+    from ui.page.placement_picture import Placement, device_shares
+    from ui.page.placement_tab import placement_html
+
+    mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
+    request = PlanRequest(mode, None, None, 64, "float16", 1, "", "", "")
+    shares = device_shares(["<b>cpu0"], owner, None)
+    for speed in (7.4, "<b>", None):
+        plan = PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, {"tokens_per_s": speed})
+        found = placement_html(Placement(shares, 0, plan))
+        assert "<img" not in found and "<b>" not in found and "&lt;img src=x" in found
+        assert ("expects 7 tokens/s" in found) == (speed == 7.4)
+
+
+def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> None:
+    """The browser keeps what it is told: that must hold what it kept before."""
+    from ui.page.chat import Chat
+
+    def kept(name: str) -> dict[str, Any]:
+        turns = [("user", name), ("assistant", "yes")]
+        return {"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}
+
+    def names(saved: list[dict[str, Any]]) -> set[str]:
+        return {item["id"] for item in saved}
+
+    async def visit() -> None:
+        backend: Any = None  # nobody asks it
+        visitor: Any = SimpleNamespace(session_hash="a")
+        chat = Chat(backend, "model", True)
+        await chat._restore([kept("one"), kept("two")], visitor)
+        chat._history(visitor).remove("two")
+        saved = await chat._save([kept("one"), kept("two")], visitor)
+        assert names(saved) == {"one"}
+        await chat._leave(visitor)  # the connection was lost for a moment
+        chat._history(visitor).restore([kept("three")])
+        saved = await chat._save(saved, visitor)
+        assert names(saved) == {"one", "three"}
+        another = Chat(backend, "model", True)  # the server began anew, and the page stays open
+        another._history(visitor).restore([kept("four")])
+        assert names(await another._save(saved, visitor)) == {"one", "three", "four"}
+
+    asyncio.run(visit())
 
 
 def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:

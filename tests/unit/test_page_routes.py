@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -128,6 +130,55 @@ def test_the_page_itself_is_sent_compressed() -> None:
     found = client.get("/")
     assert found.text == text and int(found.headers["content-length"]) < len(text) / 10
     assert client.get("/", headers={"accept-encoding": "identity"}).text == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("place", ["{file}", "http://127.0.0.1:9/a", "/dev/zero"])
+def test_an_event_brings_no_file(
+    place: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradio would copy this host's files into its folder, or fetch what is at an address."""
+    gradio = pytest.importorskip("gradio")
+    from fastapi import FastAPI
+
+    from ui.page.page import mount_page
+
+    kept, asked = tmp_path / "kept", []
+
+    async def moved(block: Any, found: Any) -> str:
+        asked.append(found)
+        return str(found)
+
+    file = tmp_path / "private.txt"
+    file.write_text("private")
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(kept))
+    monkeypatch.setattr(gradio.blocks.Block, "async_move_resource_to_block_cache", moved)
+    with gradio.Blocks(analytics_enabled=False) as blocks:
+        box = gradio.JSON()
+        box.change(lambda found: None, box, None, queue=False)
+    client = TestClient(page_in_front_of(gradio_of(mount_page(FastAPI(), blocks))))
+    file_data = {"path": place.format(file=file), "meta": {"_type": "gradio.FileData"}}
+
+    def told(value: Any) -> Any:
+        body = json.dumps({"data": [[{"a": value}]], "fn_index": 0, "session_hash": "a"})
+        headers = {"host": "localhost", "content-type": "application/json"}
+        content = body.encode(encoding)
+        return client.post("/gradio_api/run/predict", content=content, headers=headers)
+
+    found = told(file_data)
+    assert asked == [] and not list(kept.rglob("private.txt"))
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "file_refused")
+    assert told("gradio.FileData, path and meta as words").status_code == 200
+
+
+def test_an_event_that_is_no_json_does_not_reach_gradio() -> None:
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it was asked")
+
+    client = TestClient(Starlette(routes=[Mount("", app=PageRoutes(gradio))]))
+    for body in (b"", b"{", b"[" * 100_000, b"--a\r\n\r\n"):
+        with pytest.raises(ApiError, match="JSON"):
+            client.post("/gradio_api/component_server", content=body)
 
 
 def page_in_front_of(gradio: Any) -> Any:

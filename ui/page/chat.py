@@ -97,7 +97,7 @@ class Chat:
             self._list.act(self._act, None, **quick),
         ]
         for event in [*asked, *changed]:
-            event.then(self._save, None, self._saved, **private)
+            event.then(self._save, self._saved, self._saved, **private)
         gr.on(
             [self._question.submit, self._send.click, self._chatbot.retry, self._chatbot.edit],
             None, None, None, js=_TELL_PANEL, **told,
@@ -202,7 +202,7 @@ class Chat:
 
     async def _restore(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
         history = self._history(request)
-        history.restore(saved)
+        history.take_over(saved)
         return self._view(history)
 
     async def _act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
@@ -212,11 +212,17 @@ class Chat:
         messages, rows, state = self._view(history)
         return messages, rows | told, state
 
-    async def _save(self, request: gr.Request) -> list[dict[str, Any]]:
-        return self._history(request).saved()
+    async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
+        """What the browser is to keep; an open page may have outlived what the server held."""
+        history = self._history(request)
+        history.take_over(saved)
+        return history.saved()
 
     async def _leave(self, request: gr.Request) -> None:
-        """The visitor has closed the page: nobody reads the answers any more."""
-        history = self._histories.pop(str(request.session_hash), None)
+        """Nobody reads the answers any more: the page is closed, or has lost its connection.
+
+        In that case it goes on with its conversations later.
+        """
+        history = self._histories.get(str(request.session_hash))
         if history is not None:
             history.stop_all()

@@ -14,9 +14,10 @@ from ui.api.errors import ApiError, as_api_error
 
 Message = dict[str, str]
 _TITLE_LENGTH = 40
-_LONGEST_NAME = 80
+_LONGEST_NAME = _LONGEST_ID = 80
 _MOST_KEPT = 50  # conversations; the oldest are forgotten
 _MOST_CHARS = 1 << 20  # of all conversations of a visitor
+_MESSAGE_CHARS = 16  # that a message takes besides its text
 NO_TITLE = "New conversation"
 
 
@@ -58,8 +59,8 @@ class Conversation:
 
     @property
     def num_chars(self) -> int:
-        """Of all messages."""
-        return sum(len(message["content"]) for message in self.messages)
+        """What all messages take of a visitor's room."""
+        return sum(len(message["content"]) + _MESSAGE_CHARS for message in self.messages)
 
     def ask(
         self,
@@ -71,8 +72,11 @@ class Conversation:
     ) -> None:
         """Add a question and begin to read its answer, in the server's loop.
 
+        One before it that has no answer makes way: questions and answers take turns.
         Not `is_chat`: the model has no chat template, and goes on with the question's text alone.
         """
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
         self.messages.append({"role": "user", "content": question})
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         request = GenerateRequest(
@@ -98,7 +102,7 @@ class Conversation:
             self.problem = as_api_error(error)
         finally:
             if self.problem and not answer["content"]:
-                self.messages.remove(answer)
+                self.messages.pop()  # it, and no other that is empty
             self._answers = self._reading = None
 
     def stop(self) -> None:
@@ -141,6 +145,7 @@ class ChatHistory:
         self.open_id = self.conversations[0].id
         self.query = ""  # the words that listed conversations have
         self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
+        self._has_taken_over = False
 
     @property
     def open(self) -> Conversation:
@@ -217,6 +222,12 @@ class ChatHistory:
         kept = [item for item in self.conversations if item.messages][:_MOST_KEPT]
         return [item.as_json() for item in kept]
 
+    def take_over(self, saved: Any) -> None:
+        """Restore what the visitor's browser kept, once: from then on it keeps what is here."""
+        if not self._has_taken_over:
+            self._has_taken_over = True
+            self.restore(saved)
+
     def restore(self, saved: Any) -> int:
         """Take over what a browser or a file kept; how many conversations that were.
 
@@ -245,6 +256,7 @@ def _restored(item: Any) -> Conversation | None:
         ):
             return None
         name = str(item.get("name", ""))[:_LONGEST_NAME]
-        return Conversation(messages, str(item["id"]), name)
+        found = Conversation(messages, str(item["id"]), name)
+        return found if len(found.id) <= _LONGEST_ID else None
     except (AttributeError, KeyError, TypeError):
         return None

@@ -59,8 +59,9 @@ def _sentence(placement: Placement) -> str:
             "<code>hotcold plan</code> makes one."
         )
     else:
-        speed = plan.report.get("tokens_per_s", 0.0)
-        text = f"A plan for mode {plan.request.mode}, which expects {speed:.0f} tokens/s."
+        speed = plan.report.get("tokens_per_s")
+        expected = f", which expects {speed:.0f} tokens/s" if isinstance(speed, float) else ""
+        text = f"A plan for mode {escape(plan.request.mode)}{expected}."
     if placement.num_profiled_tokens:
         tokens = f"{placement.num_profiled_tokens:,}"
         return f"{text} Activations were counted over {tokens} tokens."

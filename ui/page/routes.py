@@ -1,13 +1,17 @@
 """Which of Gradio's routes the page needs: all others are refused, those of later versions too.
 
 Some of them would be ways out of this host or into it: `file=https://…` fetches any address,
-`proxy=` asks others, uploads and links are kept as files.
+`proxy=` asks others, uploads and links are kept as files. So would be what an event brings: where
+it names a file, Gradio copies that file of this host, or fetches that address.
 """
 
+import json
 import re
+from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ui.api.errors import ApiError
 
@@ -28,6 +32,20 @@ def is_allowed(method: str, path: str) -> bool:
     return allowed is not None and allowed.fullmatch(path) is not None and "/.." not in path
 
 
+def names_a_file(value: Any) -> bool:
+    """Whether what an event brings, as JSON, is a file to Gradio: what has a path and meta."""
+    found = [value]
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            if "path" in one and "meta" in one:
+                return True
+            found += one.values()
+        elif isinstance(one, list):
+            found += one
+    return False
+
+
 class PageRoutes:
     """Passes on to Gradio's application what the page needs."""
 
@@ -43,4 +61,29 @@ class PageRoutes:
         if scope["type"] != "http" or not is_allowed(scope["method"], path):
             raise ApiError(404, "the page has nothing here", code="route_refused")
         app = self._compressed if path == "/" else self._app
+        if scope["method"] == "POST":
+            receive = await _without_files(receive)
         await app(scope, receive, send)
+
+
+async def _without_files(receive: Receive) -> Receive:
+    """The same request, once its body has been looked at. Errors: ApiError 400."""
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+    try:
+        is_refused = names_a_file(json.loads(body))
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the page takes JSON alone") from None
+    if is_refused:
+        raise ApiError(400, "the page takes no files", code="file_refused")
+    read: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def again() -> Message:
+        return read.pop() if read else await receive()
+
+    return again

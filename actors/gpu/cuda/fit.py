@@ -13,6 +13,7 @@ from pathlib import Path
 from actors.gpu.cuda.device import Device
 from actors.gpu.cuda.graphs import GRAPH_BYTES, MOST_GRAPHS
 from actors.gpu.cuda.load import CudaLoading
+from actors.protocol.failures import is_want_of_memory
 from actors.protocol.messages import Fitted, SystemConfig
 from actors.protocol.neuron_bundles import ROUND_BYTES
 from actors.protocol.step_sizes import KERNEL_TOKENS
@@ -108,7 +109,9 @@ def _try(
         if device.used_bytes() > budget - LATE_BYTES:
             return None
         return loading
-    except MemoryError:  # DeviceMemoryError, or CuPy's own
+    except Exception as error:  # CUDA's and cuBLAS's have no common base with MemoryError
+        if not (isinstance(error, MemoryError) or is_want_of_memory(str(error))):
+            raise
         return None
 
 
