@@ -160,6 +160,14 @@ def require_room(download: Download) -> None:
         )
 
 
+def snapshots(name: str) -> list[Path]:
+    """The folders of what the cache holds of org/repo[:FILE], found without the network."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repo = name.partition(":")[0]
+    return sorted(Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").glob("snapshots/*"))
+
+
 def kept_models() -> list[KeptModel]:
     """The models in the cache, by name."""
     found = []

@@ -21,6 +21,7 @@ from model.config.build import read_config
 from model.errors import ArtifactError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.files.safetensors_file import SafetensorsFile
 from model.weights.check import stored_config
 from model.weights.ffn import load_ffn
 from tests.full_disk import files_of_at_most
@@ -103,6 +104,28 @@ def test_a_damaged_neuron_is_named_wherever_it_lies(
     order = model.read().order
     expected = [(layer, int(order[layer, place])) for layer, place in places]
     assert sorted(damaged_bundles(model.read())) == sorted(expected)
+
+
+def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:
+    """Not those of its old FFN: neither whole ones, nor what an interrupted run has left."""
+    old = model.write()
+    weights = model.path / "model.safetensors"
+    found, content = weights.stat(), bytearray(weights.read_bytes())
+    name = next(name for name in Checkpoint(model.path).names() if "1.mlp.down" in name)
+    entry = SafetensorsFile(weights).entries[name]
+    content[entry.end - 2] ^= 1
+    with weights.open("r+b") as stream:
+        stream.write(content)
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(ArtifactError, match="or weights differ; make it again"):
+        model.read()
+    model.file.rename(model.part)
+    identity = ModelIdentity.of(model.path)
+    begun = header_block(model.geometry, identity, "drawn", None)
+    assert begun != old[:BLOCK_BYTES]
+    new = model.write()
+    start = model.geometry.first_byte
+    assert new[start:] != old[start:] and damaged_bundles(model.read()) == []
 
 
 class Stopped(Exception):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,8 +203,47 @@ def test_a_copy_of_a_checkout_is_the_same_code(
 
     here, copy, other = map(identity, ("here", "copy", "other"))
     assert is_same(copy, here, {}) and not is_same(other, here, {})
-    (tmp_path / "copy" / "demo" / "config.json").write_text("{ }")
+    (tmp_path / "copy" / "demo" / "config.json").write_text("[]")  # as long as before
+    identities._digest.cache_clear()
     assert not is_same(identity("copy"), here, {})
+    in_place(tmp_path / "here" / "demo" / "config.json")
+    assert not is_same(identity("here"), here, {})
+
+
+def in_place(file: Path) -> None:
+    """Change a file's last byte, and set its time back."""
+    found = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.05)  # the kernel's clock ticks
+    with file.open("r+b") as stream:
+        stream.write(content)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def test_weights_that_are_changed_in_place_are_another_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a directory, of a later part of a GGUF model, of what the hub's cache holds of an id."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    snapshot = hub / "models--org--repo" / "snapshots" / "0123"
+    parts = [tmp_path / f"gguf/m-{part:05}-of-00002.gguf" for part in (1, 2)]
+    files = {
+        str(tmp_path / "folder"): tmp_path / "folder" / "model.safetensors",
+        str(parts[0]): parts[1],
+        "org/repo": snapshot / "model.safetensors",
+        "org/repo:one.gguf": snapshot / "hotcold" / "one" / "predictors-sign.safetensors",
+    }
+    for file in (*parts, *files.values()):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"weights")
+    for model, file in files.items():
+        before = identity_of(model, SystemOptions())
+        assert is_same(identity_of(model, SystemOptions()), before, {})
+        in_place(file)
+        assert not is_same(identity_of(model, SystemOptions()), before, {}), model
 
 
 def test_one_that_ends_before_it_answers_is_done_without(
