@@ -854,8 +854,8 @@ _MODEL = [
     Fault(
         "files-of-another-model",
         "model", "artifact", _CHECK,
-        'if about.get("model_digest") != identity.digest:',
-        'if about.get("model_digest") is None:',
+        "if not is_own or content not in (None, self.content):",
+        'if facts.get("model_digest") is None:',
         ("test_files_that_do_not_fit",),
     ),
     Fault(

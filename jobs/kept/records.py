@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.kept.identity import Identity
+from model.files.whole_file import part_of, remove_old_parts
 
 _SUFFIX, _SOCKET = ".json", ".sock"
 _LONGEST_NAME = 32
@@ -136,11 +137,13 @@ def claim(folder: Path, record: Record) -> Claim:
 
 def _write(folder: Path, record: Record) -> int:
     """Write a record whole, locked before anybody can see it; returns the lock."""
-    path = folder / f".{record.name}.{os.getpid()}"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    place = folder / f"{record.name}{_SUFFIX}"
+    remove_old_parts(place)
+    path = part_of(place)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, json.dumps(asdict(record)).encode())
-    os.replace(path, folder / f"{record.name}{_SUFFIX}")
+    os.replace(path, place)
     return lock
 
 
