@@ -31,13 +31,20 @@ class Record:
     """One running system, as other processes find it."""
 
     name: str
-    pid: int  # of the process that holds it
+    pid: int  # of the process that holds it; 0: not known yet
     is_kept: bool  # and ends by itself; else `hotcold serve` holds it
     model: str  # as it is shown
     url: str  # where `hotcold serve` listens; "" without
     identity: Identity
     # What options that were left open have become, once that is known.
     resolved: dict[str, Any] = field(default_factory=dict)
+    started: int = 0  # when that process was, of `start_of`: its number may be another's elsewhere
+
+
+def start_of(pid: int) -> int:
+    """When a process was started, in the kernel's ticks since it runs. Errors: OSError."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(words[19])
 
 
 @dataclass

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.options import SystemOptions
 from jobs.chat.conversation import Facts
 from jobs.commands.chat import chat
+from jobs.kept import commands as kept_commands
 from jobs.kept import folder as folders
 from jobs.kept import identity as identities
 from jobs.kept import records
@@ -30,7 +33,7 @@ from jobs.kept.commands import ps, stop
 from jobs.kept.find import find_system
 from jobs.kept.identity import identity_of, is_same, model_text, resolved_options
 from jobs.kept.records import Record
-from model.errors import UsageError
+from model.errors import ServiceError, UsageError
 from model.files.locate import DEMO_DIRECTORY
 from tests.documents import ROOT
 from ui.own import Stay, create_own_app
@@ -47,12 +50,12 @@ def record(name: str, **changes: Any) -> Record:
     return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
 
 
-def claimed(folder: Path, name: str) -> records.Claim:
+def claimed(folder: Path, name: str, **changes: Any) -> records.Claim:
     here = os.getcwd()
     os.chdir(folder)  # pytest's folders have names too long for a socket
     try:
         with records.alone(folder):
-            return records.claim(Path(), record(name))
+            return records.claim(Path(), replace(record(name), **changes))
     finally:
         os.chdir(here)
 
@@ -168,6 +171,76 @@ def test_what_is_damaged_is_nobody(base: Path) -> None:
     assert records.running(folder) == []
     os.close(claim.lock)
     claim.listener.close()
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user that has nothing to do with any system."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_number_that_is_another_processes_now_is_left_alone(
+    base: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system was found a moment before; its process ended, and the number was given again."""
+    folder = folders.own_folder()
+    claim = claimed(folder, "model", pid=bystander.pid)
+    found = [(folder, claim.record)]
+    monkeypatch.setattr(kept_commands, "running_systems", lambda: found)
+    os.close(claim.lock)
+    claim.listener.close()
+    assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
+
+
+def test_a_system_whose_process_is_not_to_be_seen_is_not_ended(
+    base: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    """As that of a container with the same folder, where another process has the number here."""
+    folder = folders.own_folder()
+    started = records.start_of(bystander.pid) + 1
+    claim = claimed(folder, "model", pid=bystander.pid, started=started)
+    refused = CliRunner().invoke(stop).exception
+    assert isinstance(refused, ServiceError)
+    assert "runs where its process cannot be seen from here" in str(refused)
+    os.close(claim.lock)
+    claim.listener.close()
+
+
+_HOLDS = """
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from jobs.kept import records
+os.chdir(sys.argv[1])
+folder, deaf = Path(), sys.argv[2:]
+pid = os.getpid()
+one = records.Record("model", pid, True, "m", "", {}, started=records.start_of(pid))
+if deaf:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with records.alone(folder):
+    claim = records.claim(folder, one)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_the_process_that_holds_a_system_is_ended(
+    base: Path, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_commands, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kept_commands, "_ENDING_S", 60.0 if not is_deaf else 0.5)
+    folder = folders.own_folder()
+    arguments = [sys.executable, "-c", _HOLDS, str(folder), *(["deaf"] if is_deaf else [])]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
+        ended_by = signal.SIGKILL if is_deaf else signal.SIGTERM
+        assert process.wait(60) == -ended_by
+    assert list(folder.iterdir()) == []
 
 
 def same(asked: SystemOptions, running: SystemOptions, **resolved: Any) -> bool:
