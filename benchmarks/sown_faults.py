@@ -731,7 +731,7 @@ _NUMBA_KERNELS = [
         "a-broken-ring-is-waited-for",
         "numba_kernels", "ring_reads", _CHECK,
         "if status != 0:", "if status > 1000:",
-        ("test_a_ring_that_breaks_is_one_line",),
+        ("test_a_ring_that_breaks_is_done_without",),
     ),
     Fault(
         "slots-forget-who-was-wanted",
