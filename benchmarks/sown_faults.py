@@ -731,7 +731,7 @@ _NUMBA_KERNELS = [
         "a-broken-ring-is-waited-for",
         "numba_kernels", "ring_reads", _CHECK,
         "if status != 0:", "if status > 1000:",
-        ("test_a_ring_that_breaks_is_one_line",),
+        ("test_a_ring_that_breaks_is_done_without",),
     ),
     Fault(
         "slots-forget-who-was-wanted",
@@ -854,8 +854,8 @@ _MODEL = [
     Fault(
         "files-of-another-model",
         "model", "artifact", _CHECK,
-        'if about.get("model_digest") != identity.digest:',
-        'if about.get("model_digest") is None:',
+        "if not is_own or content not in (None, self.content):",
+        'if facts.get("model_digest") is None:',
         ("test_files_that_do_not_fit",),
     ),
     Fault(

@@ -21,9 +21,11 @@ import click
 from actors.private_ray.fork_server import begin_workers
 from jobs.kept.folder import may_be_running
 from jobs.settings.settings import origin_of
+from jobs.support.console import progress_bar
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from jobs.support.until_stopped import interrupt_again
 from model.errors import HotcoldError
+from model.files import content
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -117,6 +119,7 @@ def main(
 ) -> int:
     """Run a command line and return the exit status. Raises nothing but SystemExit."""
     invocation = Invocation()
+    content.progress = progress_bar
     try:
         status = command.main(
             args=None if arguments is None else list(arguments),

@@ -22,7 +22,7 @@ from actors.exchange.watch import Pulse
 from actors.private_ray.fork_server import begin_workers
 from actors.protocol.options import SystemOptions
 from jobs.cli import run
-from jobs.kept.records import Claim, Record
+from jobs.kept.records import Claim, Record, start_of
 from jobs.support.listening import require_server_packages
 from jobs.support.until_stopped import Signals
 
@@ -49,7 +49,7 @@ def keep() -> None:
         os.set_inheritable(descriptor, False)
     with ExitStack() as stack:
         stack.callback(claim.leave)
-        claim.publish(pid=os.getpid())
+        claim.publish(pid=os.getpid(), started=start_of(os.getpid()))
         begin_workers()
         signals = stack.enter_context(Signals())
         _hold(claim, handed["model"], _options(handed["options"]), handed["keep_s"], signals, stack)

@@ -40,6 +40,12 @@ class MappedFile:
         if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
             self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
+    def read_ahead(self, start: int, end: int) -> None:
+        """These bytes are wanted soon, all of them."""
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and hasattr(mmap, "MADV_WILLNEED"):
+            self._open().madvise(mmap.MADV_WILLNEED, start, end - start)
+
     def read_apart(self, start: int, end: int) -> None:
         """Of these bytes only those that are looked at are read from now on, nothing ahead."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE

@@ -122,15 +122,21 @@ class ServerThread:
         self._servers.append(opened)
 
         async def serve() -> None:
-            self._opened.add(asyncio.ensure_future(opened[0].serve([listener])))
+            serving = asyncio.ensure_future(opened[0].serve([listener]))
+            self._opened.add(serving)
+            serving.add_done_callback(ended)
+
+        def ended(serving: asyncio.Future[None]) -> None:
+            self._opened.discard(serving)
+            self._servers.remove(opened)
+            listener.close()
 
         self.begin(serve())
         return opened
 
     def close_own(self, opened: OwnServer) -> None:
-        """Take nothing more there; what runs goes on."""
+        """Take nothing more there; what runs goes on, until `stop` cuts it off too."""
         opened[0].should_exit = True
-        self._servers.remove(opened)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Have `work` done in the server's loop."""

@@ -17,7 +17,7 @@ from model.weights.memory import aligned_empty
 from numba_kernels.storage.neuron_slots import NeuronSlots
 from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
 from numba_kernels.storage.reads.direct_file import SHORT
-from numba_kernels.storage.reads.io_ring import close_ring, keep_mapped, new_ring
+from numba_kernels.storage.reads.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
 from numba_kernels.storage.reads.neuron_file import (
     DAMAGED,
     KEEPS_PAGES,
@@ -36,7 +36,7 @@ from numba_kernels.storage.reads.read_queue import (
     stop_readers,
     wanted_of,
 )
-from numba_kernels.storage.reads.ring_reads import serve_ring
+from numba_kernels.storage.reads.ring_reads import go_on_without_ring, serve_ring
 
 _LOOK_S = 0.001
 
@@ -121,7 +121,12 @@ class BundleReads:
         self._has_ring = True
         staging = self._staging(RING_DEPTH)
         keep_mapped(ring, staging)
-        serve_ring(self.queue, self.located, *self._into, staging, self._rows, ring)
+        work = self.queue, self.located, *self._into
+        spans, busy = np.zeros((RING_DEPTH, 3), np.int32), np.zeros(RING_DEPTH, np.uint8)
+        status = serve_ring(*work, staging, self._rows, ring, spans, busy)
+        if status:
+            keep_for_ever(staging)
+            go_on_without_ring(*work, self._staging(1)[0], self._rows, spans, busy)
         close_ring(ring)
 
     def _by_thread(self, number: int, staging: np.ndarray) -> None:

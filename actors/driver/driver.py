@@ -335,7 +335,8 @@ class Driver:
             self.engine.predictor = predictor
             for engine in (self.engine, self._profiling):
                 engine.use_services(num_hot)
-            self.neuron_watch = watch
+            earlier, self.neuron_watch = self.neuron_watch, watch
+            earlier.watch(0.0)  # the thread that would end it later holds the old arena
             self._system, self._shards = change.system, change.shards
         except BaseException as error:
             told = cause_of(error) if isinstance(error, HotcoldError) else first_line(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 from actors.processes.system_services import SystemServices
@@ -18,7 +20,8 @@ class SystemHealth:
         self._services = services
         self._looking = threading.Lock()
         self._vitals: VitalSigns | None = None
-        self._watch: NeuronWatch | None = None  # of the services that `_vitals` asks
+        # Of the services that `_vitals` asks. Once others serve, their arena is not kept for this.
+        self._watch: Callable[[], NeuronWatch | None] = lambda: None
 
     def telemetry(self, watch_s: float) -> Telemetry:
         """What the system does now; see `Driver.telemetry`. Errors: ServiceError while it loads."""
@@ -26,7 +29,8 @@ class SystemHealth:
 
         driver, memory = self._services.driver, psutil.virtual_memory()
         with self._looking:
-            actors = self._vital_signs(driver.neuron_watch).look()
+            watch = driver.neuron_watch
+            actors = self._vital_signs(watch).look(watch.write)
         return replace(
             driver.telemetry(watch_s),
             actors=actors,
@@ -36,8 +40,8 @@ class SystemHealth:
 
     def _vital_signs(self, watch: NeuronWatch) -> VitalSigns:
         """Of the services that count for `watch`: others come with another one."""
-        if self._vitals is None or self._watch is not watch:
+        if self._vitals is None or self._watch() is not watch:
             connection = self._services.connection
-            self._vitals = VitalSigns(connection.names, connection.handles, watch.write)
-            self._watch = watch
+            self._vitals = VitalSigns(connection.names, connection.handles)
+            self._watch = weakref.ref(watch)
         return self._vitals

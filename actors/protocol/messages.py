@@ -104,7 +104,9 @@ class ServiceSpec:
     weight_dtype: str = ""  # as of SystemConfig
     has_down_norms: bool = False  # as of SystemConfig
     down_by_outputs: bool = False  # the neurons are a run then, cut at multiples of a block
-    model_digest: str = ""  # of the model's files when the system started; "": any
+    # Of the model when the system started: the state of its files, or, with `has_own_files`, their
+    # content; "": any.
+    model_digest: str = ""
     has_own_files: bool = False  # a copy of them, on a host of its own
     share: HostShare | None = None  # which of the host's nodes and cores; None: any
     gpu: GpuShare | None = None  # of the GPU service on device="cuda"

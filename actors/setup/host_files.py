@@ -28,10 +28,10 @@ def require_same_model(spec: ServiceSpec) -> None:
     if not spec.model_digest:
         return
     if not spec.has_own_files:
-        if ModelIdentity.of(spec.model_path).digest != spec.model_digest:
+        if ModelIdentity.of(spec.model_path).state != spec.model_digest:
             raise CheckpointError(
-                f"{spec.model_path} is another model than when the system started; put the old one "
-                "back, or start the system anew"
+                f"{spec.model_path} may be another model than when the system started, its files "
+                "have changed; start the system anew"
             )
         return
     host = socket.gethostname()
@@ -39,10 +39,10 @@ def require_same_model(spec: ServiceSpec) -> None:
     try:
         identity = ModelIdentity.of(spec.model_path)
         config = read_config(spec.model_path)
-        num_bytes = weight_bytes(spec, config)
+        num_bytes, content = weight_bytes(spec, config), identity.content
     except HotcoldError as error:
         raise CheckpointError(f"the {spec.name} service, on {host}: {error}; {copy}") from None
-    if identity.digest != spec.model_digest:
+    if content != spec.model_digest:
         raise CheckpointError(
             f"the {spec.name} service, on {host}: {spec.model_path} is another model than on the "
             f"driver's host; {copy}"

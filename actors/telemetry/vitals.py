@@ -56,28 +56,33 @@ class _Patient:
 class VitalSigns:
     """Asks all services of a system, at most every two seconds, and remembers their answers."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        handles: Sequence[Any],
-        on_counts: Callable[[int, np.ndarray, np.ndarray], None],
-    ) -> None:
-        """`handles` are the actors of `names`; `on_counts` receives what a service counted."""
+    def __init__(self, names: Sequence[str], handles: Sequence[Any]) -> None:
+        """`handles` are the actors of `names`."""
         self._handles = handles
-        self._on_counts = on_counts
         self._patients = [_Patient(name) for name in names]
 
-    def look(self) -> tuple[ActorHealth, ...]:
-        """Collect answers that have come, ask again where it is time; the driver comes first."""
+    def look(
+        self, on_counts: Callable[[int, np.ndarray, np.ndarray], None]
+    ) -> tuple[ActorHealth, ...]:
+        """Collect answers that have come, ask again where it is time; the driver comes first.
+
+        `on_counts` receives what a service has counted.
+        """
         now_s = time.monotonic()
         for index, (patient, handle) in enumerate(zip(self._patients, self._handles, strict=True)):
-            self._collect(index, patient, now_s)
+            self._collect(index, patient, now_s, on_counts)
             if patient.ref is None and (patient.last is None or now_s - patient.asked_s >= _ASK_S):
                 patient.ref, patient.asked_s = handle.vitals.remote(), now_s
         driver = ActorHealth("driver", "alive", os.getpid(), resident_bytes(), "cpu", 0.0)
         return (driver, *(patient.health(now_s) for patient in self._patients))
 
-    def _collect(self, index: int, patient: _Patient, now_s: float) -> None:
+    def _collect(
+        self,
+        index: int,
+        patient: _Patient,
+        now_s: float,
+        on_counts: Callable[[int, np.ndarray, np.ndarray], None],
+    ) -> None:
         if patient.ref is None or not ray.wait([patient.ref], timeout=0)[0]:
             return
         ref, patient.ref = patient.ref, None
@@ -90,4 +95,4 @@ class VitalSigns:
         else:
             patient.last, patient.answered_s, patient.state = vitals, now_s, "alive"
             if vitals.counts is not None and vitals.steps is not None:
-                self._on_counts(index, vitals.counts, vitals.steps)
+                on_counts(index, vitals.counts, vitals.steps)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jobs.chat.conversation import Message
 from model.errors import UsageError, shown
+from model.files.whole_file import replace_whole
 
 _MOST_ATTACHED = 1 << 20  # bytes of one file
 _MOST_SAVED = 16 << 20
@@ -59,16 +60,11 @@ def save_conversation(path: Path, system_prompt: str, messages: list[Message], m
             raise UsageError(f"{path} is there and no saved conversation; name another") from None
     opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
     content = {"kind": _KIND, "model": model, "messages": [*opening, *messages]}
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(content, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-        part.replace(path)
+        replace_whole(path, text.encode(errors="surrogatepass"), mode=0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_conversation(path: Path) -> tuple[str, list[Message]]:

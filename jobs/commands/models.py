@@ -93,12 +93,15 @@ def show(model: str | None, as_json: bool) -> None:
 def rm(model: str, yes: bool) -> None:
     """Remove MODEL, as `hotcold list` names it, from Hugging Face's cache.
 
-    org/repo stands for all that is there of a repository, profiles and predictors included.
+    org/repo stands for all that is there of a repository, profiles and predictors included, and
+    org/repo:FILE for that file in all revisions that are there.
     """
     from model.files import hub
 
-    fitting = [m for m in hub.kept_models() if m.name == model or m.name.startswith(f"{model}:")]
-    gb = sum(m.num_bytes for m in fitting) / 1e9
-    if fitting and not yes:
-        click.confirm(f"remove {model}, {gb:.2f} GB?", abort=True, err=True)
-    click.echo(f"{model}: {hub.remove(model) / 1e9:.2f} GB freed")
+    removal = hub.removal_of(model)
+    gb, number = removal.num_bytes / 1e9, removal.num_revisions
+    revisions = f" in {number} revisions" if number > 1 else ""
+    if not yes:
+        click.confirm(f"remove {model}{revisions}, {gb:.2f} GB?", abort=True, err=True)
+    hub.remove(removal)
+    click.echo(f"{model}: {gb:.2f} GB freed{revisions}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,14 @@ def stop(name: str | None) -> None:
             names = ", ".join(record.name for _, record in running)
             told = f"these do: {names}" if names else "none does"
             raise UsageError(f"no system named {name!r} is running; {told}")
-    pids = [_pid(folder, record) for folder, record in chosen]
-    for pid in filter(None, pids):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    for (folder, record), pid in zip(chosen, pids, strict=True):
-        _await_end(folder, record.name, pid)
-        click.echo(f"the system {record.name!r} has ended")
+    with ExitStack() as stack:
+        holders = [_Holder(folder, _begun(folder, record)) for folder, record in chosen]
+        for holder in holders:
+            stack.callback(holder.close)
+            holder.signal(signal.SIGTERM)
+        for holder in holders:
+            holder.await_end()
+            click.echo(f"the system {holder.name!r} has ended")
     if not chosen:
         click.echo("no system is kept")
 
@@ -111,44 +113,79 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _pid(folder: Path, record: records.Record) -> int:
-    """The process that holds a system, which is not known at once; 0 where it has ended."""
+def _begun(folder: Path, record: records.Record) -> records.Record:
+    """The same with the process that holds the system, which is not known at once.
+
+    Without it where the system has ended. Errors: ServiceError
+    """
     deadline = time.monotonic() + _ENDING_S
     while time.monotonic() < deadline:
         if record.pid:
-            return record.pid
+            return record
         time.sleep(_LOOK_S)
         same = [one for one in records.running(folder) if one.name == record.name]
         if not same:
-            return 0
+            return record
         record = same[0]
     raise ServiceError(f"the system {record.name!r} does not begin")
 
 
-def _await_end(folder: Path, name: str, pid: int) -> None:
-    """Wait until a system's process is gone; one that does not end is killed.
+class _Holder:
+    """The process that holds a system. Signals reach it, and none that has its number later."""
 
-    Errors:  ServiceError
-    """
-    for patience_s, number in (
-        (_PATIENCE_S, signal.SIGTERM),  # a second one cuts off what is being answered
-        (_ENDING_S, signal.SIGKILL),
-        (_ENDING_S, 0),
-    ):
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            if not (pid and _lives(pid)):
-                records.running(folder)  # removes what one that was killed has left
+    def __init__(self, folder: Path, record: records.Record) -> None:
+        """Errors: ServiceError where the system runs, and its process cannot be seen from here."""
+        self.name, self._folder, self._pid = record.name, folder, record.pid
+        self._descriptor: int | None = None
+        if not record.pid:
+            return
+        try:
+            self._descriptor = os.pidfd_open(record.pid)
+            is_same = record.started in (0, records.start_of(record.pid))
+        except (ProcessLookupError, FileNotFoundError):
+            is_same = False
+        except OSError as problem:
+            raise ServiceError(
+                f"the system {record.name!r} cannot be ended from here ({problem.strerror}); end "
+                f"its process, {record.pid}"
+            ) from None
+        # Who holds a system locks its record: then the process was there when it was opened.
+        if not records.is_running(folder, record):
+            self.close()
+            self._descriptor = None
+        elif not is_same:
+            raise ServiceError(
+                f"the system {record.name!r} runs where its process cannot be seen from here, such "
+                "as in a container; end it there"
+            )
+
+    def signal(self, number: int) -> None:
+        """Send it, unless the process has ended."""
+        if self._descriptor is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def await_end(self) -> None:
+        """Wait until the process is gone; one that does not end is killed. Errors: ServiceError"""
+        for patience_s, number in (
+            (_PATIENCE_S, signal.SIGTERM),  # a second one cuts off what is being answered
+            (_ENDING_S, signal.SIGKILL),
+            (_ENDING_S, 0),
+        ):
+            if self._descriptor is None or _has_ended(self._descriptor, patience_s):
+                records.running(self._folder)  # removes what one that was killed has left
                 return
-            time.sleep(_LOOK_S)
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    raise ServiceError(f"the system {name!r} (process {pid}) does not end")
+            self.signal(number)
+        raise ServiceError(f"the system {self.name!r} (process {self._pid}) does not end")
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process of this user is there, and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
+def _has_ended(process: int, wait_s: float) -> bool:
+    """Whether a process, by its descriptor, ends within `wait_s`."""
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    return bool(ended.poll(1e3 * wait_s))

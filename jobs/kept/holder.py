@@ -38,7 +38,9 @@ class Holder:
         Errors:  UsageError, OSError where there is no folder for it
         """
         folder, identity = own_folder(), identity_of(model, options)
-        record = records.Record(name, os.getpid(), False, name, url, identity)
+        pid = os.getpid()
+        started = records.start_of(pid)
+        record = records.Record(name, pid, False, name, url, identity, started=started)
         with records.alone(folder):
             return cls(records.claim(folder, record), gate, model, options)
 

@@ -15,13 +15,17 @@ from typing import Any
 
 from actors.protocol.messages import SystemConfig
 from actors.protocol.options import SystemOptions
+from model.file_state import file_state
+from model.files import hub
 from model.files.hub import REPOSITORY
 from model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
+from model.gguf.names import are_parts
 
 _CODE = Path(__file__).resolve().parents[2]
 _BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans
 _PACKAGES = (
-    "actors", "cuda_kernels", "jobs", "model", "numba_kernels", "placement", "predictors", "ui",
+    "actors", "cuda_kernels", "demo", "jobs", "model", "numba_kernels", "placement", "predictors",
+    "ui",
 )  # fmt: skip
 _EMBEDDED = "the embedded model"
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOTCOLD_NUMA_ROOT")
@@ -41,13 +45,11 @@ def model_text(model: str | None) -> str:
 
 def identity_of(model: str, options: SystemOptions) -> Identity:
     """What to compare: `model` of `model_text`, its files' state, the options as they are given."""
-    is_embedded = model == str(DEMO_DIRECTORY)
     return {
         "code": str(_CODE),
         "python": sys.prefix,
-        # Every checkout has it; of a copy of a checkout the files are newer.
-        "model": _EMBEDDED if is_embedded else model,
-        "files": _sizes(Path(model)) if is_embedded else _files(Path(model)),
+        "model": _EMBEDDED if model == str(DEMO_DIRECTORY) else model,
+        "files": _files(Path(model)),
         "cores": sorted(os.sched_getaffinity(0)),
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
         "options": {name: _plain(value) for name, value in vars(options).items()},
@@ -61,9 +63,12 @@ def is_same(asked: Identity, running: Identity, resolved: dict[str, Any]) -> boo
     the same option.
     """
     parts = asked.keys() - {"options", "code"}
+    if asked["code"] != running["code"]:
+        if _digest(asked["code"]) != _digest(running["code"]):
+            return False
+        if asked["model"] == _EMBEDDED:  # the digest is of its content
+            parts -= {"files"}
     if any(asked[part] != running.get(part) for part in parts):
-        return False
-    if asked["code"] != running["code"] and _digest(asked["code"]) != _digest(running["code"]):
         return False
     for name, value in asked["options"].items():
         given = running["options"].get(name)
@@ -100,7 +105,9 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _digest(checkout: str) -> str:
-    """Of the library's files, so that a copy is known, such as a job of a cluster runs in."""
+    """Of the library's files and the embedded model's, so that a copy is known, such as a job of a
+    cluster runs in.
+    """
     found = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted(Path(checkout, package).rglob("*")):
@@ -110,18 +117,15 @@ def _digest(checkout: str) -> str:
     return found.hexdigest()
 
 
-def _sizes(model: Path) -> list[list[Any]]:
-    return [[name, size] for name, size, _ in _files(model)]
-
-
 def _files(model: Path) -> list[list[Any]]:
     """Names and states of a model's files and of what lies beside it, in order."""
-    if not model.is_absolute():  # an org/repo id
-        return []
+    if not model.is_absolute():
+        return [file for folder in hub.snapshots(str(model)) for file in _files(folder)]
+    folders, found = [model, model / _BESIDE, *sorted(model.glob(f"{_BESIDE}/*/"))], []
     if model.is_file():
-        folders, found = [model.parent / _BESIDE / model.stem], [[model.name, *_state(model)]]
-    else:
-        folders, found = [model, model / _BESIDE], []
+        parts = {model, *(part for part in model.parent.glob("*") if are_parts(part, model))}
+        folders = [model.parent / _BESIDE / model.stem]
+        found = [[part.name, *_state(part)] for part in sorted(parts)]
     for folder in folders:
         try:
             with os.scandir(folder) as entries:
@@ -134,10 +138,9 @@ def _files(model: Path) -> list[list[Any]]:
 
 def _state(path: Path) -> list[int]:
     try:
-        found = path.stat()
+        return list(file_state(path))
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns]
 
 
 def _exists(model: str) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.kept.identity import Identity
+from model.files.whole_file import part_of, remove_old_parts
 
 _SUFFIX, _SOCKET = ".json", ".sock"
 _LONGEST_NAME = 32
@@ -30,13 +31,20 @@ class Record:
     """One running system, as other processes find it."""
 
     name: str
-    pid: int  # of the process that holds it
+    pid: int  # of the process that holds it; 0: not known yet
     is_kept: bool  # and ends by itself; else `hotcold serve` holds it
     model: str  # as it is shown
     url: str  # where `hotcold serve` listens; "" without
     identity: Identity
     # What options that were left open have become, once that is known.
     resolved: dict[str, Any] = field(default_factory=dict)
+    started: int = 0  # when that process was, of `start_of`: its number may be another's elsewhere
+
+
+def start_of(pid: int) -> int:
+    """When a process was started, in the kernel's ticks since it runs. Errors: OSError."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(words[19])
 
 
 @dataclass
@@ -136,11 +144,13 @@ def claim(folder: Path, record: Record) -> Claim:
 
 def _write(folder: Path, record: Record) -> int:
     """Write a record whole, locked before anybody can see it; returns the lock."""
-    path = folder / f".{record.name}.{os.getpid()}"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    place = folder / f"{record.name}{_SUFFIX}"
+    remove_old_parts(place)
+    path = part_of(place)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, json.dumps(asdict(record)).encode())
-    os.replace(path, folder / f"{record.name}{_SUFFIX}")
+    os.replace(path, place)
     return lock
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
 from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, artifact_path, belongs_elsewhere
+from model.files.artifact import ModelIdentity, artifact_path
 
 _MAGIC = b"hotcold bundles\n"
 _HEAD = len(_MAGIC) + 8  # then the length and the CRC-32 of the facts, JSON
@@ -54,8 +54,7 @@ def header_block(
     """The file's first block; without `tables_crc` it says that the file is not whole yet."""
     facts = {
         "geometry": asdict(geometry),
-        "model_name": identity.name,
-        "model_digest": identity.digest,
+        **identity.facts(),
         "order_name": order_name,
         "tables_crc": tables_crc,
     }
@@ -97,9 +96,7 @@ def _read(path: Path, stream: Any, geometry: BundleGeometry, identity: ModelIden
     facts = header_facts(stream.read(BLOCK_BYTES))
     if facts is None:
         raise ArtifactError(f"{path}: is no bundle file, or a damaged one; {_MAKE_AGAIN}")
-    if facts.get("model_digest") != identity.digest:
-        belongs = belongs_elsewhere(facts.get("model_name"), identity)
-        raise ArtifactError(f"{path}: {belongs}; {_MAKE_AGAIN}")
+    identity.require_own(path, facts, _MAKE_AGAIN)
     if facts.get("geometry") != asdict(geometry):
         raise ArtifactError(f"{path}: holds rows of another format or version; {_MAKE_AGAIN}")
     size = os.fstat(stream.fileno()).st_size

@@ -18,6 +18,7 @@ from model.config.weight_formats import requested_dtype
 from model.errors import ArtifactError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.files.whole_file import sync_folder
 from model.weights.ffn import FfnWeights, ffn_layers
 from model.weights.tensor_reader import TensorReader
 from numba_kernels.load.convert import row_lengths
@@ -63,6 +64,7 @@ def write_bundles(
         os.pwrite(descriptor, whole, 0)
         os.fsync(descriptor)
         part.replace(path)
+        sync_folder(path.parent)
     except OSError as problem:
         raise ArtifactError(
             f"{path}: cannot be written ({problem.strerror}); run the same again once that is "
@@ -117,11 +119,13 @@ def _begin(
         )
     try:
         os.ftruncate(descriptor, 0)
+        os.fsync(descriptor)  # nothing of the file before is taken for a part of this one
         os.ftruncate(descriptor, geometry.file_bytes)
     except OSError:  # nothing of it is worth going on with
         part.unlink(missing_ok=True)
         raise
     _write_all(descriptor, table, geometry.order_start)
+    os.fsync(descriptor)  # no layer is said to be done, before the header says of which file
     _write_all(descriptor, header, 0)
     return np.zeros(num_layers, bool)
 
@@ -151,11 +155,11 @@ def _write_layers(
                 _write_all(descriptor, bundles, begin + first * geometry.bundle_bytes)
                 written += bundles.nbytes
                 on_bytes(written, total)
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, sums, geometry.sums_start + layer * sums.nbytes)
             norms = row_lengths(weights.down)
             _write_all(descriptor, norms, geometry.norms_start + layer * norms.nbytes)
+            os.fdatasync(descriptor)  # all of the layer, before it is said to be done
+            os.posix_fadvise(descriptor, begin, geometry.layer_bytes, os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 

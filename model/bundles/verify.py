@@ -8,15 +8,19 @@ from collections.abc import Callable
 import numpy as np
 
 from model.bundles.bundle_file import BundleFile
+from model.bundles.geometry import BundleGeometry
+from model.config.weight_formats import numpy_dtype
+from numba_kernels.load.convert import row_lengths
 from numba_kernels.storage.reads.bundle_sums import bundle_sums
 
 _READ_BYTES = 16 << 20
+_NORM_ERROR = 1e-5  # of a CPU that rounds otherwise
 
 
 def damaged_bundles(
     file: BundleFile, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> list[tuple[int, int]]:
-    """The layer and id of each neuron whose bundle does not agree with its sums.
+    """The layer and id of each neuron whose bundle does not agree with its sums, or its norm.
 
     Errors:  OSError
     """
@@ -34,10 +38,19 @@ def damaged_bundles(
                 sums = np.empty((last - first, 2), np.uint32)
                 bundle_sums(bundles, geometry.gate_bytes, sums)
                 wrong = (sums != file.sums[layer, first:last]).any(axis=1)
+                norms = row_lengths(_down_rows(geometry, bundles))
+                wrong |= ~np.isclose(norms, file.norms[layer, first:last], _NORM_ERROR, 0)
                 found += [(layer, int(n)) for n in file.order[layer, first:last][wrong]]
                 done += bundles.nbytes
                 on_bytes(done, total)
     return found
+
+
+def _down_rows(geometry: BundleGeometry, bundles: np.ndarray) -> np.ndarray:
+    """Of (N, bundle bytes) uint8 the down rows, in their format."""
+    first = geometry.gate_bytes + geometry.up_row_bytes
+    rows = np.ascontiguousarray(bundles[:, first : first + geometry.down_row_bytes])
+    return rows.view(numpy_dtype(geometry.down_dtype))
 
 
 def _fill(descriptor: int, into: np.ndarray, place: int) -> None:

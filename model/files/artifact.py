@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from model.config.build import config_values
 from model.errors import ArtifactError, shown
 from model.files.checkpoint import Checkpoint
+from model.files.content import ModelFiles, weights_digest
 from model.files.locate import resolved_model
 from model.files.whole_file import write_whole
 from model.gguf.names import is_gguf
@@ -39,10 +40,15 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a file belongs to. Equal digests mean the same config and weights."""
+    """Which model a file belongs to, as the model's files were when that was asked.
+
+    Other digests mean another model; equal ones the same config, tensors' names and shapes, and
+    probably weights. Equal `content` means the same weights, to the last bit.
+    """
 
     name: str
     digest: str  # 64 hexadecimal digits
+    files: ModelFiles | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, model_path: str | Path) -> ModelIdentity:
@@ -64,7 +70,49 @@ class ModelIdentity:
             )
         for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
             digest.update(checkpoint.first_bytes(name, _SAMPLED_BYTES))
-        return cls(resolved_model(path).name, digest.hexdigest())
+        files = ModelFiles.of(checkpoint)
+        return cls(resolved_model(path).name, digest.hexdigest(), files)
+
+    @property
+    def content(self) -> str:
+        """A digest of all weights too, which reads the model unless it is known already.
+
+        Errors:  CheckpointError where the model's files have changed meanwhile
+        """
+        if self.files is None:
+            return self.digest
+        return hashlib.sha256(f"{self.digest} {weights_digest(self.files)}".encode()).hexdigest()
+
+    @property
+    def state(self) -> str:
+        """Equal while nobody touches the files where they lie; tells nothing of a copy."""
+        return self.digest if self.files is None else self.files.digest
+
+    def facts(self) -> dict[str, Any]:
+        """What a file that is made from the model says of it. Errors: as of `content`."""
+        return {
+            "model_name": self.name,
+            "model_digest": self.digest,
+            "model_content": self.content,
+        }
+
+    def require_own(self, path: Path, facts: Mapping[str, Any], remedy: str) -> None:
+        """The file at `path`, which says `facts`, was made from this model.
+
+        `remedy` ends the error's text. Files of earlier versions know no content: they are taken
+        where nothing of the model is younger.
+        Errors:  ArtifactError; CheckpointError as of `content`
+        """
+        content = facts.get("model_content")
+        is_own = facts.get("model_digest") == self.digest
+        if not is_own or content not in (None, self.content):
+            text = belongs_elsewhere(facts.get("model_name"), self)
+            raise ArtifactError(f"{path}: {text}; {remedy}")
+        if content is None and self.files and path.stat().st_mtime_ns <= self.files.changed_ns:
+            raise ArtifactError(
+                f"{path}: may belong to other weights: it does not name them, and the model's "
+                f"files have changed since it was made; {remedy}"
+            )
 
 
 def belongs_elsewhere(name: object, identity: ModelIdentity) -> str:
@@ -131,8 +179,7 @@ def write_artifact(
     about = {
         "kind": kind,
         "version": VERSION,
-        "model_name": identity.name,
-        "model_digest": identity.digest,
+        **identity.facts(),
         "facts": dict(facts),
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
@@ -175,9 +222,7 @@ def _open(
             f"{path}: is of version {shown(about.get('version'))}, this program reads version "
             f"{VERSION}; make it again with `{command}`"
         )
-    if about.get("model_digest") != identity.digest:
-        belongs = belongs_elsewhere(about.get("model_name"), identity)
-        raise ArtifactError(f"{path}: {belongs}; make one for it with `{command}`")
+    identity.require_own(path, about, f"make one for it with `{command}`")
     facts = about.get("facts")
     if not isinstance(facts, dict):
         raise ArtifactError(f"{path}: holds no facts; make it again with `{command}`")

@@ -33,6 +33,12 @@ WeightFile = SafetensorsFile | TorchFile | GgufWeights
 # The same tensor is called with any of these by the checkpoints of one family.
 PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
+# Forms of weights, the preferred first.
+_FORMS: tuple[tuple[str, Callable[[Path], WeightFile]], ...] = (
+    ("model.safetensors", SafetensorsFile),
+    ("pytorch_model.bin", TorchFile),
+)
+
 
 class Checkpoint:
     """All tensors of a model directory or a GGUF file.
@@ -144,6 +150,22 @@ class Checkpoint:
         lines = [file.read_otherwise(by_layer) for file in files if isinstance(file, GgufWeights)]
         return "; ".join(filter(None, lines))
 
+    def files(self) -> list[Path]:
+        """Return the files that config, names and weights come from, in order of their names."""
+        beside = ("config.json", *(f"{name}.index.json" for name, _ in _FORMS))
+        found = {self.path / name for name in beside if (self.path / name).is_file()}
+        return sorted(found | self._paths)
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the tensor's bytes as the file has them, whatever its format: uint8."""
+        full_name = self.full_name(name)
+        return self._files[full_name].stored_bytes(full_name)
+
+    def read_ahead(self, name: str) -> None:
+        """All of the tensor is wanted soon."""
+        full_name = self.full_name(name)
+        self._files[full_name].read_ahead(full_name)
+
     def release(self, name: str) -> None:
         """Let go of the memory that reading the tensor took, where the file is mapped."""
         full_name = self.full_name(name)
@@ -157,7 +179,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _paths(self) -> set[Path]:
-        return {file.path for file in self._files.values()}
+        return {path for file in self._files.values() for path in file.paths}
 
     def read_apart(self, name: str) -> None:
         """Single rows of the tensor are read from now on: the kernel is to read nothing ahead."""
@@ -198,11 +220,7 @@ def _open_files(directory: Path) -> dict[str, WeightFile]:
     if is_gguf(directory):
         weights = GgufWeights(directory)
         return dict.fromkeys(weights.entries, weights)
-    forms: list[tuple[str, Callable[[Path], WeightFile]]] = [
-        ("model.safetensors", SafetensorsFile),
-        ("pytorch_model.bin", TorchFile),
-    ]
-    for name, open_file in forms:
+    for name, open_file in _FORMS:
         if (directory / name).exists():
             file = open_file(directory / name)
             return dict.fromkeys(file.entries, file)

@@ -72,6 +72,7 @@ class GgufWeights:
     def __init__(self, path: Path):
         self.path = path
         self._model = open_gguf(path)
+        self.paths = self._model.paths
         self._architecture = architecture_of(self._model)
         self._values = gguf_values(path)
         config = build_config(self._values, source=str(path))
@@ -97,6 +98,14 @@ class GgufWeights:
         if self._architecture.adds_one_to_norms and place.name.endswith("norm.weight"):
             return items - np.float32(1)
         return items
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the bytes that the file has for the tensor: uint8."""
+        return self._model.stored_bytes(self._places[name].name)
+
+    def read_ahead(self, name: str) -> None:
+        """All of the tensor is wanted soon."""
+        self._model.read_ahead(self._places[name].name)
 
     def release(self, name: str) -> None:
         """Give up the tensor's pages; they are mapped again if read."""

@@ -59,7 +59,16 @@ class KeptModel:
     num_bytes: int
     used_s: float  # when it was read last, seconds since 1970
     path: Path
-    blobs: tuple[Path, ...]  # files that hold its bytes
+    files: tuple[Path, ...]  # by their names in one revision
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What goes with a model: `paths`, which free so many bytes, of so many revisions."""
+
+    paths: tuple[Path, ...]
+    num_bytes: int
+    num_revisions: int
 
 
 def choose_files(repo_id: str, names: Sequence[str], wanted: str | None) -> HubModel:
@@ -160,6 +169,14 @@ def require_room(download: Download) -> None:
         )
 
 
+def snapshots(name: str) -> list[Path]:
+    """The folders of what the cache holds of org/repo[:FILE], found without the network."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repo = name.partition(":")[0]
+    return sorted(Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").glob("snapshots/*"))
+
+
 def kept_models() -> list[KeptModel]:
     """The models in the cache, by name."""
     found = []
@@ -169,10 +186,11 @@ def kept_models() -> list[KeptModel]:
     return sorted(found, key=lambda model: model.name)
 
 
-def remove(name: str) -> int:
-    """Remove a model from the cache; how many bytes that freed.
+def removal_of(name: str) -> Removal:
+    """What goes with a model of the cache.
 
-    `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models.
+    `name` is org/repo, for all of a repository, or org/repo:FILE, for one of its GGUF models in all
+    revisions. Bytes that other files there have too stay.
     Errors:  UsageError where the cache does not hold it
     """
     asked = REPOSITORY.fullmatch(name)
@@ -180,14 +198,29 @@ def remove(name: str) -> int:
     models = [model for model in kept_models() if model.name == name]
     if not repos or (asked and asked["name"] and not models):
         raise UsageError(f"the cache holds no {shown(name)}; `hotcold list` shows what it holds")
-    if asked and asked["name"]:
-        for path in (models[0].path, *models[0].blobs):
+    repo = repos[0]
+    if not (asked and asked["name"]):
+        return Removal((repo.repo_path,), int(repo.size_on_disk), len(repo.revisions))
+    links = {path for model in models for path in model.files}
+    files = [file for revision in repo.revisions for file in revision.files]
+    others = {file.blob_path for file in files if file.file_path not in links}
+    if not others:
+        return Removal((repo.repo_path,), int(repo.size_on_disk), len(models))
+    blobs = {
+        file.blob_path: file.size_on_disk
+        for file in files
+        if file.file_path in links and file.blob_path not in others
+    }
+    return Removal((*links, *blobs), sum(blobs.values()), len(models))
+
+
+def remove(removal: Removal) -> None:
+    """Remove it from the cache. Errors: OSError."""
+    for path in removal.paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
             path.unlink(missing_ok=True)
-        _unlink_broken(repos[0].repo_path)
-        return models[0].num_bytes
-    freed = int(repos[0].size_on_disk)
-    shutil.rmtree(repos[0].repo_path)
-    return freed
 
 
 def _models_of(repo_id: str, files: list[Any]) -> list[KeptModel]:
@@ -205,7 +238,7 @@ def _models_of(repo_id: str, files: list[Any]) -> list[KeptModel]:
             whole = _PART.sub("", first)
             parts = [by_name[name] for name in ggufs if _PART.sub("", name) == whole]
             found.append(_kept(f"{repo_id}:{_base(first)}", "gguf", parts))
-    return found or [_kept(repo_id, "unfinished", files)]
+    return found or ([_kept(repo_id, "unfinished", files)] if files else [])
 
 
 def _kept(name: str, form: str, files: list[Any]) -> KeptModel:
@@ -215,15 +248,8 @@ def _kept(name: str, form: str, files: list[Any]) -> KeptModel:
         sum(file.size_on_disk for file in files),
         max((file.blob_last_accessed for file in files), default=0.0),
         files[0].file_path if form == "gguf" else files[0].file_path.parent,
-        tuple(path for file in files for path in (file.file_path, file.blob_path)),
+        tuple(file.file_path for file in files),
     )
-
-
-def _unlink_broken(folder: Path) -> None:
-    """Remove links to files that are gone."""
-    for path in folder.glob("snapshots/**/*"):
-        if path.is_symlink() and not path.exists():
-            path.unlink()
 
 
 def _scan() -> list[Any]:

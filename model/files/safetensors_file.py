@@ -56,6 +56,7 @@ class SafetensorsFile:
                 self.entries = _read_header(path, stream, num_bytes)
         except OSError as problem:
             raise CheckpointError(f"{path}: cannot be read ({problem.strerror})") from None
+        self.paths = (path,)
         self._file = MappedFile(path)
 
     def array(self, name: str) -> np.ndarray:
@@ -63,6 +64,16 @@ class SafetensorsFile:
         entry = self.entries[name]
         bits = self._file.view(entry.start, entry.end).view(_ARRAY_DTYPES[entry.format_name])
         return bits.reshape(entry.shape)
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the tensor's bytes, whatever its format: uint8."""
+        entry = self.entries[name]
+        return self._file.view(entry.start, entry.end)
+
+    def read_ahead(self, name: str) -> None:
+        """All of the tensor is wanted soon."""
+        entry = self.entries[name]
+        self._file.read_ahead(entry.start, entry.end)
 
     def release(self, name: str) -> None:
         """Give up the tensor's pages; they are mapped again if read."""

@@ -20,7 +20,7 @@ class TorchFile:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.paths = path, (path,)
         self._tensors = _load(path)
         self.entries = {
             name: TensorEntry(
@@ -41,6 +41,16 @@ class TorchFile:
             return tensor.numpy()
         bits = tensor.view(torch.int16).numpy()
         return bits.view(np.uint16) if tensor.dtype == torch.float16 else bits
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return the tensor's bytes, whatever its format: uint8."""
+        import torch
+
+        items: np.ndarray = self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy()
+        return items
+
+    def read_ahead(self, name: str) -> None:
+        """Nothing changes: torch reads the file."""
 
     def release(self, name: str) -> None:
         """Nothing can be let go of: torch keeps the file."""

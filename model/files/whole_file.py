@@ -1,30 +1,69 @@
-"""Writing a file so that others find all of it or none."""
+"""Writing a file so that others find all of it or none, after a loss of power too."""
 
 from __future__ import annotations
 
+import glob
 import os
-import threading
+import re
+import secrets
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+_OLD_S = 3600.0  # of a file that its writer, who has ended, cannot remove
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `path`, and the folders above it, under another name first. Errors: OSError."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_whole(path, content)
+
+
+def replace_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """As `write_whole`, in a folder that is there. Errors: OSError."""
+    _write(path, content, mode, os.replace)
 
 
 def write_first(path: Path, content: bytes) -> None:
     """Write `path` whole, unless somebody has: what is there first stays. Errors: OSError."""
-    own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with suppress(FileExistsError):
+        _write(path, content, 0o666, os.link)
+
+
+def part_of(path: Path) -> Path:
+    """A name beside `path` for what is to become it, which no other writer has."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were given or taken in it are on the disk. Errors: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        own.write_bytes(content)
-        with suppress(FileExistsError):
-            os.link(own, path)
+        os.fsync(descriptor)
     finally:
-        own.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _write(path: Path, content: bytes, mode: int, name: Callable[[Path, Path], None]) -> None:
+    remove_old_parts(path)
+    part = part_of(path)
+    try:
+        # A name that is there, such as another program's link, is not written to.
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        name(part, path)
+        sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def remove_old_parts(path: Path) -> None:
+    """Remove what writers of `path` have left that were killed; nobody writes for an hour."""
+    ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]+\.part")
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        with suppress(OSError):
+            if ours.fullmatch(part.name) and time.time() - part.stat().st_mtime > _OLD_S:
+                part.unlink()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from model.errors import CheckpointError, shown
+from model.file_state import file_state
 from model.gguf.header import ArrayValue, HeaderReader, TensorInfo
 from model.gguf.names import PART, SUFFIX
 from model.mapped_file import MappedFile, mapped
@@ -61,6 +62,16 @@ class GgufFile:
         items = self._mapped.view(info.start, info.end).view(info.type.dtype)
         return items.reshape(*info.shape[:-1], info.type.items(info.shape[-1]))
 
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return a tensor's mapped bytes: uint8."""
+        info = self.tensors[name]
+        return self._mapped.view(info.start, info.end)
+
+    def read_ahead(self, name: str) -> None:
+        """All of the tensor is wanted soon."""
+        info = self.tensors[name]
+        self._mapped.read_ahead(info.start, info.end)
+
     def release(self, name: str) -> None:
         """Give up the tensor's pages; they are mapped again if read."""
         info = self.tensors[name]
@@ -93,7 +104,8 @@ class GgufModel:
         self.first = GgufFile(path)
         self.metadata = self.first.metadata
         self._file_of: dict[str, GgufFile] = {}
-        for part in [self.first, *self._other_parts()]:
+        self._others = self._other_parts()
+        for part in [self.first, *self._others]:
             for name in part.tensors:
                 if name in self._file_of:
                     raise CheckpointError(
@@ -120,6 +132,19 @@ class GgufModel:
     def array(self, name: str) -> np.ndarray:
         """Return a tensor's items; see `GgufFile.array`."""
         return self._file_of[name].array(name)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files of all parts."""
+        return (self.path, *(file.path for file in self._others))
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """Return a tensor's bytes."""
+        return self._file_of[name].stored_bytes(name)
+
+    def read_ahead(self, name: str) -> None:
+        """All of the tensor is wanted soon."""
+        self._file_of[name].read_ahead(name)
 
     def release(self, name: str) -> None:
         """Give up the tensor's pages."""
@@ -158,12 +183,12 @@ def open_gguf(path: str | Path) -> GgufModel:
     """Return the model; the same object while the file stays as it is. Errors: CheckpointError."""
     file = Path(path)
     try:
-        state = file.stat()
+        state = file_state(file)
     except OSError as problem:
         raise CheckpointError(f"{file}: cannot be read ({problem.strerror})") from None
-    return _open(file, state.st_size, state.st_mtime_ns)
+    return _open(file, state)
 
 
 @functools.lru_cache(_KEPT_FILES)
-def _open(path: Path, num_bytes: int, changed_ns: int) -> GgufModel:
+def _open(path: Path, state: tuple[int, ...]) -> GgufModel:
     return GgufModel(path)

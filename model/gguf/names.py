@@ -14,6 +14,15 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).is_file()
 
 
+def are_parts(path: Path, other: Path) -> bool:
+    """Whether the names are those of one model's parts, or the same."""
+    own, others = PART.fullmatch(path.stem), PART.fullmatch(other.stem)
+    if own is None or others is None:
+        return path.name == other.name
+    is_same = (own["stem"], own["count"]) == (others["stem"], others["count"])
+    return is_same and path.suffix == other.suffix
+
+
 def is_later_part(path: Path) -> bool:
     """Whether the name is that of a part other than the first."""
     name = PART.fullmatch(path.stem)

@@ -25,6 +25,7 @@ from model.config.weight_formats import requested_dtype
 from model.errors import HotcoldError, UsageError
 from model.files.checkpoint import Checkpoint
 from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from model.files.whole_file import part_of, sync_folder
 from model.gguf.names import is_gguf
 from model.weights.check import check_tensors, stored_config
 from model.weights.embedding import head_name
@@ -179,7 +180,7 @@ def _new_directory(out: Path) -> Path:
     """An empty directory beside `out`. Errors: UsageError where `out` exists."""
     if os.path.lexists(out):
         raise UsageError(f"{out} exists; name a new directory")
-    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    part = part_of(out)
     try:
         part.mkdir(parents=True)
     except OSError as problem:
@@ -190,7 +191,12 @@ def _new_directory(out: Path) -> Path:
 def _finish(part: Path, out: Path) -> None:
     if os.path.lexists(out):  # another has made it meanwhile
         raise UsageError(f"{out} exists; name a new directory")
+    for file in part.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    sync_folder(part)
     part.rename(out)
+    sync_folder(out.parent)
 
 
 def _require_space(directory: Path, num_bytes: int) -> None:

@@ -14,7 +14,13 @@ from model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
 from model.weights.memory import aligned_empty
 from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
 from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
-from numba_kernels.storage.reads.io_ring import IoRing, close_ring, keep_mapped, new_ring
+from numba_kernels.storage.reads.io_ring import (
+    IoRing,
+    close_ring,
+    keep_for_ever,
+    keep_mapped,
+    new_ring,
+)
 
 _MOST_NS = 250_000_000
 _MOST_READS = 1 << 16
@@ -43,6 +49,9 @@ def measure_disk(
             into = aligned_empty((RING_DEPTH * max(drawn),), np.uint8)
             keep_mapped(ring, into)
             return [_ring_rate(ring, file, *each, into) for each in drawn.items()]
+        except OSError:
+            keep_for_ever(into)  # the ring itself may have failed
+            raise
         finally:
             close_ring(ring)
     finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from actors.exchange.recovery import MOST_FAILURES
 from actors.processes.service_actor import ServiceActor
 from actors.protocol.kv_pool import KvPool
 from actors.protocol.messages import SystemConfig
+from actors.setup import connection
 from actors.setup.connection import Connection
 from model.config.build import read_config
 from model.errors import CheckpointError, MemoryBudgetError, ServiceError
@@ -64,6 +68,31 @@ def test_up_and_down(copied: TinyCheckpoint, host: StandInRay, kind: str) -> Non
             assert outcome.num_cpu_actors == count and found == expected
             require_whole(system, count, hot)
             assert complete(system, request) == copied.greedy_ids[:20]
+
+
+def test_an_arena_that_was_left_is_let_go_of(
+    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though telemetry was asked for, and is not asked again: there may be no room for a third."""
+    arenas: list[weakref.ref[np.ndarray]] = []
+    put_arena = connection.put_arena  # the stand-in's
+
+    def noted(arena: np.ndarray) -> tuple[Any, np.ndarray]:
+        arena_ref, mapped = put_arena(arena)
+        arenas.append(weakref.ref(mapped))
+        return arena_ref, mapped
+
+    monkeypatch.setattr(connection, "put_arena", noted)
+    with stand_in_system(host, config_of(copied.path)) as system:
+        assert len(system.actor.telemetry(600.0).actors) == 3  # the driver too
+        system.actor.scale(2)
+        for actor in set(host.actors) - set(host.alive()):
+            del actor.service  # a process that has ended holds nothing
+        deadline = time.monotonic() + 60
+        while arenas[0]() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        assert [arena() is None for arena in arenas] == [True, False]
 
 
 def test_a_profile_that_is_written_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
@@ -137,7 +166,7 @@ def test_a_model_that_is_changed_meanwhile(copied: TinyCheckpoint, host: StandIn
     with stand_in_system(host, config_of(copied.path)) as system:
         expected = tokens(system)
         change_model(copied.path)
-        with pytest.raises(CheckpointError, match="is another model than when the system started"):
+        with pytest.raises(CheckpointError, match="may be another model than when the system"):
             system.actor.scale(2)
         require_whole(system, 1, hot_of(system))
         assert tokens(system) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -96,6 +97,20 @@ def test_the_copy_of_the_model_is_checked(
             require_same_model(stored)
         config = read_config(path)
         assert weight_bytes(stored, config) == 4 * config.hidden_size * (3 + 2 * 2)
+    alone = service_specs(SystemConfig(str(path), num_cpu_actors=2), read_config(path))[2]
+    require_same_model(alone)
+    weights = path / "model.safetensors"
+    content, found = bytearray(weights.read_bytes()), weights.stat()
+    content[-1] ^= 1
+    weights.write_bytes(content)  # in place
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=r"on .* is another model than on the driver's host"):
+        require_same_model(spec)
+    with pytest.raises(CheckpointError, match="may be another model than when the system started"):
+        require_same_model(alone)
+    shutil.rmtree(path)
+    shutil.copytree(tiny("llama-relu").path, path)  # the same again, as on another host
+    require_same_model(spec)
     shutil.rmtree(path)
     shutil.copytree(tiny("opt-postnorm").path, path)
     with pytest.raises(CheckpointError, match=r"the cpu1 service, on .* is another model than"):

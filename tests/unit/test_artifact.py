@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from safetensors.torch import save_file as save_torch_file
 
-from model.errors import ArtifactError
+from model.errors import ArtifactError, CheckpointError
+from model.files import content
 from model.files.artifact import (
     COMMANDS,
     VERSION,
@@ -27,6 +29,7 @@ from model.files.artifact import (
     read_artifact,
     write_artifact,
 )
+from model.files.safetensors_file import SafetensorsFile
 from tests.tiny_models import make_tiny
 
 IDENTITY = ModelIdentity("mine", "ab" * 32)
@@ -205,7 +208,8 @@ def test_a_moved_model_is_the_same(model: Path, tmp_path: Path) -> None:
     assert found.digest == moved.digest and moved.name == "moved"
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
-    assert ModelIdentity.of(path).digest == found.digest
+    moved = ModelIdentity.of(path)
+    assert moved.digest == found.digest and moved.content == found.content
     write_artifact(tmp_path / "f", "plan", found, {}, {})
     read_artifact(tmp_path / "f", "plan", moved)
 
@@ -234,6 +238,121 @@ def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("fc1.weight"))
     save_torch_file(tensors | {name: tensors[name].half()}, weights, {"format": "pt"})
     assert ModelIdentity.of(path).digest not in digests
+
+
+def change_in_place(file: Path, place: int) -> None:
+    """Change a bit of a file as a careless or a hostile program would: size and time stay."""
+    found = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        old = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([old ^ 1]))
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_any_number_changed_in_place_is_another_model(model: Path, tmp_path: Path) -> None:
+    """Of any tensor, wherever it lies; a copy of the old model is the old one, on any host."""
+    path = shutil.copytree(model, tmp_path / "copy")
+    weights, original = path / "model.safetensors", model / "model.safetensors"
+    write_artifact(tmp_path / "f", "predictors", ModelIdentity.of(path), {}, {})
+    entries = SafetensorsFile(weights).entries
+    assert len(entries) > 40
+    for entry in entries.values():
+        place = (entry.start + entry.end) // 2
+        change_in_place(weights, place)
+        told = refused(tmp_path / "f", "predictors", ModelIdentity.of(path))
+        assert "to the model 'copy', not to this 'copy', whose config.json or weights" in told
+        change_in_place(weights, place)
+    assert weights.read_bytes() == original.read_bytes()
+    read_artifact(tmp_path / "f", "predictors", ModelIdentity.of(path))
+    read_artifact(tmp_path / "f", "predictors", ModelIdentity.of(model))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "part.safetensors"])
+def test_weights_of_other_forms_changed_in_place(name: str, model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "copy")
+    tensors, file = load_file(path / "model.safetensors"), path / name
+    (path / "model.safetensors").unlink()
+    if name == "pytorch_model.bin":
+        torch.save(tensors, file)
+    else:
+        save_torch_file(tensors, file)
+        index = {"weight_map": dict.fromkeys(tensors, name)}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = ModelIdentity.of(path)
+    found = before.content
+    assert ModelIdentity.of(path).content == found
+    change_in_place(file, file.stat().st_size // 2)
+    assert ModelIdentity.of(path).content != found
+    with pytest.raises(CheckpointError, match="its files have changed meanwhile"):
+        assert before.content
+
+
+def test_the_weights_are_read_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not again while their files stay as they are, by another process either."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = shutil.copytree(model, tmp_path / "copy")
+    hashed: list[Path] = []
+    make = content._hashed
+
+    def noted(files: content.ModelFiles) -> str:
+        hashed.append(files.model)
+        return make(files)
+
+    monkeypatch.setattr(content, "_hashed", noted)
+    first = ModelIdentity.of(path).content
+    content._known.clear()  # as another process
+    assert ModelIdentity.of(path).content == first and len(hashed) == 1
+    (kept,) = (tmp_path / "cache/hotcold/weights").iterdir()
+    kept.write_bytes(kept.read_bytes()[:20])  # cut short by a full disk
+    content._known.clear()
+    assert ModelIdentity.of(path).content == first and len(hashed) == 2
+    os.utime(path / "model.safetensors")
+    assert ModelIdentity.of(path).content == first and len(hashed) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # nothing can be kept there
+    os.utime(path / "model.safetensors")
+    assert ModelIdentity.of(path).content == ModelIdentity.of(path).content == first
+    assert len(hashed) == 4
+
+
+def test_a_bar_is_shown_while_a_large_model_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(content, "progress", lambda text: nullcontext(lambda *at: shown.append(at)))
+    path = shutil.copytree(model, tmp_path / "copy")
+    assert ModelIdentity.of(path).content and shown == []
+    monkeypatch.setattr(content, "_SHOWN_BYTES", 1)
+    os.utime(path / "model.safetensors")
+    assert ModelIdentity.of(path).content
+    assert shown == sorted(shown) and shown[-1][0] == shown[-1][1] > 0
+
+
+def test_a_file_that_names_no_weights_is_taken_while_it_is_younger(
+    model: Path, tmp_path: Path
+) -> None:
+    """As earlier versions wrote them."""
+    path = shutil.copytree(model, tmp_path / "copy")
+    weights = path / "model.safetensors"
+    newest = max(file.stat().st_ctime_ns for file in path.iterdir())
+    about = {"kind": "profile", "version": VERSION, "model_name": "copy", "facts": FACTS,
+             "model_digest": ModelIdentity.of(path).digest}  # fmt: skip
+    file = tmp_path / "f"
+    while not file.exists() or file.stat().st_mtime_ns <= newest:  # the kernel's clock ticks
+        save_file(TENSORS, file, {"hotcold": json.dumps(about)})
+    read_artifact(file, "profile", ModelIdentity.of(path))
+    large = max(
+        SafetensorsFile(weights).entries.values(), key=lambda entry: entry.end - entry.start
+    )
+    while weights.stat().st_ctime_ns <= file.stat().st_mtime_ns:
+        change_in_place(weights, large.end - 1)
+    assert ModelIdentity.of(path).digest == about["model_digest"]
+    told = refused(file, identity=ModelIdentity.of(path))
+    assert "the model's files have changed since it was made; make one for it" in told
 
 
 def unwritable(path: Path) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from model.config.build import read_config
 from model.errors import ArtifactError
 from model.files.artifact import ModelIdentity
 from model.files.checkpoint import Checkpoint
+from model.files.safetensors_file import SafetensorsFile
 from model.weights.check import stored_config
 from model.weights.ffn import load_ffn
 from tests.full_disk import files_of_at_most
@@ -103,6 +107,106 @@ def test_a_damaged_neuron_is_named_wherever_it_lies(
     order = model.read().order
     expected = [(layer, int(order[layer, place])) for layer, place in places]
     assert sorted(damaged_bundles(model.read())) == sorted(expected)
+
+
+def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:
+    """Not those of its old FFN: neither whole ones, nor what an interrupted run has left."""
+    old = model.write()
+    weights = model.path / "model.safetensors"
+    found, content = weights.stat(), bytearray(weights.read_bytes())
+    name = next(name for name in Checkpoint(model.path).names() if "1.mlp.down" in name)
+    entry = SafetensorsFile(weights).entries[name]
+    content[entry.end - 2] ^= 1
+    with weights.open("r+b") as stream:
+        stream.write(content)
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(ArtifactError, match="or weights differ; make it again"):
+        model.read()
+    model.file.rename(model.part)
+    identity = ModelIdentity.of(model.path)
+    begun = header_block(model.geometry, identity, "drawn", None)
+    assert begun != old[:BLOCK_BYTES]
+    new = model.write()
+    start = model.geometry.first_byte
+    assert new[start:] != old[start:] and damaged_bundles(model.read()) == []
+
+
+def test_a_wrong_norm_is_found(model: Model) -> None:
+    """Of whoever has written the tables' sum over it."""
+    geometry, content = model.geometry, bytearray(model.write())
+    layer, place = 1, 5
+    at = geometry.norms_start + 4 * (layer * geometry.num_neurons + place)
+    content[at : at + 4] = bytes(4)
+    tables = bytes(content[geometry.order_start : geometry.done_start])
+    identity = ModelIdentity.of(model.path)
+    header = header_block(geometry, identity, "drawn", zlib.crc32(tables))
+    model.file.write_bytes(header + content[BLOCK_BYTES:])
+    neuron = int(model.read().order[layer, place])
+    assert damaged_bundles(model.read()) == [(layer, neuron)]
+    assert main(["pack", str(model.path), "--verify"]) == 1
+
+
+class Disk:
+    """What is asked of a disk that may lose, with its power, what came after the last barrier."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Callable[[int], None] | None] = []  # None: a barrier
+        for name in ("pwrite", "ftruncate", "fsync", "fdatasync"):
+            patch.setattr(pack.os, name, self._noted(name, getattr(os, name)))
+
+    def _noted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(descriptor: int, *arguments: Any) -> Any:
+            if name.endswith("sync"):
+                self.asked.append(None)
+            else:
+                kept = tuple(bytes(one) if not isinstance(one, int) else one for one in arguments)
+                self.asked.append(lambda other: real(other, *kept))
+            return real(descriptor, *arguments)
+
+        return ask
+
+    def crashes(self) -> Iterator[list[Callable[[int], None]]]:
+        """What has come to the disk by each moment: all before a barrier, any of what is after."""
+        settled: list[Callable[[int], None]] = []
+        for is_barrier, asked in itertools.groupby(self.asked, lambda one: one is None):
+            if is_barrier:
+                continue
+            open_ones = [one for one in asked if one is not None]
+            for kept in itertools.product((False, True), repeat=len(open_ones)):
+                yield [*settled, *itertools.compress(open_ones, kept)]
+            settled += open_ones
+
+
+def test_a_loss_of_power_blesses_nothing_wrong(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the disk has kept of a run, the next one writes the same file as a run in peace.
+
+    The run before it was of another order, and left the file of another whole kind.
+    """
+    whole = model.write()
+    own, model.order = model.order, model.order[:, ::-1].copy()
+    model.write()
+    model.file.rename(model.part)
+    with model.part.open("r+b") as stream:  # as if it were not whole yet
+        stream.write(header_block(model.geometry, ModelIdentity.of(model.path), "drawn", None))
+    left = model.part.read_bytes()
+    model.order = own
+    with monkeypatch.context() as patch:
+        disk = Disk(patch)
+        assert model.write() == whole
+    num_crashes, num_went_on = 0, 0
+    for kept in disk.crashes():
+        model.file.unlink(missing_ok=True)
+        model.part.write_bytes(left)
+        with model.part.open("r+b") as stream:
+            for write in kept:
+                write(stream.fileno())
+        begun: list[int] = []
+        assert model.write(lambda done, total: begun.append(done)) == whole  # noqa: B023
+        num_went_on += not begun or begun[0] > model.geometry.layer_bytes
+        num_crashes += 1
+    assert num_crashes > 20 and num_went_on > 3
 
 
 class Stopped(Exception):

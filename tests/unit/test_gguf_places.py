@@ -24,7 +24,14 @@ def test_parts(tmp_path: Path) -> None:
     assert np.array_equal(
         reference_logits(parts[0], IDS), reference_logits(tmp_path / "whole.gguf", IDS)
     )
-    assert ModelIdentity.of(parts[0]).digest == ModelIdentity.of(tmp_path / "whole.gguf").digest
+    whole, cut = ModelIdentity.of(tmp_path / "whole.gguf"), ModelIdentity.of(parts[0])
+    assert (whole.digest, whole.content) == (cut.digest, cut.content)
+    content = bytearray(parts[-1].read_bytes())
+    content[-40] ^= 1  # in the last tensor
+    parts[-1].write_bytes(content)
+    assert ModelIdentity.of(parts[0]).content != whole.content
+    content[-40] ^= 1
+    parts[-1].write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is part 2 of .*-00001-of-"):
         read_config(parts[1])
     lone = tmp_path / "lone" / parts[0].name

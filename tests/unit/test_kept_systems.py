@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from actors.protocol.options import SystemOptions
 from jobs.chat.conversation import Facts
 from jobs.commands.chat import chat
+from jobs.kept import commands as kept_commands
 from jobs.kept import folder as folders
 from jobs.kept import identity as identities
 from jobs.kept import records
@@ -29,7 +33,7 @@ from jobs.kept.commands import ps, stop
 from jobs.kept.find import find_system
 from jobs.kept.identity import identity_of, is_same, model_text, resolved_options
 from jobs.kept.records import Record
-from model.errors import UsageError
+from model.errors import ServiceError, UsageError
 from model.files.locate import DEMO_DIRECTORY
 from tests.documents import ROOT
 from ui.own import Stay, create_own_app
@@ -46,12 +50,12 @@ def record(name: str, **changes: Any) -> Record:
     return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
 
 
-def claimed(folder: Path, name: str) -> records.Claim:
+def claimed(folder: Path, name: str, **changes: Any) -> records.Claim:
     here = os.getcwd()
     os.chdir(folder)  # pytest's folders have names too long for a socket
     try:
         with records.alone(folder):
-            return records.claim(Path(), record(name))
+            return records.claim(Path(), replace(record(name), **changes))
     finally:
         os.chdir(here)
 
@@ -186,6 +190,76 @@ def test_what_is_damaged_is_nobody(base: Path) -> None:
     claim.listener.close()
 
 
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user that has nothing to do with any system."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_number_that_is_another_processes_now_is_left_alone(
+    base: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system was found a moment before; its process ended, and the number was given again."""
+    folder = folders.own_folder()
+    claim = claimed(folder, "model", pid=bystander.pid)
+    found = [(folder, claim.record)]
+    monkeypatch.setattr(kept_commands, "running_systems", lambda: found)
+    os.close(claim.lock)
+    claim.listener.close()
+    assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
+
+
+def test_a_system_whose_process_is_not_to_be_seen_is_not_ended(
+    base: Path, bystander: subprocess.Popen[bytes]
+) -> None:
+    """As that of a container with the same folder, where another process has the number here."""
+    folder = folders.own_folder()
+    started = records.start_of(bystander.pid) + 1
+    claim = claimed(folder, "model", pid=bystander.pid, started=started)
+    refused = CliRunner().invoke(stop).exception
+    assert isinstance(refused, ServiceError)
+    assert "runs where its process cannot be seen from here" in str(refused)
+    os.close(claim.lock)
+    claim.listener.close()
+
+
+_HOLDS = """
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from jobs.kept import records
+os.chdir(sys.argv[1])
+folder, deaf = Path(), sys.argv[2:]
+pid = os.getpid()
+one = records.Record("model", pid, True, "m", "", {}, started=records.start_of(pid))
+if deaf:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with records.alone(folder):
+    claim = records.claim(folder, one)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_the_process_that_holds_a_system_is_ended(
+    base: Path, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_commands, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(kept_commands, "_ENDING_S", 60.0 if not is_deaf else 0.5)
+    folder = folders.own_folder()
+    arguments = [sys.executable, "-c", _HOLDS, str(folder), *(["deaf"] if is_deaf else [])]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
+        ended_by = signal.SIGKILL if is_deaf else signal.SIGTERM
+        assert process.wait(60) == -ended_by
+    assert list(folder.iterdir()) == []
+
+
 def same(asked: SystemOptions, running: SystemOptions, **resolved: Any) -> bool:
     model = model_text(None)
     return is_same(identity_of(model, asked), identity_of(model, running), resolved)
@@ -219,8 +293,47 @@ def test_a_copy_of_a_checkout_is_the_same_code(
 
     here, copy, other = map(identity, ("here", "copy", "other"))
     assert is_same(copy, here, {}) and not is_same(other, here, {})
-    (tmp_path / "copy" / "demo" / "config.json").write_text("{ }")
+    (tmp_path / "copy" / "demo" / "config.json").write_text("[]")  # as long as before
+    identities._digest.cache_clear()
     assert not is_same(identity("copy"), here, {})
+    in_place(tmp_path / "here" / "demo" / "config.json")
+    assert not is_same(identity("here"), here, {})
+
+
+def in_place(file: Path) -> None:
+    """Change a file's last byte, and set its time back."""
+    found = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.05)  # the kernel's clock ticks
+    with file.open("r+b") as stream:
+        stream.write(content)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def test_weights_that_are_changed_in_place_are_another_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a directory, of a later part of a GGUF model, of what the hub's cache holds of an id."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    snapshot = hub / "models--org--repo" / "snapshots" / "0123"
+    parts = [tmp_path / f"gguf/m-{part:05}-of-00002.gguf" for part in (1, 2)]
+    files = {
+        str(tmp_path / "folder"): tmp_path / "folder" / "model.safetensors",
+        str(parts[0]): parts[1],
+        "org/repo": snapshot / "model.safetensors",
+        "org/repo:one.gguf": snapshot / "hotcold" / "one" / "predictors-sign.safetensors",
+    }
+    for file in (*parts, *files.values()):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"weights")
+    for model, file in files.items():
+        before = identity_of(model, SystemOptions())
+        assert is_same(identity_of(model, SystemOptions()), before, {})
+        in_place(file)
+        assert not is_same(identity_of(model, SystemOptions()), before, {}), model
 
 
 def test_one_that_ends_before_it_answers_is_done_without(

@@ -140,6 +140,37 @@ def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
     assert all(Path(model["path"]).exists() for model in models)
 
 
+def test_a_file_goes_in_all_revisions(
+    tmp_path: Path, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing goes that another file has the bytes of."""
+    repo = tmp_path / "cache" / "hub" / "models--org--many"
+    (repo / "blobs").mkdir(parents=True)
+    for blob in ("old", "new", "shared", "other"):
+        (repo / "blobs" / blob).write_bytes(blob.encode() * 2_000_000)
+    revisions: dict[str, dict[str, str]] = {
+        "a" * 40: {"x.gguf": "old", "y.gguf": "shared"},
+        "b" * 40: {"x.gguf": "new", "y.gguf": "other"},
+        "c" * 40: {"x.gguf": "shared"},
+    }
+    for revision, files in revisions.items():
+        (repo / "snapshots" / revision).mkdir(parents=True)
+        for name, blob in files.items():
+            (repo / "snapshots" / revision / name).symlink_to(f"../../blobs/{blob}")
+    assert run("rm", "org/many:x.gguf", "--yes")[:2] == (
+        0,
+        "org/many:x.gguf: 0.01 GB freed in 3 revisions\n",
+    )
+    assert "x.gguf" not in run("list")[1] and run("list")[1].count("y.gguf") == 2
+    assert {blob.name for blob in (repo / "blobs").iterdir()} == {"shared", "other"}
+    left = {path.resolve().name for path in repo.glob("snapshots/*/*")}
+    assert left == {"shared", "other"}
+    assert run("rm", "org/many:y.gguf", "--yes")[1] == (
+        "org/many:y.gguf: 0.02 GB freed in 2 revisions\n"
+    )
+    assert not repo.exists()
+
+
 def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> None:
     local_hub.breaks_after["model.safetensors"] = 15_000_000
     for _ in range(2):  # the library tries again by itself, where it can

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from model.files import whole_file
 from model.files.whole_file import write_first, write_whole
 
 
@@ -35,3 +38,66 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, write) -> None:
     else:
         write(tmp_path / "file", b"one")  # somebody has been there
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_writers_of_one_process_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads, or two containers with the same process number, that write at the same time."""
+    path, both = tmp_path / "file", threading.Barrier(2)
+    sync, failed = os.fsync, []
+    contents = [bytes([letter]) * 100_000 for letter in b"ab"]
+
+    def wait(descriptor: int) -> None:
+        both.wait(60)  # the folder's too: each has then taken its name
+        sync(descriptor)
+
+    def write(content: bytes) -> None:
+        try:
+            write_whole(path, content)
+        except OSError as problem:
+            failed.append(problem)
+
+    monkeypatch.setattr(whole_file.os, "fsync", wait)
+    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failed == [] and path.read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [write_first, write_whole])
+def test_it_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write
+) -> None:
+    """And the name before the writer is told so: a loss of power leaves the old file or the new."""
+    path, asked = tmp_path / "file", []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
+
+    def noted(name: str, *arguments) -> None:
+        is_file = name == "fsync" and os.path.isfile(f"/proc/self/fd/{arguments[0]}")
+        size = os.fstat(arguments[0]).st_size if is_file else None
+        asked.append((name, size))
+        real[name](*arguments)
+
+    for name in real:
+        monkeypatch.setattr(
+            whole_file.os, name, lambda *arguments, name=name: noted(name, *arguments)
+        )
+    write(path, b"one")
+    named = "link" if write is write_first else "replace"
+    assert asked == [("fsync", 3), (named, None), ("fsync", None)]
+
+
+def test_what_a_killed_writer_has_left_goes(tmp_path: Path) -> None:
+    """Once it is so old that nobody can be writing it; other files stay."""
+    path = tmp_path / "file"
+    old, own, other = (tmp_path / f"file.{name}" for name in ("4711.part", "0aff.part", "x.part"))
+    for part in (old, own, other):
+        part.touch()
+    for part in (old, other):
+        os.utime(part, (1, 1))
+    write_whole(path, b"one")
+    assert sorted(tmp_path.iterdir()) == sorted([path, own, other])

@@ -43,6 +43,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         cold = runs_of_layers(threads, config)
     else:
         cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
+    identity = ModelIdentity.of(system.model_path)
     gpu = ServiceSpec(
         "gpu",
         0,
@@ -52,7 +53,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
         neuron_ids=hot,
         weight_dtype=system.weight_dtype,
         has_down_norms=system.has_down_norms,
-        model_digest=ModelIdentity.of(system.model_path).digest,
+        model_digest=identity.content if system.hosts else identity.state,
         has_own_files=bool(system.hosts),
         share=host_share(system, threads, None),
         gpu=_gpu_share(system, config),

@@ -122,6 +122,17 @@ def close_ring(ring: IoRing) -> None:
     os.close(int(ring.facts[DESCRIPTOR]))
 
 
+def keep_for_ever(buffers: np.ndarray) -> None:
+    """Of a ring that failed with reads under way: the kernel may write there whenever they come.
+
+    No call tells when it no longer does, so this memory is never anything else's.
+    """
+    _written_by_kernel.append(buffers)
+
+
+_written_by_kernel: list[np.ndarray] = []
+
+
 @intrinsic
 def _enter(typingctx, descriptor, num_new, least):
     """How many were taken, or minus errno."""

@@ -17,6 +17,7 @@ from numba_kernels.storage.reads.read_queue import (
     finish_span,
     is_stopped,
     num_asked,
+    serve_reads,
     take_next,
     wanted_of,
 )
@@ -50,24 +51,29 @@ def _take(queue, file, span, result, staging, target):
 
 
 @njit(nogil=True, cache=True)
-def _give_up(queue, spans, busy, held_gates, held_rests, status):
-    """All that is under way failed: the ring itself did."""
+def go_on_without_ring(queue, file, held_gates, held_rests, staging, target, spans, busy):
+    """Read what was under way in a ring that failed, then what is asked for, as `serve_reads`.
+
+    `staging` is not what the ring had: the kernel may still write there.
+    """
     for k in np.flatnonzero(busy):
-        row = queue.rows[spans[k, BATCH], spans[k, FIRST]]
-        queue.failure[1], queue.failure[0] = row, status
-        finish_span(queue, spans[k], False, held_gates, held_rests)
-        busy[k] = 0
+        span = spans[k]
+        wanted = wanted_of(queue, np.int64(span[BATCH]))
+        num_bytes = read_span(file, wanted, span[FIRST], span[LAST], staging, target, queue.failure)
+        finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
+    serve_reads(0, queue, file, held_gates, held_rests, staging, target)
 
 
 @njit(nogil=True, cache=True)
-def serve_ring(queue, file, held_gates, held_rests, staging, target, ring):
+def serve_ring(queue, file, held_gates, held_rests, staging, target, ring, spans, busy):
     """Read what is asked for, until `stop_readers`, as many spans at once as `staging` has rows.
 
-    staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; others as of
-    `serve_reads`. A read that fails, comes short or is damaged is tried as there.
+    staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; spans (D, 3)
+    int32 and busy (D,) uint8: what is under way, nothing at first; others as of `serve_reads`. A
+    read that fails, comes short or is damaged is tried as there. Returns 0, or an errno where the
+    ring itself failed: then all that is under way may still come, and `staging` has to stay.
     """
-    counts, depth = queue.counts[0], staging.shape[0]
-    spans, busy = np.zeros((depth, 3), np.int32), np.zeros(depth, np.uint8)
+    counts = queue.counts[0]
     counts[HAS_BEGUN] = 1
     while True:
         seen = num_asked(queue)
@@ -76,20 +82,19 @@ def serve_ring(queue, file, held_gates, held_rests, staging, target, ring):
         num_reads = busy.sum()
         if num_reads == 0:
             if is_stopped(queue):
-                return
+                return np.int64(0)
             await_spans(queue, seen)
             continue
         started = now_ns()
         status = submit(ring, min(MOST_TOGETHER, 1 + num_reads // 4))
         if status != 0:
-            _give_up(queue, spans, busy, held_gates, held_rests, status)
+            return status
         k, result = next_done(ring)
         while k >= 0:
-            if busy[k]:
-                span = spans[k]
-                num_bytes = _take(queue, file, span, result, staging[k], target)
-                counts[BYTES_READ] += num_bytes
-                finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
-                busy[k] = 0
+            span = spans[k]
+            num_bytes = _take(queue, file, span, result, staging[k], target)
+            counts[BYTES_READ] += num_bytes
+            finish_span(queue, span, num_bytes > 0, held_gates, held_rests)
+            busy[k] = 0
             k, result = next_done(ring)
         counts[READ_NS] += now_ns() - started
