@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+    from actors.protocol.messages import Generation
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
 )
@@ -21,6 +23,19 @@ json_option = click.option(
 def print_json(content: dict[str, Any]) -> None:
     """Print `content` as one line of JSON, the last of standard output."""
     click.echo(json.dumps(content, allow_nan=False))
+
+
+def cut_short(result: Generation, context_length: int, longer: str, anew: str) -> str:
+    """What cut an answer short, and what helps; "" where nothing did.
+
+    `longer` helps where it has the most tokens that it may have, `anew` where the context is full.
+    """
+    if result.finish_reason != "length":
+        return ""
+    if result.num_prompt_tokens + len(result.ids) >= context_length:
+        return f"the answer was cut: the context of {context_length:,} tokens is full; {anew}"
+    count = len(result.ids)
+    return f"the answer was cut at {count:,} token{'' if count == 1 else 's'}; {longer}"
 
 
 def stderr_console() -> Console:

@@ -21,6 +21,7 @@ from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from model.config.build import read_config
 from model.files.locate import DEMO_DIRECTORY
 
+ENDLESS = 1 << 30  # tokens of an answer that goes on until it is stopped
 Deliver = Callable[[TokenEvent | BaseException], None]
 TEXT = """`textwrap.dedent` removes the whitespace that **all** lines have in common:
 

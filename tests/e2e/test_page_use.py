@@ -22,6 +22,7 @@ from tests.e2e.page_visit import (
     wait_for_answer,
     wait_until_kept,
 )
+from tests.e2e.stand_in import ENDLESS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,6 +93,24 @@ def test_settings_reach_the_request(open_page, book) -> None:
     ask(page, OTHER)
     wait_for_answer(page)
     assert problem.count() == 0 and len(book.requests) == asked + 1
+
+
+@pytest.mark.parametrize("how", ["typed", "suggested"])
+def test_the_panel_watches_an_answer_from_its_question_on(open_page, book, how) -> None:
+    """Also where it had stopped looking, because nothing ran; no key and no pointer wakes it."""
+    page = open_page()
+    page.wait_for_selector("#live [data-polling=no]")
+    book.first_s, book.num_tokens = 4.0, ENDLESS
+    if how == "typed":
+        page.fill("#question textarea", QUESTION)
+    button = "#send" if how == "typed" else "#welcome button"
+    page.evaluate("name => document.querySelector(name).click()", button)
+    page.wait_for_function(
+        "document.querySelector('#live [data-show=requests]').innerText.includes('1 running')"
+    )
+    assert page.get_attribute("#live [data-polling]", "data-polling") == "yes"
+    page.click("#stop")
+    page.wait_for_selector("body[data-chat=ready] #live [data-polling=no]")
 
 
 def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> None:
