@@ -21,7 +21,6 @@ from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from model.config.build import read_config
 from model.files.locate import DEMO_DIRECTORY
 
-ENDLESS = 1 << 30  # tokens of an answer that goes on until it is stopped
 Deliver = Callable[[TokenEvent | BaseException], None]
 TEXT = """`textwrap.dedent` removes the whitespace that **all** lines have in common:
 
@@ -47,6 +46,7 @@ class StandIn:
     tokens_per_s: float = 100.0
     first_s: float = 0.05  # before an answer's first token
     num_tokens: int = 60  # of an answer
+    held_at: int | None = None  # an answer has so many, and no more as long as this stands
     error: Exception | None = None  # in place of an answer, or with `num_tokens` in its midst
     device: str = "cpu"
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -119,7 +119,8 @@ class StandIn:
             words = self.text.split(" ")
             wanted = min(self.num_tokens, request.sampling.max_tokens)
             while said < wanted and name not in self._stopped:
-                due = min(wanted, 1 + int((loop.time() - began) * self.tokens_per_s))
+                most = wanted if self.held_at is None else min(wanted, self.held_at)
+                due = min(most, 1 + int((loop.time() - began) * self.tokens_per_s))
                 if due > said:
                     text = " ".join(words[i % len(words)] for i in range(said, due))
                     deliver(TokenEvent(f"{text} ", num_tokens=due - said))

@@ -17,12 +17,12 @@ from tests.e2e.page_visit import (
     QUESTION,
     ask,
     click_in_row,
+    keep_notes,
     set_numbers,
     until,
     wait_for_answer,
     wait_until_kept,
 )
-from tests.e2e.stand_in import ENDLESS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -100,7 +100,7 @@ def test_the_panel_watches_an_answer_from_its_question_on(open_page, book, how) 
     """Also where it had stopped looking, because nothing ran; no key and no pointer wakes it."""
     page = open_page()
     page.wait_for_selector("#live [data-polling=no]")
-    book.first_s, book.num_tokens = 4.0, ENDLESS
+    book.held_at = 0
     if how == "typed":
         page.fill("#question textarea", QUESTION)
     button = "#send" if how == "typed" else "#welcome button"
@@ -142,13 +142,14 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
 
 def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> None:
     page = open_page()
-    book.first_s, book.tokens_per_s, book.num_tokens = 2.0, 20.0, 10_000
+    book.held_at = 0
     cursors = """[...document.querySelectorAll('#chat .md, #chat .md *')].filter(
         each => getComputedStyle(each, '::after').animationName == 'pulse').length"""
     ask(page, QUESTION)
     page.wait_for_function(f"document.body.dataset.chat == 'waiting' && {cursors} == 1")
     assert page.locator("#bar .state").inner_text() == "Reading the question"
     assert page.is_visible("#stop") and not page.is_visible("#send")
+    book.held_at = 20
     page.wait_for_function(f"document.body.dataset.chat == 'answering' && {cursors} == 1")
     assert page.locator("#bar .state").inner_text() == "Answering"
     assert page.locator("#conversations li.busy").count() == 1
@@ -175,6 +176,7 @@ def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> Non
 
 def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
     page = open_page()
+    keep_notes(page)
     for question in (QUESTION, OTHER):
         page.click("#new")
         page.wait_for_selector("#welcome h2")
@@ -218,6 +220,7 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     (kept,) = json.loads(file.read_text())
     assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
     other = open_page()
+    keep_notes(other)
     other.set_input_files("#conversations input[type=file]", file)
     wait_for_rows(other, QUESTION)
     assert "1 conversation imported." in other.inner_text("#conversations")
