@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import socket
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.private_ray.closed_ray import closed_to_others
-from actors.private_ray.session_folder import SessionFolder
+from actors.private_ray.session_folder import SessionFolder, base_folder
 from actors.private_ray.start import init_private
 from actors.processes.cluster import NAMESPACE, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
@@ -21,10 +23,14 @@ from actors.protocol.messages import ServiceSpec, SystemConfig
 from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from actors.setup.hosts import node_ids
+from model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
+_LEAST_ROOM_BYTES = 4 << 20  # for logs of a session, which begins with 0.2 MB of them
+_LOOPBACK = "127.0.0.1"
+_REACHED_S = 10.0
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
 _ENDED_S = 10.0  # for processes that were killed
 _FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
@@ -47,13 +53,16 @@ def start_local_ray(
     Its object store holds the arena and little else: weights live in the actors. There is room for
     a second one, which lacks the `bits_bytes` of predictors that the first has besides. All of it
     is taken of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
-    Errors:  MemoryBudgetError where /dev/shm is too small; those of `ray.init`, of any kind
+    Errors:  MemoryBudgetError where /dev/shm is too small, ServiceError where the folder for Ray's
+             files is full or the loopback is down; those of `ray.init`, of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
     # What fits was checked; Ray would kill services while there are megabytes for them.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
     store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
     require_shared_memory(store_bytes)
+    _require_room()
+    _require_loopback()
     options = {
         "address": "local",
         "num_cpus": num_cpus,
@@ -76,6 +85,33 @@ def start_local_ray(
         with suppress(psutil.NoSuchProcess):
             if process.name() == "raylet":
                 reserve_object_store(process.pid)
+
+
+def _require_room() -> None:
+    """Where they cannot write logs Ray's processes die without a word. Errors: ServiceError."""
+    folder = base_folder()
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_ROOM_BYTES:
+        raise ServiceError(
+            f"{folder}, where Ray writes its logs, has {free / 1e6:.1f} MB free, and "
+            f"{_LEAST_ROOM_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
+            "another folder"
+        )
+
+
+def _require_loopback() -> None:
+    """Ray's processes try for minutes to reach each other, without a word. Errors: ServiceError."""
+    try:
+        with (
+            socket.create_server((_LOOPBACK, 0)) as door,
+            socket.create_connection(door.getsockname(), timeout=_REACHED_S),
+        ):
+            pass
+    except OSError as problem:
+        raise ServiceError(
+            f"this machine does not reach itself at {_LOOPBACK} ({problem.strerror or problem}), "
+            "where the processes of a system talk; bring the loopback up: ip link set lo up"
+        ) from None
 
 
 def _init(options: dict[str, Any]) -> None:
