@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.private_ray.closed_ray import closed_to_others, require_closed
-from actors.private_ray.session_folder import SessionFolder
+from actors.private_ray.session_folder import SessionFolder, base_folder
 from actors.private_ray.start import init_private
 from actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
@@ -23,10 +25,14 @@ from actors.protocol.ray_memory import MONITOR_EVERY_MS
 from actors.protocol.shared_memory import require_shared_memory, reserve_object_store
 from actors.setup.hosts import node_ids
 from model.current_folder import elsewhere, environment_of_python
+from model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 _LEAST_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
+_LEAST_ROOM_BYTES = 4 << 20  # for logs of a session, which begins with 0.2 MB of them
+_LOOPBACK = "127.0.0.1"
+_REACHED_S = 10.0
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
 _ENDED_S = 10.0  # for processes that were killed
 _FIRST_WORKERS = 3  # processes: of the driver, the GPU service and a CPU service
@@ -50,13 +56,16 @@ def start_local_ray(
     a second one, which lacks the `bits_bytes` of predictors that the first has besides. All of it
     is taken of /dev/shm at once, so that nothing that fills /dev/shm later can be in its way.
     Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where others could use this
-             Ray; those of `ray.init`, of any kind
+             Ray, the folder for Ray's files is full, or the loopback is down; those of `ray.init`,
+             of any kind
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
     # What fits was checked; Ray would kill services while there are megabytes for them.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
     store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
     require_shared_memory(store_bytes)
+    _require_room()
+    _require_loopback()
     options = {
         "address": "local",
         "num_cpus": num_cpus,
@@ -96,6 +105,33 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         for name in variables:
             del os.environ[name]
         os.environ |= {name: before[name] for name in variables if name in before}
+
+
+def _require_room() -> None:
+    """Where they cannot write logs Ray's processes die without a word. Errors: ServiceError."""
+    folder = base_folder()
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_ROOM_BYTES:
+        raise ServiceError(
+            f"{folder}, where Ray writes its logs, has {free / 1e6:.1f} MB free, and "
+            f"{_LEAST_ROOM_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
+            "another folder"
+        )
+
+
+def _require_loopback() -> None:
+    """Ray's processes try for minutes to reach each other, without a word. Errors: ServiceError."""
+    try:
+        with (
+            socket.create_server((_LOOPBACK, 0)) as door,
+            socket.create_connection(door.getsockname(), timeout=_REACHED_S),
+        ):
+            pass
+    except OSError as problem:
+        raise ServiceError(
+            f"this machine does not reach itself at {_LOOPBACK} ({problem.strerror or problem}), "
+            "where the processes of a system talk; bring the loopback up: ip link set lo up"
+        ) from None
 
 
 def _init(options: dict[str, Any]) -> None:

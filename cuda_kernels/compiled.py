@@ -29,7 +29,7 @@ def compiled_file(entry: Entry) -> Path:
     path = cache_folder() / name
     if not path.exists():
         code, _ = compiler.compile_using_nvrtc(source, OPTIONS, filename=f"{entry.file}.cu")
-        _write(path, code)
+        path = _kept(path, code)
     return path
 
 
@@ -48,6 +48,11 @@ def cache_folder() -> Path:
             return folder
     except OSError:
         pass
+    return _process_folder()
+
+
+@functools.cache
+def _process_folder() -> Path:
     own = tempfile.TemporaryDirectory(prefix="hotcold-cuda-")
     atexit.register(own.cleanup)
     return Path(own.name)
@@ -56,6 +61,16 @@ def cache_folder() -> Path:
 def _only_we_write(folder: Path) -> bool:
     found = folder.stat()
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+
+
+def _kept(path: Path, code: bytes) -> Path:
+    """Where a kernel was written: `path`, or where that has no room a file of this process."""
+    try:
+        _write(path, code)
+    except OSError:
+        path = _process_folder() / path.name
+        _write(path, code)
+    return path
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -1,8 +1,9 @@
 """The `hotcold` command: its table of commands, and how every failure is reported.
 
 Exit status: 0 done; 1 something that the user can act on; 2 a wrong command line; 70 a defect of
-the program; 130 interrupted. Every failure is one line on standard error; `--debug`, anywhere on
-the line, adds the traceback.
+the program; 130 interrupted; 141 nobody reads standard output any more, as of other programs. Every
+failure but the last two is one line on standard error; `--debug`, anywhere on the line, adds the
+traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import click
 from actors.private_ray.fork_server import begin_workers
 from jobs.kept.folder import may_be_running
 from jobs.settings.settings import origin_of
-from jobs.support.console import progress_bar
+from jobs.support.console import OutputError, progress_bar, use_own_streams
 from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from jobs.support.until_stopped import interrupt_again
 from model.errors import HotcoldError
@@ -31,6 +32,7 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_DEFECT = 70
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
 
 # Objects made between two looks for garbage: most of those that imports make stay.
 _OBJECTS_A_LOOK = 50_000
@@ -156,6 +158,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     in a segmentation fault.
     """
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
+    use_own_streams()
     sys.unraisablehook = interrupt_again
     gc.set_threshold(_OBJECTS_A_LOOK)
     have_home()
@@ -169,12 +172,13 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
         status = EXIT_INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except (OSError, ValueError):  # nobody reads it, its disk is full; or it has been closed
-            status = status or EXIT_FAILURE
+    try:
+        sys.stdout.flush()
+    except (OutputError, ValueError) as error:  # or it was closed
+        if not status:
+            text, status = _report(error)
+            if text:
+                _print_error(text)
     os._exit(status)
 
 
@@ -192,6 +196,8 @@ def _begin_workers(arguments: Sequence[str]) -> None:
 def _report(error: BaseException) -> tuple[str, int]:
     """Return the line to print (without the program's name) and the exit status."""
     match error:
+        case OutputError(is_unread=True):
+            return "", EXIT_UNREAD
         case HotcoldError():
             return str(error), EXIT_FAILURE
         case click.exceptions.NoArgsIsHelpError():

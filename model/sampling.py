@@ -21,14 +21,14 @@ class SamplingParams:
     """Sampling of one request; the defaults are llama.cpp's.
 
     Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
-    `top_k` 0 keeps all. Generation ends after `max_tokens`, at a `stop` text, or at an end token
-    unless `ignore_eos`. Before all that the last `repeat_last_n` tokens, -1 for all, of prompt and
-    answer, or without `penalize_prompt` of the answer, become less likely by the three penalties;
-    `repeat_penalty` 1 and the others' 0 leave them as they are.
+    `top_k` 0 keeps all. Generation ends after `max_tokens` (None: with the context), at a `stop`
+    text, or at an end token unless `ignore_eos`. Before all that the last `repeat_last_n` tokens,
+    -1 for all, of prompt and answer, or without `penalize_prompt` of the answer, become less likely
+    by the three penalties; `repeat_penalty` 1 and the others' 0 leave them as they are.
     Errors:  UsageError naming the value that is out of range
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = None
     temperature: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
@@ -43,7 +43,8 @@ class SamplingParams:
     penalize_prompt: bool = True
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, 1 << 31)
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_int("top_k", self.top_k, 0, 1 << 31)
         _require_number("top_p", self.top_p, 0.0, 1.0)

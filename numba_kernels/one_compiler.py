@@ -20,6 +20,7 @@ from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocato
 from numba.core.compiler_lock import global_compiler_lock
 
 from numba_kernels.kernel_cache import cache_folder, is_called, is_ours, own_cache_folder
+from numba_kernels.own_cache import tell_full
 
 
 class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
@@ -49,22 +50,43 @@ def _cache_of(py_func: Any) -> Any:
 class OneCompilerCache(FunctionCache):  # type: ignore[misc]
     """Numba's cache of a function, to which at most one process at a time adds some types."""
 
+    _is_full = False  # nothing can be kept: nobody is to wait for what this process compiles
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """See numba.core.caching; what is not there is nobody else's to compile from now on."""
-        found = super().load_overload(sig, target_context)
+        found = self._load(sig, target_context)
         if found is None and self._is_shared and _locks:
             _locks[-1].enter_context(_locked(self._file(_digest_of(sig))))
-            found = super().load_overload(sig, target_context)
+            found = self._load(sig, target_context)
         return found
 
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # it is damaged, as a loss of power may leave it
+            return None
+
     def save_overload(self, sig: Any, data: Any) -> None:
-        """See numba.core.caching."""
-        with _locked(self._file("index")) if self._is_shared else nullcontext():
+        """See numba.core.caching; what cannot be kept is compiled again by whoever needs it."""
+        try:
+            with _locked(self._file("index")) if self._is_shared else nullcontext():
+                self._save(sig, data)
+        except OSError as problem:
+            OneCompilerCache._is_full = True
+            tell_full(Path(self._cache_path), problem)
+
+    def _save(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            raise
+        except Exception:  # the index is damaged
+            self.flush()
             super().save_overload(sig, data)
 
     @property
     def _is_shared(self) -> bool:
-        return isinstance(self._impl.locator, SourceHashLocator)
+        return not self._is_full and isinstance(self._impl.locator, SourceHashLocator)
 
     def _file(self, name: str) -> Path:
         return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"

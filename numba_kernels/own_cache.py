@@ -8,8 +8,10 @@ import functools
 import os
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
+_SOME_BYTES = 64 << 10  # as large as a compiled kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -37,9 +39,28 @@ def own_folder(*names: str) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError("it cannot be written")
     except OSError as problem:
-        _tell(home / "hotcold", problem.strerror or str(problem))
+        what = f"{home / 'hotcold'} is not used"
+        _tell(what, problem, "make it a folder that only you can write to")
         raise
     return folder
+
+
+def tell_if_full() -> None:
+    """Say on standard error, once, where nothing can be kept: services say it to nobody."""
+    try:
+        folder = own_folder()
+    except OSError:  # that has been said
+        return
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_SOME_BYTES))
+    except OSError as problem:
+        tell_full(folder, problem)
+
+
+def tell_full(folder: Path, problem: OSError) -> None:
+    """Say on standard error, once, that nothing more can be kept there."""
+    _tell(f"nothing more can be kept in {folder}", problem, "make room there")
 
 
 def _only_we_write(folder: Path) -> bool:
@@ -53,10 +74,13 @@ def _is_open_to_all(folder: Path) -> bool:
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-@functools.cache
-def _tell(folder: Path, reason: str) -> None:
-    print(
-        f"hotcold: {folder} is not used ({reason}), so kernels are compiled at every start; make "
-        "it a folder that only you can write to, or set XDG_CACHE_HOME to one",
-        file=sys.stderr,
+def _tell(what: str, problem: OSError, remedy: str) -> None:
+    _tell_once(
+        f"hotcold: {what} ({problem.strerror or problem}), so kernels are compiled "
+        f"at every start; {remedy}, or set XDG_CACHE_HOME to another folder"
     )
+
+
+@functools.cache
+def _tell_once(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -31,7 +31,10 @@ def f(x):
 
 
 class StandIn:
-    """Answers with what was asked last, in pieces; some questions are special."""
+    """Answers with what was asked last, in pieces; some questions are special.
+
+    "cut" is answered up to a length, "full" up to the context's end.
+    """
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self.requests: list[GenerateRequest] = []
@@ -55,7 +58,10 @@ class StandIn:
             yield TokenEvent(piece, None, 1)
         ids = list(range(len(pieces)))
         times = {"attention": 0.5, "ffn": 1.5, "python": 0.0, "total": 2.0}
-        yield TokenEvent("", Generation(text, ids, "stop", 10, 0.1, 0.2, per_token_ms=times), 0)
+        num_asked = FACTS.context_length - len(ids) if question == "full" else 10
+        reason = "length" if question in ("cut", "full") else "stop"
+        result = Generation(text, ids, reason, num_asked, 0.1, 0.2, per_token_ms=times)
+        yield TokenEvent("", result, 0)
 
     def cancel(self, request_id: str) -> None:
         assert request_id == self.requests[-1].request_id

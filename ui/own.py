@@ -34,7 +34,7 @@ _LONGEST_S = 1e9
 class OwnSampling(StrictModel):
     """The fields of `SamplingParams`, which checks them."""
 
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_k: int
     top_p: float

@@ -94,7 +94,7 @@ class ActiveRequest:
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
         room = generator.context_length - len(self.tokens)
-        self._max_tokens = 0 if self.embeds else min(request.sampling.max_tokens, room)
+        self._max_tokens = 0 if self.embeds else min(request.sampling.max_tokens or room, room)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else generator.eos_ids
         self._num_told = 0  # new tokens that the reader knows of
         self._constraint: Constraint | None = None

@@ -18,6 +18,7 @@ from model.errors import UsageError, shown
 from model.sampling import SamplingParams
 
 _OLLAMAS = {"num_predict": "max_tokens"}
+_WITHOUT = ("max_tokens", "seed")  # whole numbers that may be none
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 SWITCHES = ("history", "nohistory", "markdown", "nomarkdown", "verbose", "quiet")
 SHOWN = ("info", "parameters", "system", "messages")
@@ -264,12 +265,12 @@ def _value(name: str, text: str) -> object:
     default = getattr(SamplingParams(), name)
     if name == "stop":
         return [] if text == "none" else _words(text)
-    if name == "seed" and text == "none":
+    if text == "none" and name in _WITHOUT:
         return None
     if isinstance(default, bool):
         return {"true": True, "false": False}.get(text, text)
     try:
-        return int(text) if name == "seed" or isinstance(default, int) else float(text)
+        return int(text) if name in _WITHOUT or isinstance(default, int) else float(text)
     except ValueError:
         raise UsageError(f"{name} is a number, not {shown(text)}") from None
 

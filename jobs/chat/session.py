@@ -9,6 +9,7 @@ from jobs.chat.commands import Ask, Commands, Edit, End, Settings, last_answer
 from jobs.chat.conversation import Conversation
 from jobs.chat.files import mentioned, read_attachment
 from jobs.chat.screen import Screen
+from jobs.support.console import cut_short
 from jobs.support.until_stopped import on_interrupt
 from model.errors import PromptError, UsageError
 
@@ -16,6 +17,8 @@ HELP = (
     "/help lists commands, /clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops "
     "an answer"
 )
+_LONGER = "/set max_tokens none and /regen let it be longer"
+_ANEW = "/clear starts anew, a larger --context has more room"
 
 
 class Session:
@@ -85,6 +88,10 @@ class Session:
         except PromptError as error:  # the conversation has outgrown the context
             self._screen.say(f"{error}{'; /clear starts anew' if conversation.messages else ''}")
             return
+        if conversation.result and (
+            cut := cut_short(conversation.result, conversation.facts.context_length, _LONGER, _ANEW)
+        ):
+            self._screen.say(cut)
         if self._settings.verbose and (told := last_answer(conversation)):
             self._screen.say(told)
 

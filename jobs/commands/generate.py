@@ -18,7 +18,7 @@ from actors.protocol.options import SystemOptions
 from jobs.kept.client import GONE, GoneError, KeptSystem
 from jobs.kept.find import find_system
 from jobs.settings.shared_option import GroupedCommand
-from jobs.support.console import json_option, print_json
+from jobs.support.console import cut_short, json_option, print_json
 from jobs.support.options import (
     TokenIds,
     kept_options,
@@ -29,6 +29,9 @@ from jobs.support.options import (
 )
 from model.errors import PromptError, require_something
 from model.files.locate import locate_model
+
+_LONGER = "a larger --max-tokens lets it be longer"
+_ROOM = "a larger --context has more room"
 
 
 @click.command(cls=GroupedCommand)
@@ -67,7 +70,7 @@ def generate(
             result, about = _answer_here(path, options, lambda: asked)
     else:
         result, about = _answer_here(path, options, request)
-    _show_end(result, about["num_neurons"], about["has_text"])
+    _show_end(result, about)
     if as_json:
         print_json(result.as_json() | {"system": about["system"]})
 
@@ -137,17 +140,20 @@ def _read_prompt() -> str:
         raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
 
 
-def _show_end(result: Generation, num_neurons: int, has_text: bool) -> None:
-    if not has_text:
+def _show_end(result: Generation, about: dict[str, Any]) -> None:
+    if not about["has_text"]:
         click.echo(",".join(map(str, result.ids)), nl=False)
     click.echo()
     click.echo(
         f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
         f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
-        f"tokens/s, {result.neurons_computed:.1%} of {num_neurons} neurons computed"
+        f"tokens/s, {result.neurons_computed:.1%} of {about['num_neurons']} neurons computed"
         f"{_first_rows(result)}]",
         err=True,
     )
+    cut = cut_short(result, about["system"]["context_length"], _LONGER, _ROOM)
+    if cut:
+        click.echo(cut, err=True)
 
 
 def _first_rows(result: Generation) -> str:

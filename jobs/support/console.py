@@ -2,25 +2,94 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from model.errors import HotcoldError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+
+    from actors.protocol.messages import Generation
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
 )
 
 
+class OutputError(HotcoldError):
+    """Standard output takes no more; no OSError, which click would take for its own."""
+
+    def __init__(self, problem: OSError) -> None:
+        """`problem`: what the system says."""
+        super().__init__(f"standard output: {problem.strerror}")
+        self.is_unread = isinstance(problem, BrokenPipeError)  # by anybody, any more
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors say so, or standard error, which has none to be told of."""
+
+    def write(self, data: Any) -> int | None:
+        """See io.RawIOBase. Errors: OutputError."""
+        try:
+            return super().write(data)
+        except OSError as problem:
+            if self.fileno() == 2:
+                return memoryview(data).nbytes
+            raise OutputError(problem) from None
+
+
+def use_own_streams() -> None:
+    """Let this process's standard output raise OutputError, and its standard error nothing.
+
+    Where a standard stream is closed, no file that is opened later takes its number: what is
+    written to standard output is an error then, to standard error is lost.
+    """
+    for number, mode in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, mode), True)
+    sys.stdout = _text(1, sys.stdout, "strict")
+    sys.stderr = _text(2, sys.stderr, "backslashreplace")
+
+
+def _text(number: int, usual: Any, errors: str) -> io.TextIOWrapper:
+    """A text stream of a descriptor, as Python's `usual` one is; None: that was closed."""
+    raw = _Output(number, "w", closefd=False)
+    if usual is None:
+        return io.TextIOWrapper(io.BufferedWriter(raw), errors=errors)
+    buffer: Any = raw if usual.write_through else io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer, usual.encoding, usual.errors, line_buffering=usual.line_buffering,
+        write_through=usual.write_through,
+    )  # fmt: skip
+
+
 def print_json(content: dict[str, Any]) -> None:
     """Print `content` as one line of JSON, the last of standard output."""
     click.echo(json.dumps(content, allow_nan=False))
+
+
+def cut_short(result: Generation, context_length: int, longer: str, anew: str) -> str:
+    """What cut an answer short, and what helps; "" where nothing did.
+
+    `longer` helps where it has the most tokens that it may have, `anew` where the context is full.
+    """
+    if result.finish_reason != "length":
+        return ""
+    if result.num_prompt_tokens + len(result.ids) >= context_length:
+        return f"the answer was cut: the context of {context_length:,} tokens is full; {anew}"
+    count = len(result.ids)
+    return f"the answer was cut at {count:,} token{'' if count == 1 else 's'}; {longer}"
 
 
 def stderr_console() -> Console:

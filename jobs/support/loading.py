@@ -7,6 +7,7 @@ from actors.protocol.messages import LoadProgress, SystemConfig
 from actors.system import System
 from jobs.support.loading_bar import loading_bar
 from jobs.support.stored_model import require_bundles
+from numba_kernels.own_cache import tell_if_full
 
 
 @contextmanager
@@ -28,5 +29,6 @@ def running_system(
             bar(progress)
 
         running = System.start(system, on_progress=show, others=others)
+    tell_if_full()
     with running:
         yield running

@@ -129,7 +129,7 @@ _SYSTEM = [
 ]  # fmt: skip
 
 _SAMPLING = [
-    _option("--max-tokens", type=int, help="Longest answer."),
+    _option("--max-tokens", type=int, help="Longest answer; to the end of the context without it."),
     _option("--temperature", type=float, help="0 takes the likeliest token every time."),
     _option("--top-k", type=int, help="Choose among so many likeliest tokens; 0: all."),
     _option("--top-p", type=float, help="Choose among those that hold so much probability."),

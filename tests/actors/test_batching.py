@@ -25,7 +25,7 @@ from tests.tiny_models import VOCAB_SIZE
 Tiny = Callable[..., TinyCheckpoint]
 
 
-def greedy(ids: list[int], max_tokens: int, request_id: str = "") -> GenerateRequest:
+def greedy(ids: list[int], max_tokens: int | None, request_id: str = "") -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(sampling, prompt_ids=ids, request_id=request_id)
 
@@ -231,16 +231,20 @@ def test_one_that_waits_can_be_cancelled_before_there_is_room(tiny: Tiny) -> Non
 
 
 def test_an_answer_ends_with_the_context(tiny: Tiny) -> None:
-    """What it gave up to there is what a larger context gives, alone and in company."""
+    """What it gave up to there is what a larger context gives, alone and in company.
+
+    So it does where nothing else ends it.
+    """
     with batching(tiny("llama-gqa"), context=96) as (_, driver):
-        requests = [greedy(list(range(3, 3 + length)), 200) for length in (1, 40, 95)]
+        limits = [(1, 200), (40, 200), (95, 200), (40, None)]
+        requests = [greedy(list(range(3, 3 + length)), most) for length, most in limits]
         asked = [ask(driver, request) for request in requests]
         found = [one.end() for one in asked]
         assert all_pages_are_free(driver)
-    assert [len(one.ids) for one in found] == [95, 56, 1]
+    assert [len(one.ids) for one in found] == [95, 56, 1, 56]
     assert {one.finish_reason for one in found} == {"length"}
     with batching(tiny("llama-gqa")) as (_, driver):
-        for request, one in zip(requests, found, strict=True):
+        for request, one in zip(requests[:3], found, strict=False):
             assert complete(driver, request).ids[: len(one.ids)] == one.ids
 
 

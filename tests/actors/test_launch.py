@@ -16,7 +16,7 @@ import ray
 
 from actors import launch
 from actors.private_ray import session_folder, start
-from model.errors import MemoryBudgetError
+from model.errors import MemoryBudgetError, ServiceError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 
@@ -90,6 +90,24 @@ def test_it_gives_up(monkeypatch, errors: tuple[str, ...]) -> None:
         with pytest.raises(Exception, match=errors[0][:20]):
             launch.start_local_ray(1, 0)
         assert len(found.left) == (4 if errors[0] == TIMED_OUT else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("_LEAST_ROOM_BYTES", 1 << 60, "where Ray writes its logs, has .* set RAY_TMPDIR"),
+        ("_LOOPBACK", "192.0.2.1", r"at 192.0.2.1 \(Cannot assign .*ip link set lo up"),
+    ],
+)
+def test_what_ray_needs_is_looked_for_before_it_starts(
+    monkeypatch, name: str, value: object, told: str
+) -> None:
+    """It would not say what is missing; 192.0.2.1 is nobody's address."""
+    monkeypatch.setattr(launch, name, value)
+    with starting(monkeypatch) as found:
+        with pytest.raises(ServiceError, match=told):
+            launch.start_local_ray(1, 0)
+        assert not found.left
 
 
 def test_shared_memory_is_looked_for_before_ray_starts(monkeypatch) -> None:

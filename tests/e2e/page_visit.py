@@ -80,6 +80,16 @@ def click_in_row(page: Any, title: str, what: str) -> None:
     page.get_by_role("button", name=f"{what} {title}").click()
 
 
+def keep_notes(page: Any) -> None:
+    """Let notes of the list of conversations stay, which else go after ten seconds."""
+    page.evaluate(
+        """() => {
+            const after = window.setTimeout;
+            window.setTimeout = (act, ms, ...more) => after(act, ms === 10000 ? 1e9 : ms, ...more);
+        }"""
+    )
+
+
 def plain(text: str) -> str:
     """Letters and digits: what Markdown leaves of a text."""
     return re.sub(r"[\W_]+", "", text)

@@ -46,6 +46,7 @@ class StandIn:
     tokens_per_s: float = 100.0
     first_s: float = 0.05  # before an answer's first token
     num_tokens: int = 60  # of an answer
+    held_at: int | None = None  # an answer has so many, and no more as long as this stands
     error: Exception | None = None  # in place of an answer, or with `num_tokens` in its midst
     device: str = "cpu"
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -118,7 +119,8 @@ class StandIn:
             words = self.text.split(" ")
             wanted = min(self.num_tokens, request.sampling.max_tokens)
             while said < wanted and name not in self._stopped:
-                due = min(wanted, 1 + int((loop.time() - began) * self.tokens_per_s))
+                most = wanted if self.held_at is None else min(wanted, self.held_at)
+                due = min(most, 1 + int((loop.time() - began) * self.tokens_per_s))
                 if due > said:
                     text = " ".join(words[i % len(words)] for i in range(said, due))
                     deliver(TokenEvent(f"{text} ", num_tokens=due - said))

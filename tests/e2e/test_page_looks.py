@@ -10,7 +10,15 @@ import httpx
 import pytest
 
 from model.errors import ServiceError
-from tests.e2e.page_visit import QUESTION, ask, click_in_row, set_numbers, until, wait_for_answer
+from tests.e2e.page_visit import (
+    QUESTION,
+    ask,
+    click_in_row,
+    keep_notes,
+    set_numbers,
+    until,
+    wait_for_answer,
+)
 
 pytestmark = pytest.mark.timeout(300)
 ASSETS = Path(__file__).resolve().parents[2] / "ui" / "page" / "assets"
@@ -41,7 +49,8 @@ def settled(page: Any) -> None:
 def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     page = open_page(color_scheme=scheme)
     assert violations(page, rules) == []
-    book.tokens_per_s, book.num_tokens = 20.0, 10_000
+    keep_notes(page)
+    book.held_at = 50
     ask(page, QUESTION)
     page.wait_for_selector("#chat pre")
     assert violations(page, rules) == []

@@ -17,6 +17,7 @@ from tests.e2e.page_visit import (
     QUESTION,
     ask,
     click_in_row,
+    keep_notes,
     set_numbers,
     until,
     wait_for_answer,
@@ -94,6 +95,24 @@ def test_settings_reach_the_request(open_page, book) -> None:
     assert problem.count() == 0 and len(book.requests) == asked + 1
 
 
+@pytest.mark.parametrize("how", ["typed", "suggested"])
+def test_the_panel_watches_an_answer_from_its_question_on(open_page, book, how) -> None:
+    """Also where it had stopped looking, because nothing ran; no key and no pointer wakes it."""
+    page = open_page()
+    page.wait_for_selector("#live [data-polling=no]")
+    book.held_at = 0
+    if how == "typed":
+        page.fill("#question textarea", QUESTION)
+    button = "#send" if how == "typed" else "#welcome button"
+    page.evaluate("name => document.querySelector(name).click()", button)
+    page.wait_for_function(
+        "document.querySelector('#live [data-show=requests]').innerText.includes('1 running')"
+    )
+    assert page.get_attribute("#live [data-polling]", "data-polling") == "yes"
+    page.click("#stop")
+    page.wait_for_selector("body[data-chat=ready] #live [data-polling=no]")
+
+
 def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> None:
     page = open_page()
     book.num_tokens, book.error = 0, ServiceError("the cpu0 service died <b>twice</b>")
@@ -123,13 +142,14 @@ def test_an_error_stands_in_the_thread_until_retry_succeeds(open_page, book) -> 
 
 def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> None:
     page = open_page()
-    book.first_s, book.tokens_per_s, book.num_tokens = 2.0, 20.0, 10_000
+    book.held_at = 0
     cursors = """[...document.querySelectorAll('#chat .md, #chat .md *')].filter(
         each => getComputedStyle(each, '::after').animationName == 'pulse').length"""
     ask(page, QUESTION)
     page.wait_for_function(f"document.body.dataset.chat == 'waiting' && {cursors} == 1")
     assert page.locator("#bar .state").inner_text() == "Reading the question"
     assert page.is_visible("#stop") and not page.is_visible("#send")
+    book.held_at = 20
     page.wait_for_function(f"document.body.dataset.chat == 'answering' && {cursors} == 1")
     assert page.locator("#bar .state").inner_text() == "Answering"
     assert page.locator("#conversations li.busy").count() == 1
@@ -156,6 +176,7 @@ def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> Non
 
 def test_conversations_are_named_found_deleted_and_brought_back(open_page, book) -> None:
     page = open_page()
+    keep_notes(page)
     for question in (QUESTION, OTHER):
         page.click("#new")
         page.wait_for_selector("#welcome h2")
@@ -199,6 +220,7 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     (kept,) = json.loads(file.read_text())
     assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
     other = open_page()
+    keep_notes(other)
     other.set_input_files("#conversations input[type=file]", file)
     wait_for_rows(other, QUESTION)
     assert "1 conversation imported." in other.inner_text("#conversations")

@@ -106,6 +106,7 @@ def test_what_the_model_is_told_first() -> None:
         ("/set stop none", "stop is none"),
         ("/set seed 3", "seed is 3"),
         ("/set seed none", "seed is none"),
+        ("/set max_tokens none", "max_tokens is none"),
         ("/set ignore-eos true", "ignore_eos is true"),
         ("/set nomarkdown", "nomarkdown is set"),
         ("/set temperature", "temperature is to be what? Write it like /set temperature 0.8"),
@@ -140,6 +141,21 @@ def test_parameters_are_those_of_the_next_request() -> None:
     first, second = (request.sampling for request in running.requests)
     assert (first.max_tokens, first.stop, first.temperature) == (9, ("a b",), 0.8)
     assert (second.max_tokens, second.stop, second.temperature) == (9, ("a b",), 0.0)
+
+
+def test_an_answer_that_was_cut_says_so() -> None:
+    screen, _, _ = typed("a", "cut", "full")
+    assert screen.told == [
+        "the answer was cut at 3 tokens; /set max_tokens none and /regen let it be longer",
+        "the answer was cut: the context of 1,000 tokens is full; /clear starts anew, a larger "
+        "--context has more room",
+    ]
+
+
+def test_no_answer_is_cut_by_what_nobody_asked_for() -> None:
+    """One default for the terminal, the API and the page: up to the end of the context."""
+    _, _, running = typed("a")
+    assert running.requests[0].sampling.max_tokens is None
 
 
 def test_what_has_outgrown_the_context_changes_nothing(tmp_path: Path) -> None:

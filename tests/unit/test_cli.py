@@ -253,6 +253,62 @@ def test_a_process_ends_without_taking_apart_what_threads_use(how: str, status: 
     assert done.stdout == "an answer\ncleaned up\n"
 
 
+# Writes at once, at its end, and beside a file that it opens.
+WRITING = """
+import click
+from jobs.cli import run
+
+@click.command()
+@click.argument("how")
+@click.argument("file")
+def command(how, file):
+    with open(file, "w") as opened:
+        print("an answer", flush=how == "flush")
+        click.echo("a remark", err=True)
+        opened.write("of the file")
+
+run(command)
+"""
+
+
+@pytest.mark.parametrize("how", ["flush", "end"])
+@pytest.mark.parametrize(
+    ("shell", "status", "says"),
+    [
+        (">&-", 1, "hotcold: error: standard output: Bad file descriptor"),
+        ("<&- >&-", 1, "hotcold: error: standard output: Bad file descriptor"),
+        (">/dev/full", 1, "hotcold: error: standard output: No space left on device"),
+        ("unread", 141, None),
+        ("2>&-", 0, None),
+        ("2>/dev/full", 0, None),
+        (">&- 2>&-", 1, None),
+    ],
+)
+def test_output_that_is_closed_or_full_is_one_line(
+    shell: str, status: int, says: str | None, how: str, tmp_path: Path
+) -> None:
+    """The status is that of usual programs; what is opened does not become standard output."""
+    program, file = tmp_path / "program.py", tmp_path / "file"
+    program.write_text(WRITING)
+    line = f"exec '{sys.executable}' '{program}' {how} '{file}' {shell.replace('unread', '')}"
+    output, pipe = subprocess.PIPE, tuple[int, ...]()
+    if shell == "unread":
+        pipe = os.pipe()
+        os.close(pipe[0])
+        output = pipe[1]
+    done = subprocess.run(
+        ["bash", "-c", line], stdout=output, stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    for number in pipe[1:]:
+        os.close(number)
+    assert done.returncode == status, done.stderr
+    told = [line for line in done.stderr.splitlines() if line != "a remark"]
+    assert told == ([says] if says else [])
+    assert (done.stdout or "") == ("an answer\n" if status == 0 else "")
+    assert not file.exists() or file.read_text() in ("", "of the file")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"], cli) == 0

@@ -64,7 +64,7 @@ class Visit:
 
     def ask(
         self, talk: Conversation, question: str, system_prompt: str = "", is_chat: bool = True,
-        max_tokens: int = 8,
+        max_tokens: int | None = 8,
     ) -> None:  # fmt: skip
         sampling = SamplingParams(max_tokens, temperature=0.0)
         talk.ask(self.backend, question, sampling, system_prompt, is_chat)
@@ -179,6 +179,9 @@ async def test_the_page_has_the_servers_limits() -> None:
     visit.ask(talks[0], "two?", max_tokens=101)
     await finished(talks[0])
     assert "this server allows 100" in talks[0].error and len(visit.book.requests) == 3
+    visit.ask(talks[0], "two?", max_tokens=None)
+    await finished(talks[0])
+    assert visit.book.requests[3].sampling.max_tokens == 100
     hasty = Visit(may_go_on=False, request_timeout_s=0.05)
     hasty.ask(talks[1], "two?")
     await finished(talks[1])

@@ -347,12 +347,14 @@ def test_one_that_ends_before_it_answers_is_done_without(
 
     def answer_here(path: Path, options: SystemOptions, request: Any) -> Any:
         asked.append(request())
-        return Generation("said", [1], "stop", 1, 0.1, 0.1), {"num_neurons": 1, "has_text": True}
+        about = {"num_neurons": 1, "has_text": True, "system": {"context_length": 9}}
+        return Generation("said", [1], "length", 1, 0.1, 0.1), about
 
     monkeypatch.setattr(generate, "find_system", lambda *asked: gone)
     monkeypatch.setattr(generate, "_answer_here", answer_here)
     found = CliRunner().invoke(generate.generate, ["--prompt", "a", "--max-tokens", "3"])
     assert found.exit_code == 0 and "this command starts its own" in found.output
+    assert "cut at 1 token; a larger --max-tokens lets it be longer\n" in found.output
     assert [(one.prompt, one.sampling.max_tokens) for one in asked] == [("a", 3)]
 
 

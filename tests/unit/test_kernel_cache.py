@@ -184,3 +184,31 @@ except TypingError:
         )  # fmt: skip
         assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
         held.communicate("\n")
+
+
+def compiled(folder: Path, most_bytes: int = -1) -> subprocess.CompletedProcess[str]:
+    """COMPILING, with the cache in `folder`, where no file grows beyond `most_bytes`."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, -1))"
+    return subprocess.run(
+        [sys.executable, "-c", limit + COMPILING],
+        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(PACKAGE.parent)},
+        input="\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+
+def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
+    done = compiled(tmp_path, 1000)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path}/hotcold/numba" in done.stderr and "File too large" in done.stderr
+    assert not list(tmp_path.rglob("*.nbc")) and not list(tmp_path.rglob("*.tmp.*"))
+
+
+def test_what_a_loss_of_power_has_damaged_is_compiled_again(tmp_path: Path) -> None:
+    for pattern, content in (("*.nbi", b""), ("*.nbc", b"\x80\x05damaged"), ("*.nbi", b"none")):
+        compiled(tmp_path)
+        for file in tmp_path.rglob(pattern):
+            file.write_bytes(content)
+        done = compiled(tmp_path)
+        assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
+        assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]

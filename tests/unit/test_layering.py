@@ -77,7 +77,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "formats": set(),
         "kernel_cache": {"own_cache"},
         "numba_parts": {"kernel_cache"},
-        "one_compiler": {"kernel_cache"},
+        "one_compiler": {"kernel_cache", "own_cache"},
         "own_cache": set(),
         "checks": {"formats"},
         "ir": {"compiler", "formats"},

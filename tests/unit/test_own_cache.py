@@ -14,6 +14,7 @@ from cuda_kernels import compiled
 from numba_kernels import one_compiler, own_cache
 from numba_kernels.load import convert
 from numba_kernels.one_compiler import OneCompilerCache
+from tests.full_disk import files_of_at_most
 
 _FOLDERS: list[Callable[[], Path]] = [
     lambda: own_cache.own_folder("room"),
@@ -27,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    own_cache._tell.cache_clear()
+    own_cache._tell_once.cache_clear()
     yield tmp_path / "home"
     assert not list((tmp_path / "here").iterdir())
 
@@ -105,3 +106,37 @@ def test_kernels_are_compiled_in_memory_then(home: Path, monkeypatch: pytest.Mon
     assert isinstance(one_compiler._cache_of(kernel), OneCompilerCache)
     (home / "hotcold").chmod(0o777)
     assert isinstance(one_compiler._cache_of(kernel), NullCache)
+
+
+def test_a_full_folder_is_said_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    own_cache.tell_if_full()
+    assert capsys.readouterr().err == "" and not list((home / "hotcold").iterdir())
+    with files_of_at_most(1000):
+        for _ in range(2):
+            own_cache.tell_if_full()
+    assert capsys.readouterr().err == (
+        f"hotcold: nothing more can be kept in {home}/hotcold (File too large), so kernels are "
+        "compiled at every start; make room there, or set XDG_CACHE_HOME to another folder\n"
+    )
+
+
+def test_a_gpus_kernel_for_which_there_is_no_room_is_this_processs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    path = compiled.cache_folder.__wrapped__() / "kernel"
+    assert compiled._kept(path, b"code") == path and path.read_bytes() == b"code"
+    write, tried = compiled._write, []
+
+    def full(path: Path, code: bytes) -> None:
+        tried.append(path)
+        with files_of_at_most(2 if len(tried) == 1 else 100):
+            write(path, code)
+
+    monkeypatch.setattr(compiled, "_write", full)
+    other = compiled._kept(path.with_name("another"), b"more code")
+    assert home not in other.parents and other.read_bytes() == b"more code"
+    assert [one.name for one in path.parent.iterdir()] == ["kernel"]

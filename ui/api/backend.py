@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,14 +187,19 @@ class Backend:
             raise PromptError("this model has no tokenizer, so no text")
         return tokenizer.call_syntax
 
-    def require_few_tokens(self, requests: Sequence[GenerateRequest]) -> None:
-        """Refuse more new tokens than the server allows. Errors: ApiError 400."""
-        most = self.settings.max_tokens
-        for request in requests:
-            if (wanted := request.sampling.max_tokens) > most:
-                raise ApiError(
-                    400, f"max_tokens is {wanted}; this server allows {most}", param="max_tokens"
-                )
+    def limited(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with at most as many new tokens as the server allows.
+
+        Errors:  ApiError 400 where it asks for more
+        """
+        wanted, most = request.sampling.max_tokens, self.settings.max_tokens
+        if wanted is None:
+            return replace(request, sampling=replace(request.sampling, max_tokens=most))
+        if wanted > most:
+            raise ApiError(
+                400, f"max_tokens is {wanted}; this server allows {most}", param="max_tokens"
+            )
+        return request
 
     async def encoded(self, request: GenerateRequest) -> list[GenerateRequest]:
         """A request with its token ids, checked, in place of its text. Errors: PromptError."""
@@ -265,8 +270,7 @@ class Answers:
 
         try:
             async with asyncio.timeout_at(self.deadline):
-                self.requests = await make()
-                self._backend.require_few_tokens(self.requests)
+                self.requests = [self._backend.limited(request) for request in await make()]
                 self._client = client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
                     for index, request in enumerate(self.requests):

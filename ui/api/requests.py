@@ -17,7 +17,7 @@ _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateRequest]:
     """One request for each of `n` answers. Errors: PromptError, UsageError."""
     wanted = body.max_completion_tokens or body.max_tokens
-    sampling = _sampling(backend, body, wanted or backend.settings.max_tokens)
+    sampling = _sampling(backend, body, wanted)
     messages = [message.for_template for message in body.messages]
     wanted_calls = body.callable
     tools = [tool.for_template for tool in body.tools or ()] if wanted_calls else None
@@ -76,7 +76,7 @@ def _copies(
     return [replace(request, sampling=replace(sampling, seed=seed)) for seed in seeds]
 
 
-def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int) -> SamplingParams:
+def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int | None) -> SamplingParams:
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,

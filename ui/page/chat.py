@@ -23,7 +23,6 @@ from ui.page.thread import shown_messages, suggestions, thread_state
 _PAINT_S = 0.1
 MOST_VISITORS = 200  # whose conversations the server holds; browsers keep them too
 _SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
-_TELL_PANEL = "() => { window.dispatchEvent(new Event('hotcold-run')) }"
 
 
 class Chat:
@@ -82,7 +81,6 @@ class Chat:
             "trigger_mode": "multiple",
         }
         quick = private | {"outputs": outputs, "queue": False, "trigger_mode": "multiple"}
-        told = private | {"queue": False}
         asked = [
             gr.on(
                 [self._question.submit, self._send.click],
@@ -98,11 +96,7 @@ class Chat:
         ]
         for event in [*asked, *changed]:
             event.then(self._save, self._saved, self._saved, **private)
-        gr.on(
-            [self._question.submit, self._send.click, self._chatbot.retry, self._chatbot.edit],
-            None, None, None, js=_TELL_PANEL, **told,
-        )  # fmt: skip
-        self._stop.click(self._end_answer, None, None, **told)
+        self._stop.click(self._end_answer, None, None, **private | {"queue": False})
         page.load(self._restore, self._saved, **quick)
         page.unload(self._leave)
 

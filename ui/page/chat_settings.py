@@ -8,7 +8,6 @@ import gradio as gr
 
 from model.sampling import SamplingParams
 
-_MOST_NEW_TOKENS = 512  # unless the context is smaller
 _HEADING = (
     "<h2>Settings</h2>"
     '<button type="button" class="close" aria-label="Close the settings" title="Close"></button>'
@@ -41,9 +40,8 @@ def settings_form(path: Path, longest: int, is_chat: bool) -> ChatSettings:
                 minimum=0, maximum=100, step=0.1, min_width=130, elem_id="temperature",
             )  # fmt: skip
             max_tokens = gr.Number(
-                min(_MOST_NEW_TOKENS, longest), label="Max tokens", info="longest answer",
-                minimum=1, maximum=longest, step=1, precision=0, min_width=130,
-                elem_id="max-tokens",
+                longest, label="Max tokens", info="longest answer", minimum=1, maximum=longest,
+                step=1, precision=0, min_width=130, elem_id="max-tokens",
             )  # fmt: skip
         with gr.Row():
             top_k = gr.Number(

@@ -96,7 +96,7 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
 
 
 def _figures(result: Generation) -> str:
-    ends = {"stop": "", "length": ", cut at its length", "cancelled": ", stopped"}
+    ends = {"length": ", cut: Max tokens or the context is used up", "cancelled": ", stopped"}
     read, reads = "", result.reads
     if reads:
         read = f", {reads['bytes_read'] / 1e6:.1f} MB a token read"

@@ -221,7 +221,7 @@ async function poll() {
   }
   if (!element.isConnected) return;
   show(found);
-  const isRunning = !found.error && found.running + found.waiting > 0;
+  const isRunning = !found.error && (isAnswering() || found.running + found.waiting > 0);
   quiet = isRunning ? 0 : quiet + 1;
   if (quiet < QUIET_POLLS && !document.hidden && isShown() && timer === 0) timer = setTimeout(poll, POLL_MS);
   element.dataset.polling = timer === 0 ? "no" : "yes";
@@ -230,6 +230,11 @@ async function poll() {
 function watch() {
   quiet = 0;
   if (timer === 0 && !document.hidden && isShown()) timer = setTimeout(poll, 0);
+}
+
+// The open conversation waits for an answer or gets one: the page says so before the server counts it.
+function isAnswering() {
+  return ["waiting", "answering"].includes(document.body.dataset.chat);
 }
 
 function glance() {
@@ -257,7 +262,9 @@ window.addEventListener("hotcold-panel", () => {
   showMap();
   watch();
 });
-window.addEventListener("hotcold-run", watch);
+window.addEventListener("hotcold-state", () => {
+  if (isAnswering()) watch();
+});
 document.addEventListener("visibilitychange", watch);
 document.addEventListener("pointermove", glance, { passive: true });
 document.addEventListener("keydown", glance, { passive: true });

@@ -7,10 +7,7 @@ questions.forEach((question, number) => {
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = question;
-  button.addEventListener("click", () => {
-    trigger("ask", { number });
-    window.dispatchEvent(new Event("hotcold-run"));
-  });
+  button.addEventListener("click", () => trigger("ask", { number }));
   const item = document.createElement("li");
   item.append(button);
   list.append(item);
