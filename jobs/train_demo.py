@@ -7,7 +7,6 @@
 Needs transformers and tokenizers. Stop it at any time: given the same --checkpoint it continues.
 """
 
-import os
 import platform
 import random
 import sys
@@ -26,6 +25,7 @@ from jobs.demo.corpus import held_out_text, questions, running_text, stdlib_entr
 from jobs.demo.report import write_report
 from jobs.demo.rows import RowSource, train_tokenizer
 from jobs.demo.training import Progress, Trainer, TrainingConfig, model_config
+from model.limits import num_cpus
 
 VOCAB_SIZE, CONTEXT = 4096, 512
 PLAIN_LINE_STEPS = 20
@@ -35,7 +35,7 @@ PLAIN_LINE_STEPS = 20
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
 @click.option("--minutes", default=20.0, show_default=True, help="Computing time to train for.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--threads", default=os.cpu_count() or 1, show_default="all")
+@click.option("--threads", default=num_cpus(), show_default="all")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Default: OUT/training.pt")
 @click.option("--evaluate", type=click.Path(path_type=Path, exists=True), help="Only the report.")

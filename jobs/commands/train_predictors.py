@@ -132,6 +132,8 @@ def _train(
     target_recall: float,
 ) -> tuple[Predictors, float]:
     """The predictors, and what they and the gates that they let through take, of all gates."""
+    import torch
+
     from model.files.artifact import artifact_path
     from placement.machine.survey import usable_cores
     from predictors.fitting.inputs import read_inputs
@@ -141,9 +143,11 @@ def _train(
     source = inputs_file or artifact_path(path, "inputs.safetensors")
     inputs = read_inputs(source, identity, config)
     made: list[Fitted] = []
+    num_threads = len(usable_cores())
+    torch.set_num_threads(num_threads)  # torch knows of no quota
     with transient_progress() as bar:
         task = bar.add_task("layers", total=config.num_layers)
-        measure = partial(measure_prices, config, len(usable_cores()))
+        measure = partial(measure_prices, config, num_threads)
         for layer in train_predictors(path, config, inputs, kind, target_recall, measure):
             made.append(layer)
             bar.advance(task)

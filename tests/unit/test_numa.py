@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from placement.threads.numa import (
     place_services,
     thread_counts,
 )
-from placement.threads.pinning import HostShare, find_place, not_pinned_because
+from placement.threads.pinning import HostShare, find_cores, find_place, not_pinned_because
 from tests.numa_trees import GIB, cores_as_nodes, write_tree
 from tests.placement_cases import make_machine
 from tests.tiny_models import make_tiny
@@ -184,3 +185,26 @@ def test_one_node_is_dealt_as_before(tmp_path: Path) -> None:
     here = [spec.num_threads for spec in service_specs(system, config)]
     there = SystemConfig(**{**vars(system), "numa_root": str(root)})
     assert here == [spec.num_threads for spec in service_specs(there, config)] == [7, 3, 2, 2]
+
+
+def test_threads_get_physical_cores_while_there_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two cores with two hardware threads each, all but the last one allowed."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(7)))
+    both = write_tree(tmp_path / "both", {0: "0,1,4,5", 1: "2,3,6,7"})
+    single = write_tree(tmp_path / "single", {0: "0-7"})
+    for root, core in itertools.product((both, single), range(8)):
+        topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+
+    def cores_of(*threads: int) -> list[tuple[int, ...]]:
+        shares = [HostShare(threads, index, "auto", str(both)) for index in range(2)]
+        places = [find_place(share, threads[share.index or 0]) for share in shares]
+        return [place.cores for place in places if place is not None]
+
+    assert cores_of(2, 2) == [(0, 1), (2, 3)]
+    assert cores_of(4, 3) == [(0, 1, 4, 5), (2, 3, 6)]
+    for threads, cores in ((4, (0, 1, 2, 3)), (7, (0, 1, 2, 3, 4, 5, 6))):
+        assert find_cores(HostShare((threads,), 0, "auto", str(single)), threads) == cores
