@@ -64,6 +64,10 @@ class Tokenizer:
         """Whether `render_chat` can be used."""
         return self._template is not None
 
+    def check_template(self) -> None:
+        """Look whether the chat template is one. Errors: ConfigError, PromptError without any."""
+        self._require_template().check()
+
     @property
     def chat_template(self) -> str | None:
         """The chat template's own text, in Jinja's language; None where there is none."""
