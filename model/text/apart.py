@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -27,7 +28,7 @@ _ROOT = Path(__file__).parents[2]
 # All that its process is told of this one's environment, in which there may be keys.
 _ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME"]
 _ENVIRONMENT += ["PYTHONUSERBASE", "TZ", "XDG_CACHE_HOME"]
-_HEAD = struct.Struct("<BQ")  # a number, and the bytes that follow
+_HEAD = struct.Struct("<IQ")  # a number, and the bytes that follow
 _DONE, _REFUSED, _FAILED = range(3)
 START_S = 5  # to read what it works with
 _PATIENCE = 20  # seconds of waiting for one of computing, where the machine is busy
@@ -52,20 +53,25 @@ class _TooLongError(FailedError):
         super().__init__(f"runs longer than {limit_s} s")
 
 
+class _IdleError(FailedError):
+    """It ended of itself."""
+
+
 class Apart:
     """A function in a process of its own, which is begun when it is needed, and again if it died.
 
     It answers one question after the other, whichever threads ask.
     """
 
-    def __init__(self, module: str, given: bytes, most_bytes: int) -> None:
+    def __init__(self, module: str, given: bytes, most_bytes: int, idle_s: int = 0) -> None:
         """`module` has `begin(given)`, which returns the function and what `facts` returns.
 
-        The process may take `most_bytes` of memory.
+        The process may take `most_bytes` of memory, and ends when it was asked nothing for
+        `idle_s` seconds; 0: it stays.
         """
         self._module = module
         self._given = given
-        self._most_bytes = most_bytes
+        self._limits = most_bytes, idle_s
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._door: socket.socket | None = None
@@ -86,7 +92,10 @@ class Apart:
         Errors:  RefusedError, FailedError; FailedError soon after `unwanted` is set
         """
         with self._asking(unwanted):
-            kind, answer = self._exchange(self._begun(), limit_s, question, unwanted)
+            try:
+                kind, answer = self._exchange(self._begun(), limit_s, question, unwanted)
+            except _IdleError:  # it ended just now
+                kind, answer = self._exchange(self._begun(), limit_s, question, unwanted)
         if kind != _DONE:
             raise (RefusedError if kind == _REFUSED else FailedError)(answer.decode())
         return answer
@@ -114,7 +123,7 @@ class Apart:
         try:
             self._door, theirs = socket.socketpair()
             with theirs:
-                self._process = _process(theirs, self._module, self._most_bytes)
+                self._process = _process(theirs, self._module, *self._limits)
         except OSError as problem:
             raise FailedError(f"cannot be run: {problem}") from None
         self._end = weakref.finalize(self, _ended, self._process, self._door)
@@ -155,7 +164,8 @@ class Apart:
             status = 0 if self._process is None else self._process.wait(1.0)
         if status == -signal.SIGXCPU:
             return _TooLongError(limit_s)
-        return FailedError(f"ended the process that ran it (status {status}); try again")
+        kind = FailedError if status else _IdleError
+        return kind(f"ended the process that ran it (status {status}); try again")
 
     def _close(self) -> None:
         if self._end is not None:
@@ -164,15 +174,15 @@ class Apart:
 
 
 def serve() -> None:
-    """Be the process; its arguments are a module and bytes, its standard input is a socket."""
+    """Be the process; its arguments are a module and limits, its standard input is a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):  # the first to go where memory is short
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     door = socket.socket(fileno=sys.stdin.fileno())
     module = importlib.import_module(sys.argv[1])
-    limit = int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    most_bytes, idle_s = map(int, sys.argv[2:])
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     answers: list[Answer] = []
 
     def begin(given: bytes) -> bytes:
@@ -181,7 +191,8 @@ def serve() -> None:
         return bytes(facts)
 
     while _answered(door, answers[0] if answers else begin):
-        pass
+        if idle_s and not select.select([door], [], [], idle_s)[0]:
+            break
 
 
 def _answered(door: socket.socket, answer: Answer) -> bool:
@@ -212,11 +223,13 @@ def _line(problem: Exception) -> bytes:
     return ascii(text)[1:-1][:_LINE_CHARS].encode()
 
 
-def _process(door: socket.socket, module: str, most_bytes: int) -> subprocess.Popen[bytes]:
+def _process(
+    door: socket.socket, module: str, most_bytes: int, idle_s: int
+) -> subprocess.Popen[bytes]:
     folders = [folder for folder in sys.path if folder and _is_ours(folder)]
     shown = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _MAIN, module, str(most_bytes)],
+        [sys.executable, "-P", "-c", _MAIN, module, str(most_bytes), str(idle_s)],
         env=shown | {"PYTHONPATH": os.pathsep.join(folders)},  # modules are found as here
         stdin=door.fileno(),
         stdout=subprocess.DEVNULL,

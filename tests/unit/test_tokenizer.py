@@ -18,10 +18,12 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from model.errors import ConfigError, HotcoldError, PromptError
 from model.text.chat_template import MAX_TEMPLATE_BYTES
+from model.text.long_texts import LongTexts
 from model.text.tokenizer import Tokenizer
 from tests.gguf_files import STRING, small_llama
 
@@ -135,6 +137,35 @@ def test_stream_of_half_a_character(tokenizer: Tokenizer) -> None:
     assert "\ufffd" not in stream.text
     assert stream.finish().startswith("\ufffd")
     assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bytes_of_tokens_equal_llguidances(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_model(write(tmp_path, BACKENDS[name]()))
+    assert tokenizer is not None
+    table = LLTokenizer(tokenizer.to_json())
+    found = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    for token_id, own in enumerate(found):
+        if own != b"\xff" and not table.is_special_token(token_id):  # it keeps this for itself
+            assert own == table.decode_bytes([token_id])
+    assert found[tokenizer.token_id("<s>") or 0] == b"<s>" and b"\xff" in found
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+def test_long_texts_have_the_same_ids_in_another_process(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text, other = " ".join(TEXTS) * 500, LongTexts(tmp_path)
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain.no_truncation()
+    plain.no_padding()
+    for adds in (True, False):
+        expected = plain.encode(text, add_special_tokens=adds).ids
+        assert other.encode(text, adds) == tokenizer.encode(text, adds) == expected
+    assert tokenizer.decode(expected) == plain.decode(expected) and len(expected) > 5000
+    for encode in (other.encode, tokenizer.encode):
+        with pytest.raises(PromptError, match="Unicode"):
+            encode("\ud800" * 2000, True)
 
 
 @settings(
