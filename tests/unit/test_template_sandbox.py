@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jinja2
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -117,7 +118,7 @@ true
 1e3
 (1,)
 'ab'.title()
-""".split("\n")[1:-1]
+""".strip("\n").splitlines()
 BLOCKS = [
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index0 %}"
     "{% endfor %}{{ ns.n }}",
@@ -177,7 +178,7 @@ def test_blocks(template: str) -> None:
 
 @pytest.mark.parametrize("text", FAILING)
 def test_what_fails_there_fails_here(text: str) -> None:
-    with pytest.raises(Exception, match="."):
+    with pytest.raises((jinja2.TemplateError, ArithmeticError, TypeError)):
         _compile_jinja_template(f"{{{{ {text} }}}}").render(VARIABLES)
     with pytest.raises(HotcoldError):
         rendered(f"{{{{ {text} }}}}")
