@@ -178,11 +178,11 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):  # the first to go where memory is short
         Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _hold(resource.RLIMIT_CORE, 0)
     door = socket.socket(fileno=sys.stdin.fileno())
     module = importlib.import_module(sys.argv[1])
     most_bytes, idle_s = map(int, sys.argv[2:])
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    _hold(resource.RLIMIT_DATA, most_bytes)
     answers: list[Answer] = []
 
     def begin(given: bytes) -> bytes:
@@ -202,8 +202,7 @@ def _answered(door: socket.socket, answer: Answer) -> bool:
         question = _received(door, size)
     except OSError:
         return False
-    soft_s = int(time.process_time()) + 1 + limit_s
-    resource.setrlimit(resource.RLIMIT_CPU, (soft_s, resource.RLIM_INFINITY))
+    _hold(resource.RLIMIT_CPU, int(time.process_time()) + 1 + limit_s)
     goes_on = True
     try:
         kind, found = _DONE, answer(question)
@@ -216,6 +215,13 @@ def _answered(door: socket.socket, answer: Answer) -> bool:
     with suppress(OSError):
         door.sendall(_HEAD.pack(kind, len(found)) + found)
     return goes_on
+
+
+def _hold(kind: int, most: int) -> None:
+    """Take no more of it from now on; it may be less already."""
+    hard = resource.getrlimit(kind)[1]
+    least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (least, hard))
 
 
 def _line(problem: Exception) -> bytes:
