@@ -7,8 +7,11 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
+from ui.api import schemas
 from ui.api.errors import ApiError, as_api_error
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 
@@ -165,6 +168,36 @@ def test_brackets_and_commas_of_a_text_are_no_lists() -> None:
     assert parse(CompletionRequest, json.dumps({"prompt": text}).encode()).prompt == text
     ids = [7] * 100_000
     assert parse(CompletionRequest, json.dumps({"prompt": ids}).encode()).prompts == [ids]
+
+
+_TEXTS = st.text(st.sampled_from('a\\"[{,\né'), max_size=6)
+
+
+@given(
+    st.recursive(
+        _TEXTS | st.just(1), lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner)
+    ),
+    st.booleans(),
+)
+def test_lists_and_objects_are_counted_outside_of_texts(value: Any, is_ascii: bool) -> None:
+    """As many as a reader of JSON makes: the last that is allowed is, one less is not."""
+    body = json.dumps({"x": [value] * 3}, ensure_ascii=is_ascii).encode()
+    made = 0
+
+    def count(found: Any) -> None:
+        nonlocal made
+        made += isinstance(found, list | dict)
+        if isinstance(found, list | dict):
+            for inner in found.values() if isinstance(found, dict) else found:
+                count(inner)
+
+    count(json.loads(body))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ui.api.schemas._MOST_NESTED", made)
+        schemas._require_plain(body)
+        patch.setattr("ui.api.schemas._MOST_NESTED", made - 1)
+        with pytest.raises(ApiError, match="lists and objects"):
+            schemas._require_plain(body)
 
 
 def test_tokenize_takes_one_of_two() -> None:

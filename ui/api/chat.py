@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from actors.protocol.messages import TokenEvent
@@ -21,7 +22,12 @@ class ChatRoute(Route):
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
         answers = await collect(started)
-        choices = [
+        choices = await asyncio.to_thread(self._choices, body, answers)
+        head = self._head("chatcmpl", "chat.completion")
+        return {**head, "choices": choices, "usage": usage(started.requests, answers, body.n or 1)}
+
+    def _choices(self, body: ChatRequest, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        return [
             {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **message},
@@ -32,8 +38,6 @@ class ChatRoute(Route):
             for index, answer in enumerate(answers)
             for message, finish_reason in [self._message(body, answer)]
         ]
-        head = self._head("chatcmpl", "chat.completion")
-        return {**head, "choices": choices, "usage": usage(started.requests, answers, body.n or 1)}
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""

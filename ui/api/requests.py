@@ -1,8 +1,9 @@
 """From what a client asks to what the system is asked."""
 
-import json
 from dataclasses import replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
@@ -107,4 +108,5 @@ def _grammar(body: SamplingRequest) -> Grammar | None:
         return None
     if shape.json_schema is None:
         return Grammar("json_schema", '{"type": "object"}')
-    return Grammar("json_schema", json.dumps(shape.json_schema.content))
+    # Of a million values in less than a tenth of what Python takes.
+    return Grammar("json_schema", to_json(shape.json_schema.content).decode())
