@@ -138,7 +138,8 @@ class TokenLogprob:
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them.
 
-    `tools` are what an answer to messages may call (`model/text/tools.py`).
+    `tools` are what an answer to messages may call (`model/text/tools.py`), `template_variables`
+    what else the chat template may read, JSON values by their names.
     `request_id` is for cancelling; no other request may have had it.
     """
 
@@ -146,6 +147,7 @@ class GenerateRequest:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] | None = None
     prompt_ids: list[int] | None = None
     request_id: str = ""
     grammar: Grammar | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -99,14 +100,20 @@ class Tokenizer:
         return self._require_template().call_syntax
 
     def render_chat(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the conversation as the model's template writes it, special tokens included.
+
+        As `ChatTemplate.render`.
 
         Errors:  PromptError where there is no template or it refuses the messages; ConfigError
                  where the template itself fails
         """
-        return self._require_template().render(messages, add_generation_prompt, tools)
+        return self._require_template().render(messages, add_generation_prompt, tools, variables)
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:

@@ -33,7 +33,12 @@ class Prompts:
     def checked(self, request: GenerateRequest) -> GenerateRequest:
         """The same request with `ids` in place of its text. Errors: PromptError."""
         return replace(
-            request, prompt=None, messages=None, tools=None, prompt_ids=self.ids(request)
+            request,
+            prompt=None,
+            messages=None,
+            tools=None,
+            template_variables=None,
+            prompt_ids=self.ids(request),
         )
 
     def ids(self, request: GenerateRequest) -> list[int]:
@@ -69,7 +74,9 @@ class Prompts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
         if request.messages is not None:
-            text = self.tokenizer.render_chat(request.messages, tools=request.tools)
+            text = self.tokenizer.render_chat(
+                request.messages, tools=request.tools, variables=request.template_variables
+            )
         else:
             text = request.prompt or ""
         if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode
