@@ -120,6 +120,7 @@ class Grammar:
 
     kind: str  # "json_schema" or "lark"
     text: str
+    frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 
 
 @dataclass(frozen=True)

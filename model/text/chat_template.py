@@ -15,6 +15,7 @@ import jinja2.meta
 from model.config.json_reader import read_json_object
 from model.errors import ConfigError, HotcoldError, PromptError, shown
 from model.text.template_sandbox import RefusedMessagesError, chat_environment
+from model.text.thinking import Thinking, thinking_of
 from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -46,6 +47,11 @@ class ChatTemplate:
     def call_syntax(self) -> CallSyntax:
         """How the model is asked to write calls of tools."""
         return self._own_syntax or TAGGED
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model writes what it thinks, if it does."""
+        return thinking_of(self.text)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ChatTemplate | None:
