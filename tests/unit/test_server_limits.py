@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from actors.protocol.failures import RequestError
 from actors.protocol.messages import (
@@ -371,6 +372,27 @@ def test_a_stream_that_its_client_left_before_it_began_frees_its_places() -> Non
         assert backend.num_active == 0 and sorted(client.cancelled) == ["1", "2"]
 
     asyncio.run(run())
+
+
+def test_head_wherever_there_is_get() -> None:
+    backend = make_backend(Client())
+    app = create_app(ServedModels([backend]))
+    paths = [
+        route.path
+        for route in app.routes
+        if isinstance(route, APIRoute) and "GET" in route.methods and "{" not in route.path
+    ]
+    assert {"/", "/health", "/metrics", "/v1/models", "/api/tags", "/docs"} <= set(paths)
+
+    async def both(path: str) -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.head(path), await http.get(path)
+
+    for path in (*paths, "/v1/models/demo", "/v1/none", "/api/none"):
+        head, got = asyncio.run(both(path))
+        assert (head.status_code, head.text) == (got.status_code, ""), path
+        assert head.headers["content-type"] == got.headers["content-type"], path
 
 
 HEALTHY = {"status": "ok", "model": "demo", "device": "cpu"}
