@@ -102,7 +102,7 @@ def test_fields_of_sampling_reach_the_system() -> None:
     ).sampling  # fmt: skip
     assert len(sampling.stop) == 64 and sampling.stop_token_ids == (5, 7)
     assert (sampling.min_tokens, sampling.include_stop_str_in_output) == (3, True)
-    assert sampling.logit_bias == ((12, -100), (3, 1.5))
+    assert dict(sampling.logit_bias) == {12: -100, 3: 1.5}
     assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.5, -1)
     theirs = asked(repeat_penalty=1.5, repeat_last_n=9, presence_penalty=1).sampling
     assert (theirs.repeat_penalty, theirs.repeat_last_n) == (1.5, 9)

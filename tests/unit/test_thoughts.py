@@ -23,8 +23,8 @@ from model.text.thinking import Thinking, thinking_of
 from model.text.tokenizer import Tokenizer
 from model.text.tools import TAGGED
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
-from ui.api.thoughts import AnswerReader, Thoughts
 from ui.api.tools.deltas import delta, whole_message
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 WAY = Thinking("<think>", "</think>")
 # Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.
