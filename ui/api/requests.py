@@ -1,6 +1,6 @@
 """From what a client asks to what the system is asked."""
 
-import json
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from ui.api.tools.grammar import calls_grammar
+from ui.api.tools.grammar import calls_grammar, shape_grammar
 
 _LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
@@ -25,10 +25,11 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
-    grammar = _grammar(body)
+    grammar = await asyncio.to_thread(_grammar, body)
     if wanted_calls is not None:
         shape = None if grammar is None else grammar.text
-        grammar = calls_grammar(wanted_calls, backend.call_syntax, shape)
+        syntax = backend.call_syntax
+        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, shape)
     return _copies(body, request, grammar)
 
 
@@ -48,6 +49,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     ]
     all_ids = await backend.prompt_ids(asked)
     num_prompt_logprobs = body.logprobs if body.echo else None
+    grammar = await asyncio.to_thread(_grammar, body)
     return [
         request
         for ids in all_ids
@@ -59,7 +61,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
                 num_logprobs=body.logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
             ),
-            _grammar(body),
+            grammar,
         )
     ]
 
@@ -107,4 +109,4 @@ def _grammar(body: SamplingRequest) -> Grammar | None:
         return None
     if shape.json_schema is None:
         return Grammar("json_schema", '{"type": "object"}')
-    return Grammar("json_schema", json.dumps(shape.json_schema.content))
+    return shape_grammar(shape.json_schema.content, shape.json_schema.strict)

@@ -47,6 +47,7 @@ class JsonSchema(StrictModel):
     """A schema as `response_format` wraps it."""
 
     content: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(StrictModel):
