@@ -47,6 +47,10 @@ class OwnSampling(StrictModel):
     frequency_penalty: float
     repeat_last_n: int
     penalize_prompt: bool
+    stop_token_ids: list[int]
+    min_tokens: int
+    include_stop_str_in_output: bool
+    logit_bias: list[tuple[int, float]]
 
 
 class OwnPrompt(StrictModel):
@@ -63,7 +67,9 @@ class OwnPrompt(StrictModel):
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
         values = self.sampling.model_dump()
-        sampling = SamplingParams(**{**values, "stop": tuple(values["stop"])})
+        sampling = SamplingParams(
+            **{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()}
+        )
         return GenerateRequest(
             sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
         )

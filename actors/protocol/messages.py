@@ -123,6 +123,7 @@ class Grammar:
 
     kind: str  # "json_schema", "lark" or "calls"
     text: str
+    frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ class TokenLogprob:
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them.
 
-    `tools` are what an answer to messages may call (`model/text/tools.py`).
+    `tools` are what an answer to messages may call (`model/text/tools.py`), `template_variables`
+    what else the chat template may read, JSON values by their names.
     `request_id` is for cancelling; no other request may have had it.
     """
 
@@ -149,6 +151,7 @@ class GenerateRequest:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] | None = None
     prompt_ids: list[int] | None = None
     request_id: str = ""
     grammar: Grammar | None = None

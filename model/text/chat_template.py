@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jinja2.meta
 from model.config.json_reader import read_json_object
 from model.errors import ConfigError, HotcoldError, PromptError, shown
 from model.text.template_sandbox import RefusedMessagesError, chat_environment
+from model.text.thinking import Thinking, thinking_of
 from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -47,6 +48,11 @@ class ChatTemplate:
         """How the model is asked to write calls of tools."""
         return self._own_syntax or TAGGED
 
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model writes what it thinks, if it does."""
+        return thinking_of(self.text)
+
     @classmethod
     def from_directory(cls, path: str | Path) -> ChatTemplate | None:
         """Return the template of chat_template.jinja, else of tokenizer_config.json, else None."""
@@ -61,36 +67,40 @@ class ChatTemplate:
         return None if text is None else cls(text, str(file), tokens)
 
     def render(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a conversation of {"role", "content"} messages.
 
-        tools: what the model may call (`model/text/tools.py`); then messages may hold tool_calls,
-               whose arguments are objects, and have the role tool
+        tools:     what the model may call (`model/text/tools.py`); then messages may hold
+                   tool_calls, whose arguments are objects, and have the role tool
+        variables: more that the template may read, as JSON values by their names, such as
+                   enable_thinking; before what else it is given
 
         Errors:  PromptError where the template refuses the messages; ConfigError where it fails,
                  reaches for what the sandbox forbids, or takes longer than RENDER_TIMEOUT_S
         """
+        given: dict[str, Any] = {
+            **self._special_tokens,
+            "add_generation_prompt": add_generation_prompt,
+            "documents": None,
+            **(variables or {}),
+        }
         if tools is None or self._own_syntax is not None:
-            return self._rendered(messages, add_generation_prompt, tools)
+            return self._rendered({**given, "messages": list(messages), "tools": tools})
         told = told_in_words(messages, tools)
         try:
-            return self._rendered(told, add_generation_prompt, None)
+            return self._rendered({**given, "messages": told, "tools": None})
         except PromptError:  # some know no system message
-            return self._rendered(without_system(told), add_generation_prompt, None)
+            return self._rendered({**given, "messages": without_system(told), "tools": None})
 
-    def _rendered(
-        self, messages: Messages, add_generation_prompt: bool, tools: Tools | None
-    ) -> str:
+    def _rendered(self, variables: dict[str, Any]) -> str:
         # In a thread, as it is the model's own code: only a thread's end can be forced.
         result: list[str | BaseException] = []
-        arguments: dict[str, Any] = {
-            **self._special_tokens,
-            "messages": _plain(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None if tools is None else _plain(tools),
-            "documents": None,
-        }
+        arguments = _plain(variables)
 
         def run() -> None:
             try:
@@ -131,10 +141,11 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return found
 
 
-def _plain(messages: Messages | Tools) -> Any:
+def _plain(variables: dict[str, Any]) -> dict[str, Any]:
     """Return a copy made of plain JSON types, whose methods a template may safely reach."""
     try:
-        return json.loads(json.dumps(list(messages)))
+        plain: dict[str, Any] = json.loads(json.dumps(variables))
+        return plain
     except (TypeError, ValueError, RecursionError):
         raise PromptError(
             "messages hold more than JSON; give objects of role and content"

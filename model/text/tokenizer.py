@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -12,6 +14,7 @@ from model.gguf.names import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from model.text.older_files import older_tokenizer
+from model.text.thinking import Thinking
 from model.text.tools import CallSyntax, Tools
 
 # As much of a prompt as may decide how the first token after it is written.
@@ -25,8 +28,8 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None = None):
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
         self._template = template
+        self._backend = _showing(self.thinking or (), backend)
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer | None:
@@ -98,15 +101,33 @@ class Tokenizer:
         """How the model is asked to write calls of tools. Errors: PromptError without a template"""
         return self._require_template().call_syntax
 
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model writes what it thinks, if it does."""
+        return None if self._template is None else self._template.thinking
+
     def render_chat(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the conversation as the model's template writes it, special tokens included.
+
+        As `ChatTemplate.render`. With the variable continue_final_message the text ends with what
+        the last message says, for the answer to go on with it.
 
         Errors:  PromptError where there is no template or it refuses the messages; ConfigError
                  where the template itself fails
         """
-        return self._require_template().render(messages, add_generation_prompt, tools)
+        text = self._require_template().render(messages, add_generation_prompt, tools, variables)
+        if not (variables or {}).get("continue_final_message"):
+            return text
+        last = str(messages[-1].get("content") or "").strip()
+        if not last or last not in text:
+            raise PromptError("the last message cannot be continued: the chat template changes it")
+        return text[: text.rindex(last) + len(last)]
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
@@ -116,6 +137,17 @@ class Tokenizer:
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self, prompt_ids)
+
+
+def _showing(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer with none of `tags` among the special tokens, which texts do not show."""
+    added = backend.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in tags for token in added):
+        return backend
+    values = json.loads(backend.to_str())
+    for token in values["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in tags
+    return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
 class StreamDecoder:

@@ -296,6 +296,13 @@ def test_ordinary_templates(template: str, text: str, tmp_path: Path) -> None:
     assert chat(tmp_path, template).render_chat(MESSAGES) == text
 
 
+def test_variables_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }} {{ a.b | length }} {{ add_generation_prompt }}{{ tools }}"
+    tokenizer = chat(tmp_path, template)
+    variables = {"enable_thinking": False, "a": {"b": [1, 2]}, "tools": 1, "messages": 2}
+    assert tokenizer.render_chat(MESSAGES, variables=variables) == "False 2 TrueNone"
+
+
 def test_a_long_conversation_is_no_attack(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x"}]
     assert len(chat(tmp_path, CHATML.replace("loop.index > 9", "false")).render_chat(

@@ -50,7 +50,7 @@ class Route:
         answers: Answers,
         head: dict[str, Any],
         choices_of: Callable[[int, TokenEvent], Iterable[dict[str, Any]]],
-        usage_of: Callable[[Sequence[Answer]], dict[str, int]],
+        usage_of: Callable[[Sequence[Answer]], dict[str, Any]],
         opening: Iterable[dict[str, Any]] = (),
     ) -> sse.EventStream:
         """A chunk a choice: those of `opening`, then those that `choices_of` makes of each event.

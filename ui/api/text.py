@@ -34,7 +34,8 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return tokenizer.encode(_short(body.prompt or ""), body.add_special_tokens)
     messages = [message.for_template for message in body.messages]
-    text = tokenizer.render_chat(messages, body.add_generation_prompt)
+    tools = [tool.for_template for tool in body.tools or ()] or None
+    text = tokenizer.render_chat(messages, tools=tools, variables=body.template_variables)
     return tokenizer.encode(_short(text), False)  # the template writes special tokens itself
 
 

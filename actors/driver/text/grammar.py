@@ -1,5 +1,6 @@
 """Answers that must match a grammar: llguidance says which tokens may come next."""
 
+import json
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -79,6 +80,10 @@ class Grammars:
                 source = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as problem:
             raise _refused(grammar, str(problem)) from None
+        if grammar.frame:
+            inner = json.loads(source)["grammars"]
+            inner[0]["name"] = "answer"
+            source = json.dumps({"grammars": [{"lark_grammar": grammar.frame}, *inner]})
         matcher = LLMatcher(table, source, log_level=0)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())

@@ -33,7 +33,12 @@ class Prompts:
     def checked(self, request: GenerateRequest) -> GenerateRequest:
         """The same request with `ids` in place of its text. Errors: PromptError."""
         return replace(
-            request, prompt=None, messages=None, tools=None, prompt_ids=self.ids(request)
+            request,
+            prompt=None,
+            messages=None,
+            tools=None,
+            template_variables=None,
+            prompt_ids=self.ids(request),
         )
 
     def ids(self, request: GenerateRequest) -> list[int]:
@@ -47,6 +52,8 @@ class Prompts:
             raise PromptError("this model has no tokenizer, so no text; leave out --stop")
         require_something(ids)
         self.require_in_vocabulary(ids)
+        self.require_in_vocabulary(request.sampling.stop_token_ids)
+        self.require_in_vocabulary([token_id for token_id, _ in request.sampling.logit_bias])
         if len(ids) + (not request.wants_embedding) > self.context_length:
             room = "" if request.wants_embedding else " with the answer"
             raise PromptTooLongError(
@@ -69,7 +76,9 @@ class Prompts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
         if request.messages is not None:
-            text = self.tokenizer.render_chat(request.messages, tools=request.tools)
+            text = self.tokenizer.render_chat(
+                request.messages, tools=request.tools, variables=request.template_variables
+            )
         else:
             text = request.prompt or ""
         if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ui.api.schemas import ChatRequest
+from ui.api.fields import Request
+from ui.api.schemas import ChatRequest, Reasoning
 from ui.api.tools.schemas import NamedFunction
 from ui.strict import StrictModel
 
@@ -78,7 +79,7 @@ class TextOptions(StrictModel):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(Request):
     """POST /v1/responses. Nothing is kept: each request holds its whole conversation."""
 
     input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
@@ -91,6 +92,8 @@ class ResponsesRequest(StrictModel):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -112,6 +115,8 @@ class ResponsesRequest(StrictModel):
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": _named(self.tool_choice),
             "response_format": self._response_format(),
+            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.tools:
             asked["tools"] = [

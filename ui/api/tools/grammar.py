@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from llguidance import LLMatcher
 
@@ -18,17 +18,19 @@ _SHAPE_BLANKS = r"(?: |\n {0,24})"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
-def shape_grammar(schema: dict[str, Any] | bool, strict: bool | None) -> Grammar:
-    """JSON of this schema, to all of which an answer is held unless `strict` is said to be false.
+def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
+    """A shape as answers can be held to it; to all of it, unless `strict` is said to be false.
 
     A `format` that is not known counts only where `strict` is true: in JSON Schema it is a note.
     Errors:  UsageError that names what an answer cannot be held to
     """
-    found = enforced(schema)
+    if shape is None or shape.kind != "json_schema":
+        return shape
+    found = enforced(json.loads(shape.text))
     for lost in found.lost:
         if strict or (strict is None and lost.keyword != "format"):
             raise _unable("the JSON schema", lost)
-    return Grammar("json_schema", _text_of(found, _SHAPE_BLANKS))
+    return replace(shape, text=_text_of(found, _SHAPE_BLANKS))
 
 
 def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Grammar:

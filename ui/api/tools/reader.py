@@ -16,6 +16,12 @@ class Said(NamedTuple):
     text: str
 
 
+class Thought(NamedTuple):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
 class Called(NamedTuple):
     """A call begins, the `number`-th of the answer."""
 
@@ -31,7 +37,7 @@ class Argued(NamedTuple):
     text: str
 
 
-Part = Said | Called | Argued
+Part = Thought | Said | Called | Argued
 _NAME = f"({NAME_CHARACTERS}+)"
 
 

@@ -85,6 +85,7 @@ class ToolCall(StrictModel):
 
 
 Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+Functions = Annotated[list[Function], Field(max_length=_MOST_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MOST_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
