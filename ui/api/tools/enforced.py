@@ -57,7 +57,7 @@ _LACKED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "contains": lambda _, node: node.get("minContains") == 0 and "maxContains" not in node,
     "uniqueItems": lambda value, _: not value,
     "unevaluatedItems": lambda value, _: value is True,
-    "propertyNames": lambda value, _: value in (True, {}, {"type": "string"}),
+    "propertyNames": lambda value, _: value is True or value in ({}, {"type": "string"}),
     "$dynamicRef": lambda *_: False,
     "$recursiveRef": lambda *_: False,
 }
@@ -280,7 +280,7 @@ class _Reader:
         if not isinstance(given, dict) or len(path) > _MOST_DEEP or self._nodes_left < 0:
             self._lose(path, "schema")
             return True
-        if given.get("enum") == [] or ("not" in given and given["not"] in ({}, True)):
+        if given.get("enum") == [] or given.get("not") is True or given.get("not") == {}:
             return False
         made: dict[str, Any] = {}
         kinds = self._kinds(given, path)
@@ -409,8 +409,8 @@ class _Reader:
         if depth > _MOST_DEEP or self._steps_left < 0:
             return _Names({}, True, False)
         self._known_names[id(given)] = _Names({}, False, False)  # for a node within itself
-        declared = given.get("properties", ())
-        found = dict.fromkeys(declared) if isinstance(declared, dict | list | tuple) else {}
+        declared = given.get("properties")
+        found = dict.fromkeys(declared) if isinstance(declared, dict) else {}
         are_declared = "properties" in given
         are_open = bool(given.get("patternProperties")) or any(
             given.get(keyword, False) is not False
