@@ -1,5 +1,6 @@
 """From what a client asks to what the system is asked."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from ui.api.tools.grammar import calls_grammar
+from ui.api.tools.grammar import calls_grammar, held_shape
 from ui.api.tools.thoughts import Thoughts
 
 _LARGEST_SEED = (1 << 63) - 1
@@ -28,10 +29,11 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
-    grammar = body.shape
+    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
     if wanted_calls is not None:
         shape = None if grammar is None else grammar.text
-        grammar = calls_grammar(wanted_calls, backend.call_syntax, shape)
+        syntax = backend.call_syntax
+        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, shape)
     thoughts = Thoughts.of(backend.prompts.tokenizer, ids[0])
     if grammar is not None and thoughts is not None:
         grammar = thoughts.before(grammar)
@@ -54,6 +56,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     ]
     all_ids = await backend.prompt_ids(asked)
     num_prompt_logprobs = body.logprobs if body.echo else None
+    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
     return [
         request
         for ids in all_ids
@@ -65,7 +68,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
                 num_logprobs=body.logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
             ),
-            body.shape,
+            grammar,
         )
     ]
 

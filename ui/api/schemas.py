@@ -63,6 +63,7 @@ class JsonSchema(StrictModel):
     """A schema as `response_format` wraps it."""
 
     content: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(StrictModel):
@@ -127,6 +128,12 @@ class SamplingRequest(Shaped):
         if self.repetition_penalty is not None and self.repeat_penalty is not None:
             raise ValueError("repetition_penalty and repeat_penalty were both given; leave one out")
         return self
+
+    @property
+    def has_strict_shape(self) -> bool | None:
+        """Whether all of the answer's schema is asked for; None where nothing is said."""
+        wanted = self.response_format
+        return wanted.json_schema.strict if wanted and wanted.json_schema else None
 
     def shapes(self) -> list[tuple[str, Grammar]]:
         """See `Shaped`."""

@@ -132,6 +132,11 @@ class _Tokens:
 
 
 def _refused(grammar: Grammar, problem: str) -> UsageError:
+    if grammar.kind == "calls":
+        return UsageError(
+            "the tools are too many, or their schemas too large, for calls to be held to them; "
+            "send fewer of them"
+        )
     name = "JSON schema" if grammar.kind == "json_schema" else "Lark grammar"
     return UsageError(f"the {name} cannot be used: {_one_line(problem)}")
 

@@ -94,7 +94,9 @@ class _Response:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tools": [tool.model_dump() | {"strict": True} for tool in body.tools or ()],
+            "tools": [
+                tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
+            ],
             "tool_choice": body.model_dump()["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},

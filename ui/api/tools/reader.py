@@ -7,6 +7,7 @@ import uuid
 from typing import NamedTuple
 
 from model.text.tools import CallSyntax
+from ui.api.tools.schemas import NAME_CHARACTERS
 
 
 class Said(NamedTuple):
@@ -37,7 +38,7 @@ class Argued(NamedTuple):
 
 
 Part = Thought | Said | Called | Argued
-_NAME = r"([a-zA-Z0-9_-]+)"
+_NAME = f"({NAME_CHARACTERS}+)"
 
 
 class CallReader:
