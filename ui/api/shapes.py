@@ -5,6 +5,7 @@ import re
 from typing import Annotated, Any
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from actors.protocol.messages import Grammar
 from ui.api.fields import Request
@@ -66,7 +67,8 @@ def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             raise ValueError("the JSON schema is no JSON") from None
-    return Grammar("json_schema", json.dumps(schema))
+    # Of a million values in less than a tenth of what Python takes.
+    return Grammar("json_schema", to_json(schema).decode())
 
 
 def any_object(_: Any = None) -> Grammar:
