@@ -11,7 +11,7 @@ from actors.protocol.messages import Grammar
 from ui.api.errors import ApiError
 from ui.api.fields import Request
 from ui.api.refusals import refusal
-from ui.api.shapes import Shaped, any_object, json_grammar
+from ui.api.shapes import Shaped, Wanted, any_object, json_grammar
 from ui.api.tools.schemas import (
     Callable,
     CalledFunction,
@@ -121,7 +121,7 @@ class SamplingRequest(Shaped):
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        names = [name for name, _ in self.shapes()]
+        names = [wanted.name for wanted in self.shapes()]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
         if self.repetition_penalty is not None and self.repeat_penalty is not None:
@@ -134,19 +134,19 @@ class SamplingRequest(Shaped):
         wanted = self.response_format
         return wanted.json_schema.strict if wanted and wanted.json_schema else None
 
-    def shapes(self) -> list[tuple[str, Grammar]]:
+    def shapes(self) -> list[Wanted]:
         """See `Shaped`."""
         given, wanted = super().shapes(), self.response_format
-        if wanted is not None and wanted.type != "text":
-            schema = wanted.json_schema
-            grammar = any_object() if schema is None else json_grammar(schema.content)
-            given.insert(0, ("response_format", grammar))
-        return given
+        if wanted is None or wanted.type == "text":
+            return given
+        if wanted.json_schema is None:
+            return [Wanted("response_format", True, any_object), *given]
+        return [Wanted("response_format", wanted.json_schema.content, json_grammar), *given]
 
     @property
     def shape(self) -> Grammar | None:
         """What an answer must be, if anything."""
-        return next((grammar for _, grammar in self.shapes()), None)
+        return next((wanted.make(wanted.value) for wanted in self.shapes()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -283,8 +283,7 @@ class ChatRequest(SamplingRequest, Rendered):
     def _has_tools(self) -> "ChatRequest":
         if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
             raise ValueError("functions and tools were both given; leave functions out")
-        shape = self.shape
-        if self.callable is not None and shape is not None and shape.kind != "json_schema":
+        if self.callable is not None and not all(wanted.is_json for wanted in self.shapes()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self
 
