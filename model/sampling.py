@@ -22,9 +22,12 @@ class SamplingParams:
 
     Filters apply in the order top_k, top_p, min_p. `temperature` 0 takes the most likely token and
     `top_k` 0 keeps all. Generation ends after `max_tokens` (None: with the context), at a `stop`
-    text, or at an end token unless `ignore_eos`. Before all that the last `repeat_last_n` tokens,
-    -1 for all, of prompt and answer, or without `penalize_prompt` of the answer, become less likely
-    by the three penalties; `repeat_penalty` 1 and the others' 0 leave them as they are.
+    text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`; but for the first none
+    does before `min_tokens`. What ended it is in the text only with `include_stop_str_in_output`.
+    Before all that `logit_bias`, pairs of a token and what is added to its logit, applies, and the
+    last `repeat_last_n` tokens, -1 for all, of prompt and answer become less likely by the three
+    penalties; presence and frequency are the answer's alone without `penalize_prompt`.
+    `repeat_penalty` 1 and the others' 0 leave them as they are.
     Errors:  UsageError naming the value that is out of range
     """
 
@@ -41,6 +44,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repeat_last_n: int = 64
     penalize_prompt: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -60,6 +67,17 @@ class SamplingParams:
         _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _require_int("repeat_last_n", self.repeat_last_n, -1, 1 << 31)
         _require_bool("penalize_prompt", self.penalize_prompt)
+        if not isinstance(self.stop_token_ids, tuple):
+            raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        for token_id in self.stop_token_ids:
+            _require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
+        _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        if not isinstance(self.logit_bias, tuple):
+            raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
+        for token_id, bias in self.logit_bias:
+            _require_int("logit_bias", token_id, 0, (1 << 31) - 1)
+            _require_number("logit_bias", bias, -100.0, 100.0)
 
     @classmethod
     def defaults(cls, path: str | Path) -> SamplingParams:
@@ -87,8 +105,9 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-        """Return `defaults` changed by a request's `values`; `stop` may be a text or a list.
+        """Return `defaults` changed by a request's `values`, which are JSON.
 
+        `stop` may be a text or a list; `logit_bias` is an object with token ids as its keys.
         Errors:  UsageError for an unknown key or a value out of range
         """
         known = {field.name: getattr(defaults, field.name) for field in fields(cls)}
@@ -98,8 +117,11 @@ class SamplingParams:
         changed = dict(values)
         if isinstance(changed.get("stop"), str):
             changed["stop"] = (changed["stop"],)
-        elif isinstance(changed.get("stop"), list):
-            changed["stop"] = tuple(changed["stop"])
+        if isinstance(biases := changed.get("logit_bias"), dict):
+            changed["logit_bias"] = tuple((_token_id(key), bias) for key, bias in biases.items())
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(changed.get(name), list):
+                changed[name] = tuple(changed[name])
         return cls(**(known | changed))
 
 
@@ -114,6 +136,12 @@ def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
         if reader.has("eos_token_id"):
             return reader.token_ids("eos_token_id", (), config.vocab_size)
     return config.eos_token_ids
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise _out_of_range("logit_bias", key, "token ids, such as 1234, as its keys")
+    return int(key)
 
 
 def _require_bool(name: str, value: Any) -> None:

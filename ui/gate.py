@@ -5,8 +5,9 @@ import binascii
 import ipaddress
 import json
 import math
+import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from ui.keys import Keys
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)
+_WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # which proxies are asked for
 
 
 def is_loopback(host: str) -> bool:
@@ -55,6 +57,7 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        scope = _origin_form(scope)
         limit = _BodyLimit(receive, send, self._max_body_bytes)
         try:
             address = (scope.get("client") or ("",))[0]
@@ -115,6 +118,21 @@ class _BodyLimit:
     async def send(self, message: Message) -> None:
         self.has_answered = True
         await self._send(with_headers(message))
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """The same request with a target that is a path; of a whole address the Host is its own."""
+    match = _WHOLE_ADDRESS.fullmatch(scope.get("raw_path") or b"")
+    if match is None:
+        return scope
+    host, path = match[1], match[2] or b"/"
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"host"]
+    return {
+        **scope,
+        "path": unquote(path.decode("ascii", "replace")),
+        "raw_path": path,
+        "headers": [(b"host", host), *headers],
+    }
 
 
 def too_large(most_bytes: int) -> ApiError:

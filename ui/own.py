@@ -47,6 +47,10 @@ class OwnSampling(StrictModel):
     frequency_penalty: float
     repeat_last_n: int
     penalize_prompt: bool
+    stop_token_ids: list[int]
+    min_tokens: int
+    include_stop_str_in_output: bool
+    logit_bias: list[tuple[int, float]]
 
 
 class OwnPrompt(StrictModel):
@@ -62,8 +66,11 @@ class OwnPrompt(StrictModel):
         given = (self.prompt, self.messages, self.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
-        values = self.sampling.model_dump()
-        sampling = SamplingParams(**{**values, "stop": tuple(values["stop"])})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.sampling.model_dump().items()
+        }
+        sampling = SamplingParams(**values)
         return GenerateRequest(
             sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -55,6 +56,7 @@ def create_app(
         ],
     )
     _add_unknown(app)
+    _add_heads(app)
     if page is None:
         _add_root(app)
     else:
@@ -140,6 +142,13 @@ def _add_unknown(app: FastAPI) -> None:
     @app.api_route("/api/{rest:path}", methods=methods)
     async def unknown(request: Request) -> Response:
         raise ApiError(404, f"there is no {request.method} {ascii(request.url.path)[1:-1]} here")
+
+
+def _add_heads(app: FastAPI) -> None:
+    """HEAD wherever there is GET: monitors ask so."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 def _add_root(app: FastAPI) -> None:

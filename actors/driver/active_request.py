@@ -90,12 +90,14 @@ class ActiveRequest:
         self.chunk_sizes = self._cuts()
         self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
         self._random = np.random.default_rng(request.sampling.seed)
-        self._stop = StopStrings(request.sampling.stop)
+        sampling = request.sampling
+        self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
         room = generator.context_length - len(self.tokens)
-        self._max_tokens = 0 if self.embeds else min(request.sampling.max_tokens or room, room)
-        self._eos_ids = frozenset() if request.sampling.ignore_eos else generator.eos_ids
+        self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or room, room)
+        eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
+        self._end_ids = eos_ids.union(sampling.stop_token_ids)
         self._num_told = 0  # new tokens that the reader knows of
         self._constraint: Constraint | None = None
         if request.grammar is not None:
@@ -159,9 +161,8 @@ class ActiveRequest:
             return self.end("stop")
         self._prompt_logprobs.check()
         params, constraint = self._sampling, self._constraint
-        weighed = self._penalties.applied(logits, self.tokens)
         token_id = sample(
-            weighed if constraint is None else constraint.masked(weighed),
+            self._weighed(logits),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -173,16 +174,35 @@ class ActiveRequest:
         self.tokens.append(token_id)
         ended = constraint is not None and constraint.accept(token_id)
         self._logprobs.add(logits, token_id, self._decoder)
-        if token_id in self._eos_ids:
-            return self.end("stop")
-        text = self._stop.push(self._decoder.push(token_id)) if self._decoder else ""
-        if self._stop.found or ended:
+        is_end = token_id in self._end_ids
+        is_shown = params.include_stop_str_in_output and token_id in params.stop_token_ids
+        text = ""
+        if self._decoder and (is_shown or not is_end):
+            may_stop = self._num_new > params.min_tokens
+            text = self._stop.push(self._decoder.push(token_id), may_stop)
+        if is_end or self._stop.found or ended:
             return self.end("stop", text)
-        if len(self.tokens) - self._num_prompt_tokens >= self._max_tokens:
+        if self._num_new >= self._max_tokens:
             return self.end("length", text)
         if text or self._decoder is None:
             self._tell(text)
         return False
+
+    def _weighed(self, logits: np.ndarray) -> np.ndarray:
+        """What the next token is drawn from: `logits` with all that the request has to say."""
+        weighed = self._penalties.applied(logits, self.tokens)
+        if self._constraint is not None:
+            weighed = self._constraint.masked(weighed)
+        if self._num_new < self._sampling.min_tokens and self._end_ids:
+            going_on = weighed.copy()
+            going_on[list(self._end_ids)] = -np.inf
+            if np.isfinite(going_on).any():  # a grammar may have come to its end
+                return going_on
+        return weighed
+
+    @property
+    def _num_new(self) -> int:
+        return len(self.tokens) - self._num_prompt_tokens
 
     def wants_logits(self, place: int) -> bool:
         """Whether what follows the token at `place` is chosen, or is scored."""
@@ -207,7 +227,7 @@ class ActiveRequest:
         return True
 
     def _tell(self, text: str, result: Generation | None = None) -> None:
-        num_new = len(self.tokens) - self._num_prompt_tokens
+        num_new = self._num_new
         num_shown = None if result is not None and not self._stop.found else len(self._stop.text)
         self.stream.put(
             TokenEvent(

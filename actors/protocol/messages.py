@@ -118,10 +118,14 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect."""
+    """What an answer must match: a JSON schema, or a Lark grammar in llguidance's dialect.
 
-    kind: str  # "json_schema" or "lark"
+    "calls" is a Lark grammar that nobody wrote: it was made of tools' schemas.
+    """
+
+    kind: str  # "json_schema", "lark" or "calls"
     text: str
+    frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from model.config.json_reader import read_json_object
 from model.errors import ConfigError, PromptError, shown
 from model.text.apart import Apart, FailedError, RefusedError
+from model.text.thinking import Thinking, thinking_of
 from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -50,6 +51,11 @@ class ChatTemplate:
     def call_syntax(self) -> CallSyntax:
         """How the model is asked to write calls of tools. Errors: ConfigError."""
         return self._own_syntax or TAGGED
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model writes what it thinks, if it does."""
+        return thinking_of(self.text)
 
     @functools.cached_property
     def _facts(self) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from model.gguf.names import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from model.text.older_files import older_tokenizer
+from model.text.thinking import Thinking
 from model.text.tools import CallSyntax, Tools
 
 # Characters or ids. The library takes over a millisecond for more, and lets other threads run
@@ -32,8 +34,8 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None = None):
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
         self._template = template
+        self._backend = _showing(self.thinking or (), backend)
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer | None:
@@ -111,6 +113,12 @@ class Tokenizer:
         """Return the id of a token's exact text, or None."""
         return self._backend.token_to_id(token)
 
+    @property
+    def added_texts(self) -> dict[int, str]:
+        """Added tokens that are no special ones: they stand for their own text, such as <think>."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: one.content for token_id, one in added.items() if not one.special}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer puts around it.
 
@@ -141,6 +149,11 @@ class Tokenizer:
         """How the model is asked to write calls of tools. Errors: PromptError without a template"""
         return self._require_template().call_syntax
 
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model writes what it thinks, if it does."""
+        return None if self._template is None else self._template.thinking
+
     def render_chat(
         self,
         messages: Messages,
@@ -150,12 +163,19 @@ class Tokenizer:
     ) -> str:
         """Return the conversation as the model's template writes it, special tokens included.
 
-        As `ChatTemplate.render`.
+        As `ChatTemplate.render`. With the variable continue_final_message the text ends with what
+        the last message says, for the answer to go on with it.
 
         Errors:  PromptError where there is no template or it refuses the messages; ConfigError
                  where the template itself fails
         """
-        return self._require_template().render(messages, add_generation_prompt, tools, variables)
+        text = self._require_template().render(messages, add_generation_prompt, tools, variables)
+        if not (variables or {}).get("continue_final_message"):
+            return text
+        last = str(messages[-1].get("content") or "").strip()
+        if not last or last not in text:
+            raise PromptError("the last message cannot be continued: the chat template changes it")
+        return text[: text.rindex(last) + len(last)]
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
@@ -165,6 +185,17 @@ class Tokenizer:
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self, prompt_ids)
+
+
+def _showing(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer with none of `tags` among the special tokens, which texts do not show."""
+    added = backend.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in tags for token in added):
+        return backend
+    values = json.loads(backend.to_str())
+    for token in values["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in tags
+    return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from ui import connections
 from ui import serving as serving_file
@@ -97,6 +99,32 @@ def read_to_end(client: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return found
+
+
+async def address(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the Host and the path that it is asked for."""
+    request = Request(scope)
+    text = f"{request.headers['host']} {scope['path']}?{scope['query_string'].decode()}"
+    await PlainTextResponse(text)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "told"),
+    [
+        ("/a%20b?c", 200, "localhost /a b?c"),
+        ("http://localhost/a%20b?c", 200, "localhost /a b?c"),
+        ("HTTP://127.0.0.1:80?c", 200, "127.0.0.1:80 /?c"),
+        ("http://evil.example/a", 403, "host_refused"),
+    ],
+)
+def test_a_target_may_be_a_whole_address(target: str, status: int, told: str) -> None:
+    with serving(address) as connect:
+        client = connect()
+        client.sendall(
+            f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
+        answer = read_to_end(client).decode()
+    assert answer.startswith(f"HTTP/1.1 {status}") and told in answer
 
 
 def until_answered(client: socket.socket) -> bytes:

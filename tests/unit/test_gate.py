@@ -192,12 +192,16 @@ def test_is_loopback(host: str, expected: bool) -> None:
 
 
 def test_an_event_is_one_line_whatever_it_holds() -> None:
-    content = {"text": "a\r\n\n\u2028data: b\x00ü"}
+    ends = "".join(char for char in map(chr, range(0x3000)) if len(f"a{char}b".splitlines()) > 1)
+    assert len(ends) > 9
+    content = {f"text{ends}": f"a\r\n\n{ends}data: b\x00ü"}
     framed = sse.event(content)
     assert framed.startswith(b"data: ") and framed.endswith(b"\n\n")
     line = framed[len(b"data: ") : -2]
-    assert b"\n" not in line and b"\r" not in line
+    assert line.decode().splitlines() == [line.decode()]
     assert json.loads(line) == content
+    assert "ü".encode() in line
+    assert sse.line(content).decode().splitlines() == [sse.line(content).decode()[:-1]]
 
 
 def run_stream(

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from fastapi.routing import APIRoute
 
 from actors.protocol.failures import RequestError
 from actors.protocol.messages import (
@@ -23,9 +24,11 @@ from actors.protocol.messages import (
 )
 from model.errors import ServiceError
 from model.files.locate import DEMO_DIRECTORY
+from model.sampling import SamplingParams
 from ui.api import sse
 from ui.api.backend import Backend, ServerSettings
 from ui.api.completions import CompletionRoute
+from ui.api.errors import ApiError
 from ui.api.schemas import CompletionRequest, parse
 from ui.api.tokens import TokenTexts
 from ui.models.served import ServedModels
@@ -214,7 +217,7 @@ def test_answers_are_counted_before_anything_is_made_of_them(
 
     monkeypatch.setattr(Backend, "prompt_ids", never)
     answer, backend = ask(Client(END), prompt=[[1]] * 2000, n=128, stream=stream)
-    assert answer.status_code == 400 and "takes 3 at once" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "send at most 2048" in answer.json()["error"]["message"]
     answer, _ = ask(Client(END), num_active=3, prompt=[1])
     assert answer.status_code == 503
     assert backend.num_active == 0
@@ -230,12 +233,115 @@ def test_the_deadline_counts_what_comes_before_the_queue(monkeypatch: pytest.Mon
     assert answer.status_code == 504 and backend.num_active == 0
 
 
-def test_more_than_the_queue_takes_is_refused() -> None:
+class Slow(Client):
+    """Answers each request once it is let to, and tells how many wait for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[int]] = []
+        self.held: list[Deliver] = []
+        self.most_held = 0
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        await asyncio.sleep(0)
+        self.asked.append(list(request.prompt_ids or ()))
+        self.held.append(deliver)
+        self.most_held = max(self.most_held, len(self.held))
+        return str(len(self.asked))
+
+    def answer(self) -> None:
+        self.held.pop(0)(END)
+
+
+def prompts_of_one(count: int, first: int = 0) -> list[list[int]]:
+    return [[number] for number in range(first, first + count)]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_PATIENCE_S):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+def test_a_list_of_a_hundred_prompts_waits_for_itself_and_lets_others_between() -> None:
+    """Two run side by side and one more may wait."""
+    client = Slow()
+    backend = make_backend(client)
+    route = CompletionRoute(backend, backend.texts)
+
+    def body(**fields: Any) -> CompletionRequest:
+        return parse(CompletionRequest, json.dumps(fields).encode())
+
+    async def run() -> dict[str, Any]:
+        many = asyncio.create_task(route.whole(body(prompt=prompts_of_one(100))))
+        await until(lambda: len(client.held) == 2)
+        assert backend.num_active == 2
+        other = asyncio.create_task(route.whole(body(prompt=[500])))
+        await until(lambda: len(client.held) == 3)
+        assert backend.num_active == 3
+        with pytest.raises(ApiError, match="queue is full"):
+            await route.whole(body(prompt=[501]))
+        for _ in range(3):  # in the order in which they came
+            client.answer()
+        await other
+        assert len(client.asked) < 10
+        while not many.done():
+            await until(lambda: bool(client.held) or many.done())
+            if client.held:
+                client.answer()
+        return await many
+
+    found = asyncio.run(run())
+    assert [one["index"] for one in found["choices"]] == list(range(100))
+    assert found["usage"]["prompt_tokens"] == 100
+    assert sorted(client.asked) == [*prompts_of_one(100), [500]]
+    assert client.most_held == 3 and backend.num_active == 0
+
+
+def test_what_waits_in_a_request_ends_with_it() -> None:
+    client = Slow()
+    backend = make_backend(client)
+
+    async def run() -> None:
+        made = [
+            GenerateRequest(SamplingParams(max_tokens=1), prompt_ids=ids)
+            for ids in prompts_of_one(9)
+        ]
+
+        async def make() -> list[GenerateRequest]:
+            return made
+
+        answers = await backend.start(9, make)
+        client.answer()
+        await until(lambda: len(client.asked) == 3)
+        answers.close()
+        assert backend.num_active == 0 and sorted(client.cancelled) == ["2", "3"]
+        for deliver in client.held:
+            deliver(END)
+        await asyncio.sleep(0)
+        assert len(client.asked) == 3, "more was asked for after the end"
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_asked_for_later_ends_the_request() -> None:
+    class Ending(Client):
+        async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+            if self.num_submitted == 5:
+                raise ServiceError("it died")
+            return await super().submit(request, deliver)
+
+    client = Ending(END)
+    answer, backend = ask(client, prompt=prompts_of_one(20))
+    assert answer.status_code == 503 and "it died" in answer.json()["error"]["message"]
+    assert backend.num_active == 0
+
+
+def test_more_answers_than_a_request_may_have_are_refused() -> None:
     client = Client(END)
-    answer, _ = ask(client, prompt=[1, 2], n=4)
-    assert answer.status_code == 400 and client.num_submitted == 0
-    answer, _ = ask(client, prompt=[1, 2], n=3)
-    assert answer.status_code == 200
+    answer, _ = ask(client, prompt=[[1]] * 100, n=21)
+    assert answer.status_code == 400 and "at most 2048 at once" in answer.json()["error"]["message"]
+    assert client.num_submitted == 0
 
 
 @pytest.mark.parametrize(("num_active", "status"), [(1, 200), (2, 503), (3, 503)])
@@ -345,6 +451,27 @@ def test_a_stream_that_its_client_left_before_it_began_frees_its_places() -> Non
         assert backend.num_active == 0 and sorted(client.cancelled) == ["1", "2"]
 
     asyncio.run(run())
+
+
+def test_head_wherever_there_is_get() -> None:
+    backend = make_backend(Client())
+    app = create_app(ServedModels([backend]))
+    paths = [
+        route.path
+        for route in app.routes
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and "{" not in route.path
+    ]
+    assert {"/", "/health", "/metrics", "/v1/models", "/api/tags", "/docs"} <= set(paths)
+
+    async def both(path: str) -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.head(path), await http.get(path)
+
+    for path in (*paths, "/v1/models/demo", "/v1/none", "/api/none"):
+        head, got = asyncio.run(both(path))
+        assert (head.status_code, head.text) == (got.status_code, ""), path
+        assert head.headers["content-type"] == got.headers["content-type"], path
 
 
 HEALTHY = {"status": "ok", "model": "demo", "device": "cpu"}

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from actors.client import AsyncClient
 from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
+from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
 from actors.system import System
 from model.config.build import read_config
 from model.errors import PromptError, ServiceError
@@ -26,6 +27,7 @@ MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")
 _MOST_THREADS = 4
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
+_MOST_ANSWERS = 2048  # of one request
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,7 @@ class Backend:
 
     @property
     def state(self) -> str:
-        """_Found = TypeVar("_Found")
-        _MOST_THREADS = 4
-        LOADED, LOADING or NOT_LOADED."""
+        """LOADED, LOADING or NOT_LOADED."""
         if self.is_loaded:
             return LOADED
         return LOADING if self.is_loading else NOT_LOADED
@@ -230,19 +230,21 @@ class Backend:
             unwanted.set()
 
     async def start(self, count: int, make: MakeRequests, stays: bool = True) -> "Answers":
-        """Take `count` places, make that many requests of token ids, and queue them.
+        """Take places, make `count` requests of token ids, and queue them.
+
+        No more of them than run side by side have places, and are asked for, at once: the others
+        wait for them here, so that other clients' requests come between.
 
         The only way to an answer, for the API and for the page. Without `stays` the model is given
         up once nobody needs it, as by `keep`.
         Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
                  PromptError, UsageError, ServiceError
         """
-        if count > self.capacity:
+        if count > _MOST_ANSWERS:
             raise ApiError(
-                400, f"the request asks for {count} answers; this server takes "
-                f"{self.capacity} at once",
-            )  # fmt: skip
-        if self.num_active + count > self.capacity:
+                400, f"the request asks for {count} answers; send at most {_MOST_ANSWERS} at once"
+            )
+        if self.num_active + min(count, self.num_parallel) > self.capacity:
             raise unavailable("the queue is full; try again later", "queue_full")
         self._stays = stays
         answers = Answers(self, count)
@@ -258,7 +260,7 @@ class Answers:
     """The answers to one HTTP request, as they come. `close` ends what still runs."""
 
     def __init__(self, backend: Backend, count: int) -> None:
-        """Takes `count` places, each until the driver has delivered its result or `close`."""
+        """Takes a place for each of `count` that runs, until all have a result or `close`."""
         self.requests: Sequence[GenerateRequest] = []
         self._backend = backend
         self._started = time.monotonic()
@@ -267,9 +269,12 @@ class Answers:
         self._client: AsyncClient | None = None  # who was asked for them
         self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
         self._unfinished = set(range(count))
+        self._unasked = deque(range(count))
+        self._asking: set[asyncio.Task[None]] = set()
+        self._num_places = min(count, backend.num_parallel)
         self._num_unread = count
         self._is_stopped = False
-        backend.num_active += count
+        backend.num_active += self._num_places
         backend.used_at = self._started
 
     @property
@@ -278,27 +283,35 @@ class Answers:
         return self._started + self._backend.settings.request_timeout_s
 
     async def submit(self, make: MakeRequests) -> None:
-        """Make the requests and queue them; the model is loaded meanwhile where it is not.
+        """Make the requests and queue the first; the model is loaded meanwhile where it is not.
 
         Errors:  PromptError, UsageError, ServiceError, ApiError 400 and 504
         """
-
-        async def submit(client: AsyncClient, index: int, request: GenerateRequest) -> None:
-            deliver = partial(self._deliver, index)
-            self._names[index] = await client.submit(request, deliver)
-            self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
-
         try:
             async with asyncio.timeout_at(self.deadline):
                 self.requests = [self._backend.limited(request) for request in await make()]
-                self._client = client = await self._backend.ready()
+                self._client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
-                    for index, request in enumerate(self.requests):
-                        group.create_task(submit(client, index, request))
+                    for _ in range(self._num_places):
+                        group.create_task(self._ask_next(self._client))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         except TimeoutError:
             raise timed_out(self._backend.settings.request_timeout_s) from None
+
+    async def _ask_next(self, client: AsyncClient) -> None:
+        """Queue the next request, if there is one. Errors: as of `submit`."""
+        if self._unasked:
+            index = self._unasked.popleft()
+            request = self.requests[index]
+            self._names[index] = await client.submit(request, partial(self._deliver, index))
+            self._backend.metrics.add_prompt(len(request.prompt_ids or ()))
+
+    async def _go_on(self, client: AsyncClient) -> None:
+        try:
+            await self._ask_next(client)
+        except Exception as error:
+            self._events.put_nowait((0, error))  # which ends all of them
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Each event with the index of its request, until all have a result.
@@ -324,12 +337,18 @@ class Answers:
     def stop(self) -> None:
         """End each answer within a token, with a result that says so."""
         self._is_stopped = True
+        while self._unasked:
+            nothing = Generation("", [], "cancelled", 0, 0.0, 0.0)
+            self._deliver(self._unasked.popleft(), TokenEvent("", nothing))
         if self._client is not None:
             for index in self._unfinished & self._names.keys():
                 self._client.stop(self._names[index])
 
     def close(self) -> None:
         """Cancel what has no result yet. May be called again."""
+        self._unasked.clear()
+        for task in self._asking:
+            task.cancel()
         for index in list(self._unfinished):
             self._leave(index)
             if self._client is not None and index in self._names:
@@ -344,11 +363,18 @@ class Answers:
             self._leave(index)
         if not isinstance(event, BaseException):
             self._count(index, event)
+            if event.result is not None and self._unasked and self._client is not None:
+                task = asyncio.create_task(self._go_on(self._client))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
         self._events.put_nowait((index, event))
 
     def _leave(self, index: int) -> None:
+        """One has ended; its place is the next one's, if one waits for it."""
         self._unfinished.discard(index)
-        self._backend.ended()
+        if len(self._unfinished) < self._num_places:
+            self._num_places -= 1
+            self._backend.ended()
 
     def _count(self, index: int, event: TokenEvent) -> None:
         metrics, now, last = self._backend.metrics, time.monotonic(), self._last_at[index]

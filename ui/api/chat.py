@@ -12,7 +12,8 @@ from ui.api.requests import chat_requests
 from ui.api.route import Route
 from ui.api.schemas import ChatRequest
 from ui.api.tokens import chat_logprobs, content_tokens
-from ui.api.tools.deltas import CallDeltas, Deltas, whole_message
+from ui.api.tools.deltas import Deltas, whole_message
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ChatRoute(Route):
@@ -22,11 +23,13 @@ class ChatRoute(Route):
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
         answers = await collect(started)
-        choices = await asyncio.to_thread(self._choices, body, answers)
-        head = self._head("chatcmpl", "chat.completion")
-        return {**head, "choices": choices, "usage": usage(started.requests, answers, body.n or 1)}
+        choices = await asyncio.to_thread(self._choices, body, started, answers)
+        counts = await asyncio.to_thread(self._usage, body, started, answers)
+        return {**self._head("chatcmpl", "chat.completion"), "choices": choices, "usage": counts}
 
-    def _choices(self, body: ChatRequest, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def _choices(
+        self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
+    ) -> list[dict[str, Any]]:
         return [
             {
                 "index": index,
@@ -36,7 +39,7 @@ class ChatRoute(Route):
             }
             | ({"token_ids": answer.ids} if body.return_token_ids else {})
             for index, answer in enumerate(answers)
-            for message, finish_reason in [self._message(body, answer)]
+            for message, finish_reason in [self._message(body, started, answer)]
         ]
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
@@ -47,7 +50,7 @@ class ChatRoute(Route):
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             return empty | more
 
-        told = [self._deltas(body) for _ in range(body.n or 1)]
+        told = [self._deltas(body, started) for _ in range(body.n or 1)]
 
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
             logprobs = self._logprobs(body, event)
@@ -67,23 +70,42 @@ class ChatRoute(Route):
             started,
             self._head("chatcmpl", "chat.completion.chunk"),
             choices_of,
-            lambda answers: usage(started.requests, answers, body.n or 1),
+            lambda answers: self._usage(body, started, answers),
             [choice(i, {"role": "assistant", "content": ""}) for i in range(body.n or 1)],
         )
 
     async def _start(self, body: ChatRequest) -> Answers:
         return await self._backend.start(body.n or 1, lambda: chat_requests(self._backend, body))
 
-    def _deltas(self, body: ChatRequest) -> Deltas:
-        return CallDeltas(self._backend.call_syntax) if body.callable else Deltas()
+    def _thoughts(self, started: Answers) -> Thoughts | None:
+        prompt_ids = started.requests[0].prompt_ids or ()
+        return Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
 
-    def _message(self, body: ChatRequest, answer: Answer) -> tuple[dict[str, Any], str]:
-        """What is said and called, and why it ended."""
-        deltas = self._deltas(body)
+    def _deltas(self, body: ChatRequest, started: Answers) -> Deltas:
+        syntax = self._backend.call_syntax if body.callable else None
+        return Deltas(AnswerReader(self._thoughts(started), syntax), bool(body.functions))
+
+    def _usage(
+        self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
+    ) -> dict[str, Any]:
+        counts = usage(started.requests, answers, body.n or 1)
+        if (thoughts := self._thoughts(started)) is None:
+            return counts
+        num_thought = sum(thoughts.num_tokens(answer.ids) for answer in answers)
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": num_thought}}
+
+    def _message(
+        self, body: ChatRequest, started: Answers, answer: Answer
+    ) -> tuple[dict[str, Any], str]:
+        """What is thought, said and called, and why it ended."""
+        deltas = self._deltas(body, started)
         message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
         return message, deltas.finish_reason(answer.finish_reason)
 
     def _logprobs(self, body: ChatRequest, event: TokenEvent | Answer) -> dict[str, Any] | None:
         if not body.logprobs:
             return None
-        return chat_logprobs(self._texts, content_tokens(event, self._backend.eos_ids))
+        silent = self._backend.eos_ids
+        if not body.include_stop_str_in_output:
+            silent = silent.union(body.stop_token_ids or ())
+        return chat_logprobs(self._texts, content_tokens(event, silent))

@@ -6,10 +6,10 @@ from pydantic import ValidationError
 
 from ui.api.errors import ApiError
 
-# Fields that many clients send with the value that does nothing; another one would change answers.
-UNSUPPORTED = frozenset(("best_of", "logit_bias", "repetition_penalty", "suffix"))
 _MOST_NAME_CHARS = 50  # of a field
-_TYPE_NAMES = ("str", "bool", "int")  # of a union's members, beside the fields' names
+_TYPE_NAMES = frozenset(("str", "bool", "int", "float", "dict", "list", "constrained-str"))
+_MUST_BE = "must be "
+_VERBS = ("must ", "may ", "is ")
 _SENTENCES = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
@@ -31,25 +31,84 @@ _SENTENCES = {
     "too_short": "must not be empty",
 }
 
+_Problem = dict[str, Any]
+
 
 def refusal(error: ValidationError) -> ApiError:
-    """The deepest of the problems: where a union failed, its fields have one for each member."""
-    problems = error.errors(include_url=False, include_input=False)
-    problem: Any = max(problems, key=lambda one: len(one["loc"]))
-    names = [
-        part
-        for part in problem["loc"]
-        if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
-    ]
+    """The first problem. Where a value fits no member of a union, that of the member it is nearest.
+
+    Members that it is equally near are told of together: "must be a text or a list".
+    """
+    problems: list[Any] = error.errors(include_url=False, include_input=False)
+    first, *others = _nearest(problems, 0)
+    names = _names(first)
     param = ".".join(str(name)[:_MOST_NAME_CHARS] for name in names) or None
-    return ApiError(400, ascii(_sentence(problem, param))[1:-1], param=param)
+    texts = dict.fromkeys(_text(one) for one in (first, *others) if _names(one) == names)
+    return ApiError(400, ascii(_sentence(list(texts), param))[1:-1], param=param)
 
 
-def _sentence(problem: Any, param: str | None) -> str:
-    text = problem["msg"].removeprefix("Value error, ")
-    if param is None:
-        return "the request must be an object" if problem["type"] == "model_type" else text
-    if param.split(".")[0] in UNSUPPORTED:
-        return f"{param.split('.')[0]} is not supported; leave it out"
+def _nearest(problems: list[_Problem], depth: int) -> list[_Problem]:
+    """Those to tell of `problems`, whose places are the same up to `depth` parts."""
+    place = problems[0]["loc"]
+    while depth < len(place) and not _is_label(place[depth]):
+        depth += 1
+    if depth == len(place):
+        return problems[:1]
+    members: dict[str, list[_Problem]] = {}
+    for problem in problems:
+        if problem["loc"][:depth] == place[:depth]:
+            members.setdefault(problem["loc"][depth], []).append(problem)
+    ranks = [_nearness(of_member, depth + 1) for of_member in members.values()]
+    return [
+        told
+        for of_member, rank in zip(members.values(), ranks, strict=True)
+        if rank == max(ranks)
+        for told in _nearest(of_member, depth + 1)
+    ]
+
+
+def _nearness(problems: list[_Problem], depth: int) -> tuple[Any, ...]:
+    """How near a value is to one member of a union: of its type, of its kind, right how far."""
+    has_type = has_kind = True
+    furthest: tuple[tuple[int, ...], bool] = ((), False)  # and whether the type is right there
+    for problem in problems:
+        rest = [part for part in problem["loc"][depth:] if not _is_label(part)]
+        of_type = not (problem["type"].endswith("_type") or problem["type"] == "literal_error")
+        has_type &= bool(rest) or of_type
+        has_kind &= rest != ["type"]
+        places = tuple(part for part in rest if isinstance(part, int))
+        furthest = max(furthest, (places, of_type))
+    return has_type, has_kind, furthest
+
+
+def _names(problem: _Problem) -> list[str | int]:
+    """The fields and indices that lead to it."""
+    return [part for part in problem["loc"] if not _is_label(part)]
+
+
+def _is_label(part: str | int) -> bool:
+    """Whether a part of a problem's place is a member of a union, and no field or index."""
+    if isinstance(part, int):
+        return False
+    return not part.isidentifier() or part[:1].isupper() or part in _TYPE_NAMES
+
+
+def _text(problem: _Problem) -> str:
+    if not _names(problem) and problem["type"] == "model_type":
+        return "the request must be an object"
     known = _SENTENCES.get(problem["type"])
-    return f"{param} {known.format(**problem.get('ctx', {}))}" if known else f"{param}: {text}"
+    if known is not None:
+        return known.format(**problem.get("ctx", {}))
+    text: str = problem["msg"].removeprefix("Value error, ")
+    return text
+
+
+def _sentence(texts: list[str], param: str | None) -> str:
+    """What is wrong with one value, by each kind that it could have been of."""
+    text = texts[0]
+    if all(one.startswith(_MUST_BE) for one in texts):
+        *kinds, last = (one.removeprefix(_MUST_BE) for one in texts)
+        text = f"{_MUST_BE}{', '.join(kinds)}{' or ' if kinds else ''}{last}"
+    if param is None:
+        return text
+    return f"{param} {text}" if text.startswith(_VERBS) else f"{param}: {text}"

@@ -1,15 +1,15 @@
 """From what a client asks to what the system is asked."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
-
-from pydantic_core import to_json
 
 from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from ui.api.tools.grammar import calls_grammar
+from ui.api.tools.grammar import calls_grammar, held_shape
+from ui.api.tools.thoughts import Thoughts
 
 _LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
@@ -19,17 +19,24 @@ async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateReq
     """One request for each of `n` answers. Errors: PromptError, UsageError."""
     wanted = body.max_completion_tokens or body.max_tokens
     sampling = _sampling(backend, body, wanted)
-    messages = [message.for_template for message in body.messages]
     wanted_calls = body.callable
-    tools = [tool.for_template for tool in body.tools or ()] if wanted_calls else None
-    asked = GenerateRequest(sampling, messages=messages, tools=tools)
+    asked = GenerateRequest(
+        sampling,
+        messages=[message.for_template for message in body.messages],
+        tools=[tool.for_template for tool in body.all_tools] if wanted_calls else None,
+        template_variables=body.template_variables,
+    )
     ids = await backend.prompt_ids([asked])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = GenerateRequest(sampling, prompt_ids=ids[0], num_logprobs=num_logprobs)
-    grammar = _grammar(body)
+    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
     if wanted_calls is not None:
         shape = None if grammar is None else grammar.text
-        grammar = calls_grammar(wanted_calls, backend.call_syntax, shape)
+        syntax = backend.call_syntax
+        grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, shape)
+    thoughts = Thoughts.of(backend.prompts.tokenizer, ids[0])
+    if grammar is not None and thoughts is not None:
+        grammar = thoughts.before(grammar)
     return _copies(body, request, grammar)
 
 
@@ -49,6 +56,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     ]
     all_ids = await backend.prompt_ids(asked)
     num_prompt_logprobs = body.logprobs if body.echo else None
+    grammar = await asyncio.to_thread(held_shape, body.shape, body.has_strict_shape)
     return [
         request
         for ids in all_ids
@@ -60,7 +68,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
                 num_logprobs=body.logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
             ),
-            _grammar(body),
+            grammar,
         )
     ]
 
@@ -85,7 +93,11 @@ def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int | None) -
         "min_p": body.min_p,
         "ignore_eos": body.ignore_eos,
         "seed": None if body.seed is None else body.seed & _LARGEST_SEED,
-        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "stop": body.stop,
+        "stop_token_ids": body.stop_token_ids,
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "min_tokens": body.min_tokens,
+        "logit_bias": body.logit_bias,
     }
     given |= _penalties(body)
     values = {name: value for name, value in given.items() if value is not None}
@@ -93,20 +105,23 @@ def _sampling(backend: Backend, body: SamplingRequest, max_tokens: int | None) -
 
 
 def _penalties(body: SamplingRequest) -> dict[str, Any]:
-    """As OpenAI defines them: of all tokens of the answer so far, and of none of the prompt."""
-    given = {"presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty}
-    if not any(given.values()):
-        return {}
-    return {**given, "repeat_last_n": -1, "penalize_prompt": False}
+    """Presence and frequency as OpenAI defines them: of all of the answer, and not of the prompt.
 
-
-def _grammar(body: SamplingRequest) -> Grammar | None:
-    if body.grammar is not None:
-        return Grammar("lark", body.grammar)
-    shape = body.response_format
-    if shape is None or shape.type == "text":
-        return None
-    if shape.json_schema is None:
-        return Grammar("json_schema", '{"type": "object"}')
-    # Of a million values in less than a tenth of what Python takes.
-    return Grammar("json_schema", to_json(shape.json_schema.content).decode())
+    `repetition_penalty` is vLLM's, of both. Beside `repeat_penalty` all are llama.cpp's.
+    """
+    counted = {
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+    }
+    if body.repeat_penalty is not None:
+        return {
+            **counted,
+            "repeat_penalty": body.repeat_penalty,
+            "repeat_last_n": body.repeat_last_n,
+        }
+    found: dict[str, Any] = {}
+    if any(counted.values()):
+        found = {**counted, "repeat_last_n": -1, "penalize_prompt": False}
+    if body.repetition_penalty is not None:
+        found |= {"repeat_penalty": body.repetition_penalty, "repeat_last_n": -1}
+    return found

@@ -95,7 +95,7 @@ class Route:
         answers: Answers,
         head: dict[str, Any],
         choices_of: Callable[[int, TokenEvent], Iterable[dict[str, Any]]],
-        usage_of: Callable[[Sequence[Answer]], dict[str, int]],
+        usage_of: Callable[[Sequence[Answer]], dict[str, Any]],
         opening: Iterable[dict[str, Any]] = (),
     ) -> sse.EventStream:
         """A chunk a choice: those of `opening`, then those that `choices_of` makes of each event.
@@ -120,7 +120,8 @@ class Route:
                     for chunk in chunks(choices_of(index, event)):
                         yield chunk
                 if body.has_usage_chunk:
-                    yield sse.event({**head, "choices": [], "usage": usage_of(done)})
+                    counts = await asyncio.to_thread(usage_of, done)
+                    yield sse.event({**head, "choices": [], "usage": counts})
                 yield sse.DONE
             except Exception as error:
                 yield sse.event(as_api_error(error).body)

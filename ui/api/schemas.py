@@ -1,20 +1,36 @@
-"""What requests may hold, by OpenAI's names. Fields that are not here are ignored.
+"""What requests may hold, by OpenAI's names and vLLM's. `ui/api/fields.py` says of other fields.
 
 Types are strict: a number is no text. What a text means to the model is checked later.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from actors.protocol.messages import Grammar
 from ui.api.errors import ApiError
+from ui.api.fields import Request
 from ui.api.refusals import refusal
-from ui.api.tools.schemas import Callable, ToolCalls, ToolChoice, Tools, callable_functions
+from ui.api.shapes import Shaped, Wanted, any_object, json_grammar
+from ui.api.tools.schemas import (
+    Callable,
+    CalledFunction,
+    Functions,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+    callable_functions,
+)
 from ui.strict import StrictModel
 
 _MOST_CHOICES = 128
 _MOST_TOP = 20
-_MOST_GRAMMAR_CHARS = 1 << 18
+_MOST_STOPS = 64
+_MOST_BIASES = 1024
 _MOST_PROMPTS = 2048
 _MOST_MESSAGES = 10_000
 _MOST_IDS = 1 << 20
@@ -46,6 +62,7 @@ class JsonSchema(StrictModel):
     """A schema as `response_format` wraps it."""
 
     content: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(StrictModel):
@@ -61,7 +78,7 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class SamplingRequest(StrictModel):
+class SamplingRequest(Shaped):
     """What both kinds of completion share. A missing value is the model's own default."""
 
     model: str | None = None
@@ -73,26 +90,63 @@ class SamplingRequest(StrictModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=4, fail_fast=True)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # llama.cpp's
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=_MOST_BIASES)] | None = None
+    stop: (
+        _StopText | Annotated[list[_StopText], Field(max_length=_MOST_STOPS, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=_MOST_STOPS, fail_fast=True)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=_MOST_GRAMMAR_CHARS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    # Not supported (ui/api/refusals.py), but sent by many clients with the value that does nothing.
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _are_biases(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name, bias in (given or {}).items():
+            is_id = name.isascii() and name.isdecimal() and len(name) <= 10
+            if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
+                raise ValueError("must hold token ids, each with a number from -100 to 100")
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        is_shaped = self.response_format is not None and self.response_format.type != "text"
-        if is_shaped and self.grammar is not None:
-            raise ValueError("response_format and grammar were both given; leave one out")
+        names = [wanted.name for wanted in self.shapes()]
+        if len(names) > 1:
+            raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
+        if self.repetition_penalty is not None and self.repeat_penalty is not None:
+            raise ValueError("repetition_penalty and repeat_penalty were both given; leave one out")
         return self
+
+    @property
+    def has_strict_shape(self) -> bool | None:
+        """Whether all of the answer's schema is asked for; None where nothing is said."""
+        wanted = self.response_format
+        return wanted.json_schema.strict if wanted and wanted.json_schema else None
+
+    def shapes(self) -> list[Wanted]:
+        """See `Shaped`."""
+        given, wanted = super().shapes(), self.response_format
+        if wanted is None or wanted.type == "text":
+            return given
+        if wanted.json_schema is None:
+            return [Wanted("response_format", True, any_object), *given]
+        return [Wanted("response_format", wanted.json_schema.content, json_grammar), *given]
+
+    @property
+    def shape(self) -> Grammar | None:
+        """What an answer must be, if anything."""
+        return next((wanted.make(wanted.value) for wanted in self.shapes()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -110,21 +164,30 @@ class ContentPart(StrictModel):
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None  # OpenAI's older way
+    reasoning_content: str | None = None  # what was thought before it
+    reasoning: str | None = None
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The message for a chat template."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": text}
-        if role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [call.for_template for call in self.tool_calls]
+        if role == "assistant":
+            calls = list(self.tool_calls or ())
+            if self.function_call is not None:
+                calls.append(ToolCall(id="call_0", function=self.function_call))
+            if calls:
+                message["tool_calls"] = [call.for_template for call in calls]
+            if thought := self.reasoning_content or self.reasoning:
+                message["reasoning_content"] = thought
         if role == "tool":
             given = {"name": self.name, "tool_call_id": self.tool_call_id}
             message |= {key: value for key, value in given.items() if value is not None}
@@ -136,26 +199,91 @@ _Messages = Annotated[
 ]
 
 
-class ChatRequest(SamplingRequest):
+class Reasoning(StrictModel):
+    """How long a model is to think, as /v1/responses has it."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class Rendered(Request):
+    """A request whose conversation a chat template writes."""
+
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=50)] | None = None
+    reasoning: Reasoning | None = None
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may read besides."""
+        reasoning = self.reasoning or Reasoning()
+        effort = self.reasoning_effort or reasoning.effort
+        thinks = reasoning.enabled if self.enable_thinking is None else self.enable_thinking
+        found = thinking_variables(effort, thinks) | (self.chat_template_kwargs or {})
+        if self.continue_final_message:
+            found["continue_final_message"] = True
+        writes_head = self.add_generation_prompt
+        if writes_head is None and self.continue_final_message:
+            writes_head = False
+        return found | ({} if writes_head is None else {"add_generation_prompt": writes_head})
+
+    @model_validator(mode="after")
+    def _is_renderable(self) -> "Rendered":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+def thinking_variables(effort: str | None, thinks: bool | None) -> dict[str, Any]:
+    """By which names chat templates ask whether, and how long, a model is to think."""
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
+    return found if thinks is None else {**found, "enable_thinking": thinks, "thinking": thinks}
+
+
+class ChatRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
+
+    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (False,)}
 
     messages: _Messages
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
-    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Functions | None = None  # OpenAI's older way to say tools
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        """`tools`, or what `functions` are as those."""
+        older = [Tool(type="function", function=function) for function in self.functions or ()]
+        return [*(self.tools or ()), *older]
 
     @property
     def callable(self) -> Callable | None:
         """What the answer may call."""
-        return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if not self.functions:
+            return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
+        choice: ToolChoice | None = None
+        if isinstance(self.function_call, NamedFunction):
+            choice = NamedTool(type="function", function=self.function_call)
+        else:
+            choice = self.function_call
+        return callable_functions(self.all_tools, choice, False)
 
     @model_validator(mode="after")
     def _has_tools(self) -> "ChatRequest":
-        if self.callable is not None and self.grammar is not None:
+        if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
+            raise ValueError("functions and tools were both given; leave functions out")
+        if self.callable is not None and not all(wanted.is_json for wanted in self.shapes()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self
 
@@ -173,7 +301,6 @@ class CompletionRequest(SamplingRequest):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
     echo: bool | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None  # not supported
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -187,14 +314,13 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     return [prompt] if is_one else prompt
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(Rendered):
     """POST /tokenize: one of `prompt` and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def _is_one(self) -> "TokenizeRequest":
@@ -203,7 +329,7 @@ class TokenizeRequest(StrictModel):
         return self
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(Request):
     """POST /detokenize."""
 
     model: str | None = None

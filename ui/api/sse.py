@@ -11,6 +11,8 @@ from starlette.types import Message, Receive, Scope, Send
 _Result = TypeVar("_Result")
 
 DONE = b"data: [DONE]\n\n"
+# What Unicode ends lines with beyond the controls, which JSON escapes: some clients cut there.
+_LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 class ClientGoneError(Exception):
@@ -20,6 +22,7 @@ class ClientGoneError(Exception):
 def event(content: Any, name: str | None = None) -> bytes:
     """One event that carries JSON, which has no line break in it; some have a `name`."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.translate(_LINE_ENDS)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 

@@ -38,7 +38,8 @@ def _encode(prompts: Prompts, body: TokenizeRequest, unwanted: threading.Event) 
     if body.messages is None:
         return prompts.encode(_short(body.prompt or ""), body.add_special_tokens, unwanted)
     messages = [message.for_template for message in body.messages]
-    text = _tokenizer(prompts).render_chat(messages, body.add_generation_prompt)
+    tools = [tool.for_template for tool in body.tools or ()] or None
+    text = _tokenizer(prompts).render_chat(messages, tools=tools, variables=body.template_variables)
     return prompts.encode(_short(text), False, unwanted)  # the template writes special tokens
 
 

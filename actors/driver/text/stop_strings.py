@@ -6,22 +6,26 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on until a stop string appears; holds back what may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: the text ends before the first of these that appears."""
+    def __init__(self, stops: Sequence[str], includes: bool = False) -> None:
+        """`stops`: the text ends before the first of these that appears, or `includes` it."""
         self.text = ""  # all that was passed on
         self.found = False
         self._stops = [stop for stop in stops if stop]
+        self._includes = includes
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """Add new text; returns what can be shown now."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Add new text; returns what can be shown now. Unless it `may_stop` there all of it can."""
         if self.found:
             return ""
         self._held += text
-        places = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if not may_stop:
+            return self._pass_on(len(self._held))
+        places = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if places:
             self.found = True
-            return self._pass_on(min(places))
+            at, size = min(places)
+            return self._pass_on(at + size if self._includes else at)
         return self._pass_on(len(self._held) - self._longest_beginning())
 
     def flush(self) -> str:

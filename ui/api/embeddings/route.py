@@ -13,7 +13,7 @@ from model.errors import PromptError, ServiceError
 from ui.api.answer import collect
 from ui.api.backend import Backend
 from ui.api.embeddings.schemas import EmbeddingsRequest
-from ui.api.errors import as_api_error, timed_out
+from ui.api.errors import as_api_error
 
 POOLING = "mean of the hidden states after the last layer and its norm"
 
@@ -64,22 +64,8 @@ async def prompts_to_embed(
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
-    """A vector for each prompt. No more are asked for at once than run side by side.
+    """A vector for each prompt. Errors: ApiError, HotcoldError."""
 
-    Errors:  ApiError, HotcoldError
-    """
-    found: list[list[float]] = []
-    limit_s, most = backend.settings.request_timeout_s, backend.num_parallel
-    try:
-        async with asyncio.timeout(limit_s):
-            for first in range(0, len(prompts), most):
-                found += await _some(backend, prompts[first : first + most])
-    except TimeoutError:
-        raise timed_out(limit_s) from None
-    return found
-
-
-async def _some(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
     async def make() -> list[GenerateRequest]:
         return [replace(_request(backend), prompt_ids=ids) for ids in prompts]
 

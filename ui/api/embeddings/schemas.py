@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from ui.api.fields import Request
 from ui.api.schemas import Prompt, prompts_of
-from ui.strict import StrictModel
 
 
-class EmbeddingsRequest(StrictModel):
+class EmbeddingsRequest(Request):
     """POST /v1/embeddings: a text, or token ids, or several of them."""
 
     input: Prompt = Field(union_mode="left_to_right")

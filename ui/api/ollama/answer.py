@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from model.text.tools import CallSyntax
 from ui.api import sse
 from ui.api.answer import first_then_rest
 from ui.api.backend import Answers, Backend
@@ -24,7 +25,8 @@ from ui.api.refusals import refusal
 from ui.api.requests import chat_requests, completion_requests
 from ui.api.schemas import ChatRequest, CompletionRequest
 from ui.api.tokens import chat_logprobs, content_tokens
-from ui.api.tools.reader import Argued, Called, CallReader, Part, Said
+from ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat
@@ -41,9 +43,9 @@ class OllamaAnswer:
         self._load_ns = 0
         self._request = _request(backend, body)
         self._penalties = penalty_fields(body.options)
-        self._calls: _WholeCalls | None = None
+        self._syntax: CallSyntax | None = None
         if isinstance(self._request, ChatRequest) and self._request.callable is not None:
-            self._calls = _WholeCalls(CallReader(backend.call_syntax))
+            self._syntax = backend.call_syntax
 
     async def whole(self) -> Line:
         """The whole answer in one object. Errors: ApiError, HotcoldError."""
@@ -59,9 +61,10 @@ class OllamaAnswer:
         finally:
             answers.close()
         text = "".join(piece.text for piece in pieces)
+        thought = "".join(piece.thought for piece in pieces)
         calls = [piece.call for piece in pieces if piece.call is not None]
         logprobs = [one for piece in pieces for one in piece.logprobs]
-        return last | self._said(text, calls, logprobs)
+        return last | self._said(text, thought, calls, logprobs)
 
     async def stream(self) -> sse.LineStream:
         """The answer a line a piece; it has begun. Errors: ApiError, HotcoldError."""
@@ -73,10 +76,10 @@ class OllamaAnswer:
                 async for _, event in events:
                     for piece in self._pieces(event):
                         calls = [] if piece.call is None else [piece.call]
-                        said = self._said(piece.text, calls, piece.logprobs)
+                        said = self._said(piece.text, piece.thought, calls, piece.logprobs)
                         yield sse.line({**self._head(), **said, "done": False})
                     if event.result is not None:
-                        yield sse.line(self._end(event.result) | self._said("", [], []))
+                        yield sse.line(self._end(event.result) | self._said("", "", [], []))
             except Exception as error:
                 yield sse.line({"error": as_api_error(error).message})
 
@@ -95,13 +98,16 @@ class OllamaAnswer:
 
         answers = await backend.start(1, make, self._body.stays)
         self._load_ns = time.monotonic_ns() - self._started_ns
+        thoughts = None
+        if isinstance(request, ChatRequest):
+            prompt_ids = answers.requests[0].prompt_ids or ()
+            thoughts = Thoughts.of(backend.prompts.tokenizer, prompt_ids)
+        self._reader = _WholeCalls(AnswerReader(thoughts, self._syntax))
         return answers
 
     def _pieces(self, event: TokenEvent) -> list[_Piece]:
         """What one event says and calls; its logprobs stand with the first of them."""
-        found = [_Piece(event.text)] if event.text else []
-        if self._calls is not None:
-            found = list(self._calls.of(event.text, event.result is not None))
+        found = list(self._reader.of(event.text, event.result is not None))
         if self._body.logprobs:
             tokens = content_tokens(event, self._backend.eos_ids)
             content = chat_logprobs(self._backend.texts, tokens)["content"]
@@ -113,9 +119,11 @@ class OllamaAnswer:
     def _head(self) -> Line:
         return _head(self._body)
 
-    def _said(self, text: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
+    def _said(self, text: str, thought: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
         """The part of a line that differs between the two routes."""
         told = _said(self._body, text)
+        if thought:
+            told.get("message", told)["thinking"] = thought
         if calls:
             told["message"]["tool_calls"] = calls
         return told | ({"logprobs": logprobs} if logprobs else {})
@@ -173,14 +181,15 @@ class _Piece(NamedTuple):
     """A piece of an answer: text, or a whole call."""
 
     text: str = ""
+    thought: str = ""
     call: Line | None = None
     logprobs: Sequence[Line] = ()
 
 
 class _WholeCalls:
-    """Text and calls of an answer; a call is given once it is whole, as Ollama gives it."""
+    """Parts of an answer; a call is given once it is whole, as Ollama gives it."""
 
-    def __init__(self, reader: CallReader) -> None:
+    def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self._open: tuple[str, str] | None = None  # id and name
         self._arguments = ""
@@ -200,6 +209,8 @@ class _WholeCalls:
                 case Called(_, call_id, name):
                     yield from self._close()
                     self._open, self._arguments = (call_id, name), ""
+                case Thought(text):
+                    yield _Piece(thought=text)
                 case Said(text):
                     yield from self._close()
                     yield _Piece(text)
@@ -220,10 +231,13 @@ class _WholeCalls:
 
 def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
     """What OpenAI's route would be asked. Errors: ApiError 400."""
+    tokenizer = backend.prompts.tokenizer
+    if body.think and (tokenizer is None or tokenizer.thinking is None):
+        raise body.unable("thinking", "think")
     try:
         if isinstance(body, OllamaChat):
             return _chat(body.asked())
-        kind, fields = body.asked(backend.prompts.tokenizer)
+        kind, fields = body.asked(tokenizer)
         if kind == "chat":
             return _chat(fields)
         return CompletionRequest.model_validate(

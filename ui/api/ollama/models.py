@@ -137,7 +137,9 @@ def _capabilities(backend: Backend) -> list[str]:
     """Tools can be told to every model that has a chat template; grammars hold its calls."""
     tokenizer = backend.prompts.tokenizer
     has_template = tokenizer is not None and tokenizer.has_chat_template
-    return ["completion", "tools"] if has_template else ["completion"]
+    found = ["completion", "tools"] if has_template else ["completion"]
+    thinks = tokenizer is not None and tokenizer.thinking is not None
+    return [*found, "thinking"] if thinks else found
 
 
 def _template(backend: Backend) -> str:

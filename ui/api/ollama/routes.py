@@ -111,7 +111,6 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
     }  # fmt: skip
     for name, look in looks.items():
         app.add_api_route(f"/api/{name}", look, methods=["GET"])
-        app.add_api_route(f"/api/{name}", look, methods=["HEAD"], include_in_schema=False)
 
     @app.post("/api/show", openapi_extra=body_of(OllamaShow))
     async def show(request: Request) -> Response:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from model.text.tokenizer import Tokenizer
 from ui.api.errors import ApiError
+from ui.api.fields import Request
 from ui.api.ollama.options import sampling_fields
 from ui.strict import StrictModel
 
@@ -17,7 +18,7 @@ _MOST_INPUTS = 2048
 _MOST_TOOLS = 128
 
 
-class OllamaModel(StrictModel):
+class OllamaModel(Request):
     """Which model; `name` is what older clients say."""
 
     model: str | None = None
@@ -64,9 +65,13 @@ class _Answered(OllamaRequest):
 
     def _fields(self) -> dict[str, Any]:
         """Those of a `SamplingRequest`. Errors: ApiError 400."""
-        if self.think:
-            raise self._unable("thinking", "think")
         return {**sampling_fields(self.options), "response_format": self._response_format()}
+
+    def _thinking(self) -> dict[str, Any]:
+        """Whether, or how much, to think, as a `ChatRequest` has it."""
+        if isinstance(self.think, str):
+            return {"reasoning_effort": self.think or None}
+        return {"enable_thinking": self.think}
 
     @property
     def _num_top(self) -> int | None:
@@ -82,7 +87,8 @@ class _Answered(OllamaRequest):
             raise ApiError(400, 'format must be "json" or a JSON schema', param="format")
         return {"type": "json_schema", "json_schema": {"schema": self.format}}
 
-    def _unable(self, what: str, param: str) -> ApiError:
+    def unable(self, what: str, param: str) -> ApiError:
+        """The refusal of what this model cannot."""
         return ApiError(400, f'"{self.wanted[:100]}" does not support {what}', param=param)
 
 
@@ -105,7 +111,7 @@ class OllamaGenerate(_Answered):
         """
         for what, param in (("insert", "suffix"), ("images", "images")):
             if getattr(self, param):
-                raise self._unable(what, param)
+                raise self.unable(what, param)
         if self.raw and (self.template or self.system or self.context):
             text = "raw mode does not support template, system, or context"
             raise ApiError(400, text, param="raw")
@@ -118,6 +124,8 @@ class OllamaGenerate(_Answered):
         fields = self._fields()
         has_template = tokenizer is not None and tokenizer.has_chat_template
         if self.raw or not has_template:
+            if self.think:
+                raise self.unable("thinking in raw mode", "think")
             if self.system:
                 text = "this model has no chat template, so no place for what system says"
                 raise ApiError(400, text, param="system")
@@ -125,7 +133,7 @@ class OllamaGenerate(_Answered):
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt or ""})
         scored = {"logprobs": self.logprobs, "top_logprobs": self._num_top}
-        return "chat", {**fields, **scored, "messages": messages}
+        return "chat", {**fields, **scored, **self._thinking(), "messages": messages}
 
 
 class OllamaCalled(StrictModel):
@@ -143,10 +151,11 @@ class OllamaCall(StrictModel):
 
 
 class OllamaMessage(StrictModel):
-    """One message of a conversation; what the model thought is left out."""
+    """One message of a conversation."""
 
     role: str
     content: str | None = None
+    thinking: str | None = None
     images: list[Any] | None = None
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
@@ -168,6 +177,7 @@ class OllamaMessage(StrictModel):
         return {
             "role": self.role.lower(),
             "content": self.content,
+            "reasoning_content": self.thinking,
             "name": self.tool_name,
             "tool_calls": calls or None,
             "tool_call_id": self.tool_call_id,
@@ -190,9 +200,10 @@ class OllamaChat(_Answered):
     def asked(self) -> dict[str, Any]:
         """The fields of a `ChatRequest`. Errors: ApiError 400."""
         if any(message.images for message in self.messages):
-            raise self._unable("images", "messages.images")
+            raise self.unable("images", "messages.images")
         return {
             **self._fields(),
+            **self._thinking(),
             "messages": [message.as_message() for message in self.messages],
             "tools": [{"type": "function", **tool} for tool in self.tools or ()] or None,
             "logprobs": self.logprobs,

@@ -6,13 +6,13 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ui.api.tools.reader import Argued, Called, Part, Said
+from ui.api.tools.reader import Argued, Called, Part, Said, Thought
 
 Event = dict[str, Any]
 
 
 class Output:
-    """Messages and calls, in the order in which the answer has them."""
+    """Thoughts, messages and calls, in the order in which the answer has them."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -22,6 +22,11 @@ class Output:
         """Take the next parts; the events that tell of them."""
         for part in parts:
             match part:
+                case Thought(text):
+                    if not self._is_open or self._last["type"] != "reasoning":
+                        yield from self._begin_thoughts()
+                    self._last["content"][0]["text"] += text
+                    yield self._event("response.reasoning_text.delta", delta=text)
                 case Said(text):
                     if not self._is_open or self._last["type"] != "message":
                         yield from self._begin_message()
@@ -36,13 +41,17 @@ class Output:
 
     def end(self, status: str) -> Iterator[Event]:
         """End the answer, whose last item is as `status` says: completed or incomplete."""
-        if not self.items:
+        if not self.items or (self._last["type"] == "reasoning" and status == "completed"):
             yield from self._begin_message()
         yield from self._close(status)
 
     @property
     def _last(self) -> dict[str, Any]:
         return self.items[-1]
+
+    def _begin_thoughts(self) -> Iterator[Event]:
+        yield from self._begin("reasoning", "rs", {"summary": [], "content": []})
+        self._last["content"].append({"type": "reasoning_text", "text": ""})
 
     def _begin_message(self) -> Iterator[Event]:
         yield from self._begin("message", "msg", {"role": "assistant", "content": []})
@@ -67,6 +76,8 @@ class Output:
             (part,) = last["content"]
             yield self._event("response.output_text.done", text=part["text"], logprobs=[])
             yield self._event("response.content_part.done", part=dict(part))
+        elif last["type"] == "reasoning":
+            yield self._event("response.reasoning_text.done", text=last["content"][0]["text"])
         else:
             done = {"arguments": last["arguments"], "name": last["name"]}
             yield self._event("response.function_call_arguments.done", **done)
@@ -81,6 +92,6 @@ class Output:
 
     def _item_event(self, kind: str) -> Event:
         item = dict(self._last)
-        if item["type"] == "message":
+        if "content" in item:
             item["content"] = [dict(part) for part in item["content"]]
         return {"type": kind, "output_index": len(self.items) - 1, "item": item}

@@ -20,7 +20,7 @@ from ui.api.requests import chat_requests
 from ui.api.responses.output import Event, Output
 from ui.api.responses.schemas import ResponsesRequest
 from ui.api.schemas import ChatRequest
-from ui.api.tools.reader import CallReader, Part, Said
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ResponsesRoute:
@@ -82,7 +82,7 @@ class _Response:
         except ValidationError as error:
             raise refusal(error) from None
         self._output = Output()
-        self._reader = None if self._chat.callable is None else CallReader(backend.call_syntax)
+        self._syntax = None if self._chat.callable is None else backend.call_syntax
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -94,7 +94,9 @@ class _Response:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tools": [tool.model_dump() | {"strict": True} for tool in body.tools or ()],
+            "tools": [
+                tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
+            ],
             "tool_choice": body.model_dump()["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
@@ -108,8 +110,10 @@ class _Response:
     async def start(self) -> Answers:
         """Ask the system. Errors: ApiError, HotcoldError."""
         answers = await self._backend.start(1, lambda: chat_requests(self._backend, self._chat))
-        (request,) = answers.requests
-        self._num_prompt_tokens = len(request.prompt_ids or ())
+        prompt_ids = answers.requests[0].prompt_ids or ()
+        self._num_prompt_tokens = len(prompt_ids)
+        self._thoughts = Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
+        self._reader = AnswerReader(self._thoughts, self._syntax)
         return answers
 
     def opening(self) -> Iterator[Event]:
@@ -119,20 +123,17 @@ class _Response:
 
     def take(self, event: TokenEvent) -> Iterator[Event]:
         """Take what the system says next; the events that tell of it."""
-        yield from self._output.of(self._parts(event))
+        parts = self._reader.push(event.text, is_last=event.result is not None)
+        yield from self._output.of(parts)
         if event.result is not None:
             status = "completed" if event.result.finish_reason == "stop" else "incomplete"
             yield from self._output.end(status)
             self._finish(status, event.result)
             yield {"type": f"response.{status}", "response": self.content}
 
-    def _parts(self, event: TokenEvent) -> list[Part]:
-        if self._reader is not None:
-            return self._reader.push(event.text, is_last=event.result is not None)
-        return [Said(event.text)] if event.text else []
-
     def _finish(self, status: str, result: Generation) -> None:
         asked, new = self._num_prompt_tokens, len(result.ids)
+        num_thought = 0 if self._thoughts is None else self._thoughts.num_tokens(result.ids)
         self.content["status"] = status
         if status == "incomplete":
             self.content["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -140,6 +141,6 @@ class _Response:
             "input_tokens": asked,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": new,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": asked + new,
         }

@@ -2,13 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
-from ui.api.schemas import ChatRequest
+from ui.api.errors import ApiError
+from ui.api.fields import Request
+from ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
+from ui.api.schemas import ChatRequest, Reasoning
 from ui.api.tools.schemas import NamedFunction
 from ui.strict import StrictModel
 
 _MOST_ITEMS = 10_000
+_MOST_TOOLS = 128
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -19,7 +23,14 @@ class InputText(StrictModel):
     text: str
 
 
-_Text = str | Annotated[list[InputText], Field(fail_fast=True)]
+class Declined(StrictModel):
+    """A part of an answer in which the model declined to answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+_Text = str | Annotated[list[InputText | Declined], Field(fail_fast=True)]
 
 
 class InputMessage(StrictModel):
@@ -43,11 +54,11 @@ class InputResult(StrictModel):
     """What a call gave."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: str | None = None
     output: _Text
 
 
-_Item = InputCall | InputResult | InputMessage
+_Item = InputCall | InputResult | InputMessage | ForeignItem
 
 
 class FunctionTool(StrictModel):
@@ -56,7 +67,19 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Any = None
+    strict: bool | None = None
+
+
+def _kind_of_tool(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "function")
+    return "Function" if kind == "function" else "Foreign"
+
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("Function")] | Annotated[ForeignTool, Tag("Foreign")],
+    Discriminator(_kind_of_tool),
+]
 
 
 class NamedTool(NamedFunction):
@@ -65,11 +88,27 @@ class NamedTool(NamedFunction):
     type: Literal["function"]
 
 
+class AllowedTool(StrictModel):
+    """One of the tools that a `tool_choice` allows."""
+
+    type: str
+    name: str | None = None
+
+
+class AllowedTools(StrictModel):
+    """A `tool_choice` that leaves some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+
+
 class TextFormat(StrictModel):
     """What the text of an answer must be; a schema stands beside its type here."""
 
     type: Literal["text", "json_object", "json_schema"]
     content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class TextOptions(StrictModel):
@@ -78,7 +117,7 @@ class TextOptions(StrictModel):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(Request):
     """POST /v1/responses. Nothing is kept: each request holds its whole conversation."""
 
     input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
@@ -87,10 +126,14 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: _Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -102,21 +145,36 @@ class ResponsesRequest(StrictModel):
             raise ValueError("answers are not kept here; send the whole conversation as input")
         return given
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that an answer may call; the others are for those who can run them."""
+        functions = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        if isinstance(self.tool_choice, AllowedTools):
+            names = {tool.name for tool in self.tool_choice.tools if tool.type == "function"}
+            functions = [function for function in functions if function.name in names]
+        return functions
+
     def as_chat(self) -> ChatRequest:
-        """The same as a chat completion. Errors: ValidationError, as of one."""
+        """The same as a chat completion. Errors: ValidationError, as of one; ApiError 400."""
+        functions, choice = self.functions, self._choice()
+        if choice == "required" and self.tools and not functions:
+            text = "tool_choice asks for a call, but there is no function among the tools to call"
+            raise ApiError(400, text, param="tool_choice")
         asked: dict[str, Any] = {
             "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "tool_choice": _named(self.tool_choice),
+            "tool_choice": choice,
             "response_format": self._response_format(),
+            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
-        if self.tools:
+        if functions:
             asked["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools
+                for tool in functions
             ]
         return ChatRequest.model_validate(asked)
 
@@ -127,20 +185,40 @@ class ResponsesRequest(StrictModel):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        for item in self.input:
+        thought = ""
+        for place, item in enumerate(self.input):
             match item:
                 case InputMessage():
                     messages.append({"role": item.role, "content": _text(item.content)})
                 case InputCall():
-                    if not messages or messages[-1]["role"] != "assistant":
-                        messages.append({"role": "assistant", "content": ""})
                     function = {"name": item.name, "arguments": item.arguments}
                     call = {"id": item.call_id, "type": "function", "function": function}
-                    messages[-1].setdefault("tool_calls", []).append(call)
+                    _add_call(messages, call)
                 case InputResult():
                     result = {"tool_call_id": item.call_id, "content": _text(item.output)}
                     messages.append({"role": "tool"} | result)
+                case ForeignItem():
+                    for message in item.messages(place):
+                        if "tool_calls" in message:
+                            _add_call(messages, *message["tool_calls"])
+                        else:
+                            messages.append(message)
+            if thought and messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("reasoning_content", thought)
+            thought = item.thought if isinstance(item, ForeignItem) else ""
         return messages
+
+    def _choice(self) -> Any:
+        """`tool_choice` as a chat completion has it."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, AllowedTools):
+            return choice.mode if self.functions or choice.mode == "required" else None
+        if isinstance(choice, ForeignChoice):
+            text = f"tool_choice asks for {choice.wanted}, a tool that is not run here"
+            raise ApiError(400, text, param="tool_choice")
+        return choice
 
     def _response_format(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text is not None else None
@@ -148,14 +226,15 @@ class ResponsesRequest(StrictModel):
             return None
         if wanted.type != "json_schema" or wanted.content is None:
             return {"type": wanted.type}
-        return {"type": wanted.type, "json_schema": {"schema": wanted.content}}
+        schema = {"schema": wanted.content, "strict": wanted.strict}
+        return {"type": wanted.type, "json_schema": schema}
 
 
-def _named(choice: Any) -> Any:
-    if isinstance(choice, NamedTool):
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[InputText]) -> str:
+def _text(content: str | list[InputText | Declined]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -6,41 +6,36 @@ from collections.abc import Iterable
 from typing import Any
 
 from actors.protocol.messages import TokenEvent
-from model.text.tools import CallSyntax
-from ui.api.tools.reader import Argued, Called, CallReader, Part, Said
+from ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from ui.api.tools.thoughts import AnswerReader
 
 
 class Deltas:
-    """Of an answer that may call nothing: its text."""
+    """Of one answer: what is thought, said and called, as it comes."""
 
-    def of(self, event: TokenEvent) -> list[dict[str, Any]]:
-        """The deltas of one event."""
-        return [{"content": event.text}] if event.text else []
-
-    def finish_reason(self, reason: str) -> str:
-        """Why the answer ended, given what the system says."""
-        return reason
-
-
-class CallDeltas(Deltas):
-    """Of an answer that may call tools: its text and its calls, as they come."""
-
-    def __init__(self, syntax: CallSyntax) -> None:
-        self._reader = CallReader(syntax)
+    def __init__(self, reader: AnswerReader, as_functions: bool = False) -> None:
+        """`as_functions`: a call is told in OpenAI's older way."""
+        self._reader = reader
+        self._as_functions = as_functions
 
     def of(self, event: TokenEvent) -> list[dict[str, Any]]:
         """The deltas of one event."""
         parts = self._reader.push(event.text, is_last=event.result is not None)
-        return [delta(part) for part in parts]
+        deltas = [delta(part) for part in parts]
+        return [_as_function(delta) for delta in deltas] if self._as_functions else deltas
 
     def finish_reason(self, reason: str) -> str:
         """A call ends an answer as `tool_calls`, unless it was cut off."""
-        return "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+        if reason != "stop" or not self._reader.num_calls:
+            return reason
+        return "function_call" if self._as_functions else "tool_calls"
 
 
 def delta(part: Part) -> dict[str, Any]:
     """One part of an answer, as a stream says it."""
     match part:
+        case Thought(text):
+            return {"reasoning_content": text}
         case Said(text):
             return {"content": text}
         case Called(index, call_id, name):
@@ -51,11 +46,20 @@ def delta(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
+def _as_function(delta: dict[str, Any]) -> dict[str, Any]:
+    calls = delta.get("tool_calls")
+    return {"function_call": calls[0]["function"]} if calls else delta
+
+
 def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """`content` and `tool_calls` of an answer, from all its deltas."""
-    content, calls = "", []
+    """The message of an answer, from all its deltas."""
+    content, thought, calls = "", "", []
+    function: dict[str, str] = {}
     for delta in deltas:
         content += delta.get("content", "")
+        thought += delta.get("reasoning_content", "")
+        for key, text in delta.get("function_call", {}).items():
+            function[key] = function.get(key, "") + text
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 calls.append(
@@ -64,6 +68,8 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 )
             else:
                 calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    if not calls:
-        return {"content": content}
-    return {"content": content or None, "tool_calls": calls}
+    message: dict[str, Any] = {"content": content}
+    if thought or calls or function:
+        message["content"] = content or None
+    told = {"reasoning_content": thought, "tool_calls": calls, "function_call": function}
+    return message | {key: value for key, value in told.items() if value}

@@ -1,17 +1,77 @@
-"""The grammar of an answer that may call tools: text, and calls whose arguments fit."""
+"""What an answer is held to: JSON of a shape, or text and calls whose arguments fit."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llguidance import LLMatcher
 
 from actors.protocol.messages import Grammar
+from model.errors import UsageError
 from model.text.tools import CallSyntax
-from ui.api.tools.schemas import Callable
+from ui.api.tools.enforced import Enforced, Lost, enforced, is_taken
+from ui.api.tools.schemas import Callable, Function
 
 # Arguments stand in one line: small models write blanks for ever where they may.
-_BLANKS = {"x-guidance": {"whitespace_pattern": " ?"}}
+_ARGUMENT_BLANKS = " ?"
+_SHAPE_BLANKS = r"(?: |\n {0,24})"
+_SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
+
+
+def held_shape(shape: Grammar | None, strict: bool | None) -> Grammar | None:
+    """A shape as answers can be held to it; to all of it, unless `strict` is said to be false.
+
+    A `format` that is not known counts only where `strict` is true: in JSON Schema it is a note.
+    Errors:  UsageError that names what an answer cannot be held to
+    """
+    if shape is None or shape.kind != "json_schema":
+        return shape
+    found = enforced(json.loads(shape.text))
+    for lost in found.lost:
+        if strict or (strict is None and lost.keyword != "format"):
+            raise _unable("the JSON schema", lost)
+    return replace(shape, text=_text_of(found, _SHAPE_BLANKS))
 
 
 def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Grammar:
     """Calls in the model's own syntax; beside them any text, or JSON of the schema `shape`.
+
+    Errors:  UsageError for a strict tool whose arguments cannot be held to its schema
+    """
+    schemas = [_of_arguments(function) for function in wanted.functions]
+    text = _of_calls(wanted, syntax, shape, schemas)
+    largest = sorted(range(len(schemas)), key=lambda number: -len(str(schemas[number].schema)))
+    while len(text) > _SURE_CHARS and not is_taken(LLMatcher.grammar_from_lark(text)):
+        if not largest:
+            break
+        half = len(largest) // 2 + 1
+        for number in largest[:half]:
+            if wanted.functions[number].strict:
+                raise _unable(f"the tool {wanted.functions[number].name!a}", Lost((), "schema"))
+            schemas[number] = enforced({}, is_object=True)
+        del largest[:half]
+        text = _of_calls(wanted, syntax, shape, schemas)
+    return Grammar("calls", text)
+
+
+def _of_arguments(function: Function) -> Enforced:
+    """What arguments are held to. Errors: UsageError for what a strict tool cannot have."""
+    found = enforced(function.parameters, is_object=True)
+    if function.strict and found.lost:
+        raise _unable(f"the tool {function.name!a}", found.lost[0])
+    return found
+
+
+def _unable(whose: str, lost: Lost) -> UsageError:
+    return UsageError(
+        f"{whose}: answers cannot be held to {str(lost)!a}; leave it out, or let strict be false"
+    )
+
+
+def _of_calls(
+    wanted: Callable, syntax: CallSyntax, shape: str | None, schemas: Sequence[Enforced]
+) -> str:
+    """The same as Lark.
 
     Text is whatever does not begin a call. That is told lexeme by lexeme: `head` is lazy, so that
     it ends, and a call begins, as soon as the words that begin one are there.
@@ -34,14 +94,18 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Gr
     if several and (wanted.is_required or shape is not None):
         rules[0] += r' "\n"?'
     bodies = []
-    for number, function in enumerate(wanted.functions):
+    for number, (function, schema) in enumerate(zip(wanted.functions, schemas, strict=True)):
         opening = syntax.opening(function.name).removeprefix(syntax.begin)
         bodies.append(f"{_text(opening)} arguments_{number}")
-        rules.append(
-            f"arguments_{number}: %json {json.dumps(function.schema_of_arguments | _BLANKS)}"
-        )
+        rules.append(f"arguments_{number}: %json {_text_of(schema, _ARGUMENT_BLANKS)}")
     rules.append(f"body: ({' | '.join(bodies)}) {_text(syntax.closing)}")
-    return Grammar("lark", "\n".join(rules) + "\n")
+    return "\n".join(rules) + "\n"
+
+
+def _text_of(found: Enforced, blanks: str) -> str:
+    """A schema for llguidance, with what may stand between its words."""
+    options = {"coerce_one_of": True, "whitespace_pattern": blanks}
+    return json.dumps(found.schema | {"x-guidance": options})
 
 
 def _text(text: str) -> str:

@@ -7,10 +7,17 @@ import uuid
 from typing import NamedTuple
 
 from model.text.tools import CallSyntax
+from ui.api.tools.schemas import NAME_CHARACTERS
 
 
 class Said(NamedTuple):
     """Text beside calls."""
+
+    text: str
+
+
+class Thought(NamedTuple):
+    """What the model thinks before it answers."""
 
     text: str
 
@@ -30,8 +37,8 @@ class Argued(NamedTuple):
     text: str
 
 
-Part = Said | Called | Argued
-_NAME = r"([a-zA-Z0-9_-]+)"
+Part = Thought | Said | Called | Argued
+_NAME = f"({NAME_CHARACTERS}+)"
 
 
 class CallReader:

@@ -10,23 +10,21 @@ from ui.strict import StrictModel
 
 _MOST_TOOLS = 128
 _MOST_CALLS = 128
-_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+# OpenAI's and MCP's: more than these have their own meaning where a call is written.
+NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
+_Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
 
 
 class Function(StrictModel):
-    """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
+    """A function that an answer may call; `parameters` is a JSON schema of its arguments.
+
+    It is advice: what of it an answer cannot be held to is left out, or refused where `strict`.
+    """
 
     name: _Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """What arguments are held to: an object, of declared keys alone where any are declared."""
-        schema = {"type": "object", **(self.parameters or {})}
-        if "properties" in schema or self.parameters is None:
-            schema.setdefault("additionalProperties", False)
-        return schema
+    parameters: Any = None
+    strict: bool | None = None
 
 
 class Tool(StrictModel):
@@ -39,11 +37,13 @@ class Tool(StrictModel):
     def for_template(self) -> dict[str, Any]:
         """The tool for a chat template, which may want every key."""
         function = self.function
-        described = {
+        described: dict[str, Any] = {
             "name": function.name,
             "description": function.description or "",
-            "parameters": function.parameters or {"type": "object", "properties": {}},
+            "parameters": {"type": "object", "properties": {}},
         }
+        if isinstance(function.parameters, dict) and function.parameters:
+            described["parameters"] = function.parameters
         return {"type": "function", "function": described}
 
 
@@ -85,6 +85,7 @@ class ToolCall(StrictModel):
 
 
 Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+Functions = Annotated[list[Function], Field(max_length=_MOST_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=_MOST_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 

@@ -1,0 +1,171 @@
+"""Fields of requests that change answers: what is done about each, on every route.
+
+A route does what a field of its schema says. A field of `CHANGING` that its schema does not have is
+refused unless its value changes nothing. All others change no answer, or are not known, and are
+read over.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, model_validator
+
+from ui.api.errors import ApiError
+from ui.strict import StrictModel
+
+# Each with the values that do nothing, beside null, empty texts, lists and objects, which never do.
+CHANGING: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "conversation": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "logit_bias": (),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "prompt": (),  # a stored one, in /v1/responses
+    "reasoning": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "stop": (),
+    "suffix": (),
+    "temperature": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "top_logprobs": (0,),
+    "top_p": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's, and SGLang's
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "continue_final_message": (False,),
+    "documents": (),
+    "early_stopping": (False,),
+    "ebnf": (),
+    "enable_thinking": (),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "min_p": (),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "stop_token_ids": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "top_k": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    # llama.cpp's; what only matters beside one of these (dry_base, mirostat_tau) is not here
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "image_data": (),
+    "input_prefix": (),
+    "input_suffix": (),
+    "json_schema": (),
+    "lora": (),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_indent": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("auto", "deepseek"),
+    "repeat_last_n": (),
+    "repeat_penalty": (1,),
+    "samplers": (),
+    "smoothing_factor": (0,),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (0, -1),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    # Ollama's
+    "context": (),
+    "format": (),
+    "images": (),
+    "options": (),
+    "raw": (False,),
+    "system": (),
+    "template": (),
+    "think": (),
+}  # fmt: skip
+
+# What to give in their place, where a route has that.
+INSTEAD = {
+    "ebnf": "grammar",
+    "format": "response_format",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_tokens": "max_output_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "regex": "guided_regex",
+    "response_format": "text",
+    "think": "reasoning_effort",
+    "reasoning_effort": "reasoning",
+}
+
+
+class Request(StrictModel):
+    """A request's body. Of what its schema does not name, nothing that changes answers is taken."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # As in `CHANGING`, where a route's own way is another one.
+    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _changes_nothing_else(self) -> "Request":
+        others = self.__pydantic_extra__ or {}
+        for name, value in others.items():
+            if name in CHANGING and not self._does_nothing(name, value):
+                raise ApiError(400, self._unsupported(name), param=name)
+        others.clear()
+        return self
+
+    @classmethod
+    def _does_nothing(cls, name: str, value: Any) -> bool:
+        if value is None or value in ("", [], {}):
+            return True
+        same = cls.unchanging.get(name, CHANGING[name])
+        return any(one == value and type(value) in (type(one), int, float) for one in same)
+
+    @classmethod
+    def _unsupported(cls, name: str) -> str:
+        other = INSTEAD.get(name)
+        if other is None or other not in cls.model_fields:
+            return f"{name} is not supported here; leave it out"
+        return f"{name} is not known here; give {other}"

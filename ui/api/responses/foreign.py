@@ -1,0 +1,136 @@
+"""Items and tools of /v1/responses that are run by OpenAI's servers, or by some clients alone.
+
+Agents add such tools by themselves, and a conversation that was begun elsewhere holds such items.
+Tools that nobody runs here are left out of what an answer may call. Of the items, those that say
+nothing to another model are passed over; calls with their results stay in the conversation, as
+those of a function; what the answer would lack is refused.
+"""
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from ui.api.errors import ApiError
+from ui.strict import StrictModel
+
+Message = dict[str, Any]
+
+# Kinds of calls -> the function's name (None: the item's own), and where arguments and results are.
+_CALLS: dict[str, tuple[str | None, str, str | None]] = {
+    "apply_patch_call": ("apply_patch", "operation", None),
+    "code_interpreter_call": ("code_interpreter", "code", "outputs"),
+    "custom_tool_call": (None, "input", None),
+    "file_search_call": ("file_search", "queries", "results"),
+    "local_shell_call": ("local_shell", "action", None),
+    "mcp_call": (None, "arguments", "output"),
+    "shell_call": ("shell", "action", None),
+}
+# Kinds of results -> where they say which call it was.
+_RESULTS = {
+    "apply_patch_call_output": "call_id",
+    "custom_tool_call_output": "call_id",
+    "local_shell_call_output": "id",
+    "shell_call_output": "call_id",
+}
+# What the model thought (it is told with what follows), what it looked for, which tools there were.
+_PASSED_OVER = ("mcp_list_tools", "reasoning", "web_search_call")
+_REFUSED = {
+    "additional_tools": "give them as tools",
+    "compaction": "its content can be read by OpenAI alone; send the conversation",
+    "compaction_trigger": "nothing is compacted here",
+    "computer_call": "no screen is used here",
+    "computer_call_output": "images are not understood here",
+    "configuration_update": "say it in the request",
+    "image_generation_call": "images are not understood here",
+    "item_reference": "answers are not kept here; send the item itself",
+    "mcp_approval_request": "no MCP server is asked from here",
+    "mcp_approval_response": "no MCP server is asked from here",
+    "program": "no programs are run here",
+    "program_output": "no programs are run here",
+    "tool_search_call": "give all tools with the request",
+    "tool_search_output": "give all tools with the request",
+}
+KINDS = (*_CALLS, *_RESULTS, *_PASSED_OVER, *_REFUSED)
+
+
+class ForeignItem(StrictModel):
+    """An item of another kind than messages, calls of functions, and their results."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    type: Literal[KINDS]  # type: ignore[valid-type]
+
+    @property
+    def thought(self) -> str:
+        """What the model thought before the item that follows, where this says so."""
+        content = (self.model_extra or {}).get("content")
+        if self.type != "reasoning" or not isinstance(content, list):
+            return ""
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+    def messages(self, place: int) -> list[Message]:
+        """What it says, for a `ChatRequest`. Errors: ApiError 400 for one that cannot be told."""
+        kind, fields = self.type, self.model_extra or {}
+        if kind in _REFUSED:
+            text = f"input.{place}: items of type {kind} are not supported: {_REFUSED[kind]}"
+            raise ApiError(400, text, param=f"input.{place}.type")
+        if kind in _RESULTS:
+            return [_result(str(fields.get(_RESULTS[kind])), fields.get("output"))]
+        if kind not in _CALLS:
+            return []
+        name, arguments_at, result_at = _CALLS[kind]
+        call_id = str(fields.get("call_id") or fields.get("id"))
+        result = fields.get(result_at) or fields.get("error") if result_at else None
+        if result_at and not result:  # whoever ran it kept what it gave
+            return []
+        arguments = fields.get(arguments_at)
+        if kind != "mcp_call" and not isinstance(arguments, dict):
+            arguments = {arguments_at: arguments}
+        function = {"name": name or str(fields.get("name")), "arguments": _text(arguments)}
+        call = {"id": call_id, "type": "function", "function": function}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [called, _result(call_id, result)] if result else [called]
+
+
+class ForeignTool(StrictModel):
+    """A tool that is no function."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+
+    type: str = Field(max_length=100)
+
+    @field_validator("type")
+    @classmethod
+    def _is_foreign(cls, given: str) -> str:
+        if given == "function":
+            raise ValueError("must be a function")
+        return given
+
+
+class ForeignChoice(ForeignTool):
+    """A `tool_choice` that names a tool that is no function."""
+
+    name: str | None = None
+    server_label: str | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The tool, as it is named."""
+        names = (self.type, self.server_label, self.name)
+        return " ".join(ascii(name[:100]) for name in names if name)
+
+
+def _result(call_id: str, output: Any) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(output)}
+
+
+def _text(value: Any) -> str:
+    """Texts and lists of text parts as they are, all else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in value
+    ):
+        return "".join(part["text"] for part in value)
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
