@@ -589,10 +589,21 @@ class _Reader:
         """Tell of each `oneOf` that is held to as if it were `anyOf`."""
         if isinstance(node, bool):
             return
-        if "oneOf" in node and self._try({"oneOf": node["oneOf"]}, coerce=False):
-            self._lose(path, "oneOf")
+        if "oneOf" in node:
+            members = [self._resolved(one) for one in node["oneOf"]]
+            if self._try({"oneOf": members}, coerce=False):
+                self._lose(path, "oneOf")
         for held, key, names in _children(node):
             self._lose_unions(held[key], (*path, *names))
+
+
+    def _resolved(self, node: Node) -> Node:
+        """What a node names that only names another: llguidance compares no references."""
+        for _ in range(_MOST_DEEP):
+            if isinstance(node, bool) or node.keys() != {"$ref"}:
+                break
+            node = self._defs[node["$ref"].removeprefix("#/$defs/")]
+        return node
 
 
 class _Names(NamedTuple):
