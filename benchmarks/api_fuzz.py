@@ -26,19 +26,22 @@ _COMMON = {
     "n": 1, "seed": 1, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}},
     "grammar": 'start: "yes" | "no"', "ignore_eos": False, "return_token_ids": True,
-    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {"5": 1.5}, "min_tokens": 1,
+    "stop_token_ids": [7], "include_stop_str_in_output": True, "repetition_penalty": 1.1,
+    "guided_choice": ["yes", "no"], "structured_outputs": {"regex": "a+"}, "best_of": 1,
 }  # fmt: skip
 _FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": _SCHEMA}
 _CHOICE = {"type": "function", "function": {"name": "look_up"}}
 _TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": _CHOICE}
-_CHAT = {"messages": _MESSAGES, **_COMMON, "logprobs": True, "top_logprobs": 2, **_TOOLS}
+_CHAT = {"messages": _MESSAGES, **_COMMON, "logprobs": True, "top_logprobs": 2, **_TOOLS,
+         "reasoning_effort": "none", "chat_template_kwargs": {"a": 1}}  # fmt: skip
 _COMPLETION = {"prompt": "Return the", **_COMMON, "logprobs": 2, "echo": True, "suffix": ""}
 _RESPONSE = {
     "input": _MESSAGES, "model": "demo", "max_output_tokens": 2, "instructions": "Be brief.",
     "temperature": 0.5, "top_p": 0.9, "stream": False, "metadata": {"a": "b"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
-    "parallel_tool_calls": False, "previous_response_id": None,
+    "parallel_tool_calls": False, "previous_response_id": None, "reasoning": {"effort": "low"},
 }  # fmt: skip
 _EMBEDDING = {
     "input": ["a list", "b"], "model": "demo", "encoding_format": "base64", "dimensions": None,

@@ -66,10 +66,11 @@ class OwnPrompt(StrictModel):
         given = (self.prompt, self.messages, self.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
-        values = self.sampling.model_dump()
-        sampling = SamplingParams(
-            **{key: tuple(one) if isinstance(one, list) else one for key, one in values.items()}
-        )
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.sampling.model_dump().items()
+        }
+        sampling = SamplingParams(**values)
         return GenerateRequest(
             sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
         )

@@ -147,7 +147,7 @@ def _add_unknown(app: FastAPI) -> None:
 def _add_heads(app: FastAPI) -> None:
     """HEAD wherever there is GET: monitors ask so."""
     for route in app.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
 
 

@@ -79,6 +79,12 @@ class Tokenizer:
         """Return the id of a token's exact text, or None."""
         return self._backend.token_to_id(token)
 
+    @property
+    def added_texts(self) -> dict[int, str]:
+        """Added tokens that are no special ones: they stand for their own text, such as <think>."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: one.content for token_id, one in added.items() if not one.special}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens that the tokenizer puts around it.
 

@@ -60,6 +60,23 @@ def test_stop_strings(pieces: list[str], stops: list[str]) -> None:
     assert machine.push("more") == ("" if found else "more")
 
 
+@given(st.lists(_TEXTS, max_size=12), _STOPS, st.integers(0, 12))
+def test_stop_strings_that_are_shown_or_not_looked_for_yet(
+    pieces: list[str], stops: list[str], first: int
+) -> None:
+    machine, silent, received = StopStrings(stops, includes=True), "".join(pieces[:first]), ""
+    for number, piece in enumerate(pieces):
+        if not machine.found:
+            received += piece
+        machine.push(piece, may_stop=number >= first)
+    machine.flush()
+    expected, found = cut(pieces[first:], stops)
+    shown = silent + expected
+    ends = [stop for stop in stops if received.startswith(shown + stop)]
+    assert machine.found == found
+    assert machine.text == shown + (min(ends, key=len) if found else "")
+
+
 @given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=4))
 def test_pieces_do_not_matter_to_one_stop_string(text: str, stop: str) -> None:
     results = []

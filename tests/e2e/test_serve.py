@@ -241,6 +241,15 @@ def test_several_prompts(client: Any, tokenizer: Tokenizer) -> None:
         assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
+def test_a_list_of_prompts_longer_than_the_queue(client: Any) -> None:
+    prompts = [f"Return the {number}" for number in range(30)]
+    sampled = {"model": "demo", "max_tokens": 2, "temperature": 0}
+    found = client.completions.create(prompt=prompts, **sampled).choices
+    assert [one.index for one in found] == list(range(30))
+    alone = client.completions.create(prompt=prompts[29], **sampled).choices[0]
+    assert found[29].text == alone.text
+
+
 def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "hotcold"
@@ -270,8 +279,8 @@ def test_errors_in_openais_form(openai: Any, server: Server, client: Any) -> Non
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="450"):
         client.completions.create(model="demo", prompt="a", max_tokens=451)
-    with pytest.raises(openai.BadRequestError, match="takes 12 at once"):
-        client.completions.create(model="demo", prompt="a", n=13)
+    with pytest.raises(openai.BadRequestError, match="send at most 2048 at once"):
+        client.completions.create(model="demo", prompt=["a"] * 17, n=128)
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
     assert wrong.value.param == "temperature"

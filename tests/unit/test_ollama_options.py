@@ -15,13 +15,14 @@ def test_options_reach_the_system() -> None:
     asked = Recording()
     options = {
         "num_predict": 5, "temperature": 0, "top_k": 3.0, "top_p": 0.5, "min_p": 0.25, "seed": 7,
-        "stop": ["x"], "repeat_penalty": 1.25, "repeat_last_n": 9, "num_ctx": 4096, "numa": None,
+        "stop": [*"xabcde"], "repeat_penalty": 1.25, "repeat_last_n": 9, "num_ctx": 4096,
+        "numa": None,
     }  # fmt: skip
     post(asked, "/api/chat", messages=HELLO, options=options, stream=False, keep_alive="5m")
     sampling = asked.requests[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (5, 0, 3)
     assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.5, 0.25, 7)
-    assert sampling.stop == ("x",)
+    assert sampling.stop == tuple("xabcde")
     assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.25, 9)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.protocol.messages import GenerateRequest
 from model.config.build import build_config
 from model.errors import ConfigError, UsageError
 from model.files.locate import DEMO_DIRECTORY, locate_model
 from model.sampling import SamplingParams, eos_ids
 from tests.unit.family_configs import LLAMA
+from ui.api.schemas import parse
+from ui.own import OwnRequest
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:
@@ -45,6 +49,15 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         {"presence_penalty": "1"},
         {"frequency_penalty": float("inf")},
         {"repeat_last_n": -2},
+        {"stop_token_ids": 3},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["a"]},
+        {"min_tokens": -1},
+        {"min_tokens": 1000},
+        {"include_stop_str_in_output": 1},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": [1]},
         {"max_token": 3},
         {"temperature": 10**400},
     ],
@@ -108,3 +121,17 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DEMO_DIRECTORY.name == "demo"
     (tmp_path / "config.json").touch()
     assert locate_model(None) == tmp_path
+
+
+def test_all_of_it_reaches_a_system_of_another_process() -> None:
+    changed = {
+        "max_tokens": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.25, "seed": 7,
+        "stop": ("a", "b"), "ignore_eos": True, "repeat_penalty": 1.5, "presence_penalty": 1.0,
+        "frequency_penalty": 0.5, "repeat_last_n": 8, "penalize_prompt": False, "min_tokens": 2,
+        "stop_token_ids": (1, 2), "include_stop_str_in_output": True, "logit_bias": ((5, -1.5),),
+    }  # fmt: skip
+    assert set(changed) == {field.name for field in fields(SamplingParams)}
+    sampling = SamplingParams(**changed)  # type: ignore[arg-type]
+    assert all(getattr(SamplingParams(), name) != value for name, value in changed.items())
+    sent = json.dumps({"request": asdict(GenerateRequest(sampling, prompt="a"))})
+    assert parse(OwnRequest, sent.encode()).request.request().sampling == sampling

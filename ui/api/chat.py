@@ -10,9 +10,9 @@ from ui.api.backend import Answers
 from ui.api.requests import chat_requests
 from ui.api.route import Route
 from ui.api.schemas import ChatRequest
-from ui.api.thoughts import AnswerReader, Thoughts
 from ui.api.tokens import chat_logprobs, content_tokens
 from ui.api.tools.deltas import Deltas, whole_message
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ChatRoute(Route):

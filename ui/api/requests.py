@@ -8,8 +8,8 @@ from actors.protocol.messages import GenerateRequest, Grammar
 from model.sampling import SamplingParams
 from ui.api.backend import Backend
 from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from ui.api.thoughts import Thoughts
 from ui.api.tools.grammar import calls_grammar, held_shape
+from ui.api.tools.thoughts import Thoughts
 
 _LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's

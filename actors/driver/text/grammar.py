@@ -81,24 +81,54 @@ class Grammars:
         except ValueError as problem:
             raise _refused(grammar, str(problem)) from None
         if grammar.frame:
-            inner = json.loads(source)["grammars"]
-            inner[0]["name"] = "answer"
-            source = json.dumps({"grammars": [{"lark_grammar": grammar.frame}, *inner]})
+            is_lark = grammar.kind == "lark"
+            inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+            frame = {"lark_grammar": grammar.frame}
+            source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
         matcher = LLMatcher(table, source, log_level=0)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
         return Constraint(matcher, self._vocab_size)
 
     def _token_table(self) -> Any:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         if self._tokenizer is None:
             raise UsageError("this model has no tokenizer, so no text; leave out the grammar")
         with self._making:
             if self._table is None:
                 eos = self._eos_ids or None
-                self._table = LLTokenizer(self._tokenizer.to_json(), self._vocab_size, eos)
+                table = LLTokenizer(self._tokenizer.to_json(), self._vocab_size, eos)
+                if any(map(table.is_special_token, self._tokenizer.added_texts)):
+                    tokens = TokenizerWrapper(_Tokens(table, self._tokenizer))
+                    table = LLTokenizer(tokens, self._vocab_size, eos)
+                self._table = table
         return self._table
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer. All that a text shows is text to a grammar, too.
+
+    By itself llguidance takes all added tokens of the form <...> for special ones, which no text
+    of a grammar matches: a model could not write <tool_call> as the token that it learned.
+    """
+
+    def __init__(self, table: Any, tokenizer: Tokenizer) -> None:
+        """`table` is llguidance's own of the same tokenizer."""
+        shown = tokenizer.added_texts
+        ids = range(table.vocab_size)
+        self.eos_token_id, self.bos_token_id = table.eos_token, None
+        self.tokens = [
+            shown[one].encode() if one in shown else table.decode_bytes([one]) for one in ids
+        ]
+        self.special_token_ids = [
+            one for one in ids if table.is_special_token(one) and one not in shown
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text."""
+        return self._tokenizer.encode(text.decode(errors="replace"), False)
 
 
 def _refused(grammar: Grammar, problem: str) -> UsageError:

@@ -24,9 +24,9 @@ from ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from ui.api.refusals import refusal
 from ui.api.requests import chat_requests, completion_requests
 from ui.api.schemas import ChatRequest, CompletionRequest
-from ui.api.thoughts import AnswerReader, Thoughts
 from ui.api.tokens import chat_logprobs, content_tokens
 from ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat

@@ -20,7 +20,7 @@ from ui.api.requests import chat_requests
 from ui.api.responses.output import Event, Output
 from ui.api.responses.schemas import ResponsesRequest
 from ui.api.schemas import ChatRequest
-from ui.api.thoughts import AnswerReader, Thoughts
+from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ResponsesRoute:

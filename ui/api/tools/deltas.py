@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from actors.protocol.messages import TokenEvent
-from ui.api.thoughts import AnswerReader
 from ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from ui.api.tools.thoughts import AnswerReader
 
 
 class Deltas:

@@ -1,0 +1,334 @@
+"""What a model thinks: told apart from its answer, by every route, however it comes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.driver.text.grammar import Grammars
+from actors.protocol.messages import Grammar, TokenEvent
+from model.files.locate import DEMO_DIRECTORY
+from model.text.chat_template import ChatTemplate
+from model.text.thinking import Thinking, thinking_of
+from model.text.tokenizer import Tokenizer
+from model.text.tools import TAGGED
+from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
+from ui.api.tools.deltas import delta, whole_message
+from ui.api.tools.thoughts import AnswerReader, Thoughts
+
+WAY = Thinking("<think>", "</think>")
+# Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% elif opens %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def demo_tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
+    return Tokenizer(backend, ChatTemplate(TEMPLATE, "a test", {}))
+
+
+TOKENIZER = demo_tokenizer()
+
+
+def thoughts(are_open: bool) -> Thoughts:
+    return Thoughts(TOKENIZER, WAY, are_open)
+
+
+@pytest.mark.parametrize(
+    ("template", "way"),
+    [
+        ("{{ messages }}", None),
+        (TEMPLATE, WAY),
+        ("{{ '<|assistant|><think>\\n' }}", WAY),
+        ("[THINK]{{ x }}[/THINK]", Thinking("[THINK]", "[/THINK]")),
+    ],
+)
+def test_the_template_says_how_a_model_thinks(template: str, way: Thinking | None) -> None:
+    assert thinking_of(template) == way
+
+
+@pytest.mark.parametrize(
+    ("prompt", "are_open"),
+    [
+        ("[assistant]<think>\n", True),
+        ("[assistant]", False),
+        ("say <think> [assistant]", False),
+        ("[assistant]<think>\n\n</think>\n\n", None),
+    ],
+)
+def test_the_prompt_says_where_thoughts_are(prompt: str, are_open: bool | None) -> None:
+    found = Thoughts.of(TOKENIZER, TOKENIZER.encode(prompt, False))
+    assert (None if found is None else found.are_open) == are_open
+    plain = Tokenizer.from_model(DEMO_DIRECTORY)
+    assert plain is not None and Thoughts.of(plain, plain.encode(prompt, False)) is None
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+# Whether the prompt opens thoughts, the answer, and what of it is thought, said and called.
+ANSWERS: list[tuple[bool, str, str, str, int]] = [
+    (True, "I see.\n</think>\n\nYes.", "I see.", "Yes.", 0),
+    (True, "cut off in the mid", "cut off in the mid", "", 0),
+    (True, "cut off in </thi", "cut off in </thi", "", 0),
+    (True, "\n\n</think>\n\nYes.", "", "Yes.", 0),
+    (True, "<think>\nagain</think>x", "again", "x", 0),
+    (True, "a < b </ c </think> d ", "a < b </ c", "d ", 0),
+    (True, f"no {CALL} yet</think>\n{CALL}", f"no {CALL} yet", "", 1),
+    (True, "", "", "", 0),
+    (False, "<think>\nI see.\n</think>\n\nYes.", "I see.", "Yes.", 0),
+    (False, "\n<think>I", "I", "", 0),
+    (False, "<thi", "", "<thi", 0),
+    (False, " Yes. </think> <think>", "", " Yes. </think> <think>", 0),
+    (False, f"<think>a</think>Well.\n{CALL}", "a", "Well.", 1),
+    (False, "\n ", "", "\n ", 0),
+]
+
+
+def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
+    reader = AnswerReader(thoughts(are_open), TAGGED if with_calls else None)
+    found: list[dict[str, Any]] = []
+    for number, piece in enumerate(pieces):
+        parts = reader.push(piece, is_last=number == len(pieces) - 1)
+        assert all(part[-1] for part in parts)
+        found += map(delta, parts)
+    message = whole_message(found)
+    return message.get("reasoning_content", ""), message["content"] or "", reader.num_calls
+
+
+@given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 120), max_size=8))
+def test_thoughts_are_told_apart_however_they_come(answer: Any, cuts: list[int]) -> None:
+    are_open, text, *expected = answer
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
+    for split in (pieces, [*text, ""]):
+        assert [*read(are_open, split, with_calls=True)] == expected
+        if not expected[2]:
+            assert [*read(are_open, split, with_calls=False)] == expected
+
+
+@pytest.mark.parametrize(("are_open", "text", "thought"), [row[:3] for row in ANSWERS])
+def test_thoughts_are_counted_in_tokens(are_open: bool, text: str, thought: str) -> None:
+    ids = TOKENIZER.encode(text, False)
+    found = thoughts(are_open).num_tokens(ids)
+    begins = are_open or text.lstrip().startswith("<think>")
+    length = len(text) if "</think>" not in text else text.index("</think>") + len("</think>")
+    fewest = next(n for n in range(len(ids) + 1) if len(TOKENIZER.decode(ids[:n])) >= length)
+    assert found == (fewest if begins else 0)
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    constraint = Grammars(TOKENIZER, TOKENIZER.vocab_size, [0]).constraint(grammar)
+    ids = TOKENIZER.encode(text, False)
+    matcher: Any = constraint._matcher
+    return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("json_schema", '{"type": "integer"}'), Grammar("lark", "start: /[0-9]+/")]
+)
+def test_a_grammar_begins_after_the_thoughts(grammar: Grammar) -> None:
+    is_open, is_free = thoughts(True).before(grammar), thoughts(False).before(grammar)
+    for text in ("Well, <b>\n 7</think>7", "x</think>\n\n7", "</think>7"):
+        assert accepts(is_open, text) and accepts(is_free, f"<think>{text}"), text
+    for text in ("7", "x</think>y", "x</think>7</think>", "x"):
+        assert not accepts(is_open, text), text
+        assert accepts(is_free, text) == (text == "7"), text
+    assert accepts(grammar, "7") and not accepts(grammar, "x</think>7")
+
+
+@pytest.mark.parametrize("way", [thinking_of(text) for text in ("</seed:think>", "[THINK]",
+    "<|END_THINKING|>", "\u25c1think\u25b7")])  # fmt: skip
+def test_every_way_to_think_goes_before_a_grammar(way: Thinking) -> None:
+    of_way = Thoughts(TOKENIZER, way, False).before(Grammar("lark", 'start: "7"'))
+    assert accepts(of_way, f"{way.begin}a{way.end}7") and accepts(of_way, "7")
+    assert not accepts(of_way, f"{way.begin}a{way.end}8")
+
+
+def test_tags_that_are_special_tokens_are_seen() -> None:
+    backend = tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
+    backend.add_special_tokens([*WAY])
+    ids = backend.encode("a<think>b</think>c", add_special_tokens=False).ids
+    assert backend.decode(ids) == "abc"
+    found = Tokenizer(backend, ChatTemplate(TEMPLATE, "a test", {}))
+    assert found.encode("a<think>b</think>c", False) == ids
+    assert found.decode(ids) == "a<think>b</think>c"
+    table = Grammars(found, found.vocab_size + 3, [0])
+    written = table.constraint(Grammar("lark", 'start: "<think>b"'))
+    logits = np.zeros(found.vocab_size + 3, np.float32)
+    assert np.isfinite(written.masked(logits)[ids[1]]), "the token itself stands for its text"
+    assert not written.accept(ids[1]) and written.accept(ids[2])
+    free = table.constraint(Grammar("lark", r"start: /(.|\n)*/")).masked(logits)
+    special = [token for token, one in backend.get_added_tokens_decoder().items()
+               if one.special and one.content not in WAY]  # fmt: skip
+    assert len(special) > 2 and not np.isfinite(free[special[1:]]).any()
+
+
+@pytest.fixture
+def thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's model thinks."""
+    monkeypatch.setattr(server()[0].prompts, "tokenizer", TOKENIZER)
+
+
+def answering(text: str) -> Recording:
+    """Answers with `text`, a few characters a piece."""
+    ids = TOKENIZER.encode(text, False)
+    result = replace(RESULT, text=text, ids=ids)
+    pieces = [TokenEvent(text[at : at + 3], None, 1) for at in range(0, len(text), 3)]
+    return Recording(*pieces, TokenEvent("", result, 0))
+
+
+SAID = "<think>\nI see.\n</think>\n\nYes."
+NUM_THOUGHT = thoughts(False).num_tokens(TOKENIZER.encode(SAID, False))
+
+
+def events(answer: Any) -> list[Any]:
+    found = re.findall(r"^data: (\{.*)$", answer.text, re.MULTILINE)
+    return [json.loads(one) for one in found]
+
+
+@pytest.mark.usefixtures("thinking")
+def test_chat_tells_thoughts_whole_and_streamed() -> None:
+    path = "/v1/chat/completions"
+    whole = post(answering(SAID), path, messages=HELLO).json()
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("I see.", "Yes.")
+    details = {"reasoning_tokens": NUM_THOUGHT}
+    assert 0 < NUM_THOUGHT < whole["usage"]["completion_tokens"]
+    assert whole["usage"]["completion_tokens_details"] == details
+    streamed = events(post(answering(SAID), path, messages=HELLO, stream=True,
+                           stream_options={"include_usage": True}))  # fmt: skip
+    deltas = [one["choices"][0]["delta"] for one in streamed if one["choices"]]
+    assert whole_message(deltas) == {"content": "Yes.", "reasoning_content": "I see."}
+    assert sum("reasoning_content" in one for one in deltas) > 1
+    assert streamed[-1]["usage"]["completion_tokens_details"] == details
+    opened = post(answering("I see.\n</think>\n\nYes."), path, messages=HELLO,
+                  chat_template_kwargs={"opens": True}).json()  # fmt: skip
+    assert opened["choices"][0]["message"] == message
+    cut = post(answering("I se"), path, messages=HELLO, chat_template_kwargs={"opens": True})
+    message = cut.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("I se", None)
+
+
+@pytest.mark.usefixtures("thinking")
+def test_calls_follow_thoughts() -> None:
+    text = f"<think>a {CALLED} b</think>{CALLED}"
+    asked = {"messages": HELLO, "tools": [TOOL]}
+    message = post(answering(text), "/v1/chat/completions", **asked).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == f"a {CALLED} b"
+    assert len(message["tool_calls"]) == 2 and message["content"] == "Well."
+    told = post(answering(text), "/api/chat", stream=False, **asked).json()["message"]
+    assert told["thinking"] == f"a {CALLED} b" and len(told["tool_calls"]) == 2
+    client = answering(text)
+    post(client, "/v1/chat/completions", **asked)
+    grammar = client.requests[0].grammar
+    assert grammar is not None and accepts(grammar, text) and not accepts(grammar, text[:-5])
+
+
+@pytest.mark.usefixtures("thinking")
+def test_who_does_not_think_is_held_at_once() -> None:
+    shape = {"messages": HELLO, "guided_choice": ["a"]}
+    for fields, text in (({}, "<think>b</think>a"), ({"reasoning_effort": "none"}, "a")):
+        client = answering("a")
+        post(client, "/v1/chat/completions", **shape, **fields)
+        grammar = client.requests[0].grammar
+        assert grammar is not None and accepts(grammar, text)
+        assert accepts(grammar, "<think>b</think>a") == (not fields)
+
+
+@pytest.mark.usefixtures("thinking")
+def test_ollama_tells_thoughts_whole_and_streamed() -> None:
+    for path, asked in (("/api/chat", {"messages": HELLO}), ("/api/generate", {"prompt": "a"})):
+        whole = post(answering(SAID), path, stream=False, think=True, **asked).json()
+        told = whole.get("message", whole)
+        assert told["thinking"] == "I see."
+        assert told.get("content", told.get("response")) == "Yes."
+        streamed = [one.get("message", one) for one in lines(post(answering(SAID), path, **asked))]
+        assert "".join(one.get("thinking", "") for one in streamed) == "I see."
+        assert "".join(one.get("content", one.get("response")) for one in streamed) == "Yes."
+    assert "thinking" in post(Recording(), "/api/show").json()["capabilities"]
+    again = post(Recording(), "/api/generate", prompt="a", raw=True, think=True)
+    assert again.status_code == 400 and "thinking in raw mode" in again.json()["error"]
+
+
+@pytest.mark.usefixtures("thinking")
+def test_responses_tell_thoughts_as_an_item() -> None:
+    whole = post(answering(SAID), "/v1/responses", input="a").json()
+    thought, said = whole["output"]
+    assert (thought["type"], said["type"]) == ("reasoning", "message")
+    assert thought["content"] == [{"type": "reasoning_text", "text": "I see."}]
+    assert thought["summary"] == [] and thought["status"] == "completed"
+    assert said["content"][0]["text"] == "Yes."
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": NUM_THOUGHT}
+    streamed = events(post(answering(SAID), "/v1/responses", input="a", stream=True))
+    kinds = [one["type"] for one in streamed]
+    texts = [one["delta"] for one in streamed if one["type"] == "response.reasoning_text.delta"]
+    assert "".join(texts) == "I see." and len(texts) > 1
+    assert kinds.count("response.reasoning_text.done") == 1
+    assert kinds.count("response.output_item.done") == 2
+    last = streamed[-1]["response"]
+    assert [one["content"] for one in last["output"]] == [thought["content"], said["content"]]
+    from openai.types.responses import ResponseReasoningItem, ResponseReasoningTextDeltaEvent
+
+    ResponseReasoningItem.model_validate(thought, strict=True)
+    first = next(one for one in streamed if one["type"] == "response.reasoning_text.delta")
+    ResponseReasoningTextDeltaEvent.model_validate(first, strict=True)
+
+
+@pytest.mark.usefixtures("thinking")
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "reasoning_content"),
+        ("/v1/chat/completions", "reasoning"),
+        ("/api/chat", "thinking"),
+    ],
+)
+def test_what_was_thought_goes_back_to_the_template(path: str, field: str) -> None:
+    talk = [*HELLO, {"role": "assistant", "content": "Yes.", field: "I see."}, *HELLO]
+    client = Recording()
+    assert post(client, path, messages=talk).status_code == 200
+    prompt = TOKENIZER.decode(client.requests[0].prompt_ids or [])
+    assert "[assistant]<think>I see.</think>Yes." in prompt
+
+
+FUNCTION = {"messages": HELLO, "functions": [TOOL["function"]]}
+
+
+def test_functions_are_called_as_openai_once_did() -> None:
+    whole = post(answering(CALLED[: len(CALLED) // 2 + 2]), "/v1/chat/completions", **FUNCTION)
+    choice = whole.json()["choices"][0]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"] == {"name": "look_up", "arguments": '{"a": 1}'}
+    client = answering(CALLED[: len(CALLED) // 2 + 2])
+    streamed = events(post(client, "/v1/chat/completions", stream=True, **FUNCTION))
+    message = whole_message(one["choices"][0]["delta"] for one in streamed)
+    assert message == {
+        key: choice["message"][key] for key in ("content", "function_call")
+    }  # fmt: skip
+    grammar = client.requests[0].grammar
+    assert grammar is not None and accepts(grammar, 'Well.<tool_call>\n{"name": "look_up", '
+                                           '"arguments": {"a": 1}}\n</tool_call>')  # fmt: skip
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "seven"},
+    ]
+    client = Recording()
+    assert post(client, "/v1/chat/completions", messages=talk).status_code == 200
+    named = post(client, "/v1/chat/completions", **FUNCTION, function_call={"name": "look_up"})
+    assert named.status_code == 200
+    assert post(client, "/v1/chat/completions", **FUNCTION, function_call="none").status_code == 200
+    assert client.requests[-1].grammar is None
