@@ -141,6 +141,7 @@ def drawn(found: LLMatcher, rng: np.random.Generator, most: int = 300) -> str | 
         (object_of({"a": {"not": {}}, "b": {"enum": []}, "c": False}), []),
         ({"id": "x", "$schema": "http://json-schema.org/draft-04/schema#", "type": "string"}, []),
         ({"oneOf": [TEXT, {"type": "null"}]}, []),
+        ({"oneOf": [object_of({"k": {"const": name}}, required=["k"]) for name in "ab"]}, []),
         ({"if": {"type": "string"}}, []),
     ],
 )  # fmt: skip

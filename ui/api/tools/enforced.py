@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -202,7 +202,7 @@ def _is_count(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= _MOST_COUNTED and int(value) == value
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
@@ -589,10 +589,20 @@ class _Reader:
         """Tell of each `oneOf` that is held to as if it were `anyOf`."""
         if isinstance(node, bool):
             return
-        if "oneOf" in node and self._try({"oneOf": node["oneOf"]}, coerce=False):
-            self._lose(path, "oneOf")
+        if "oneOf" in node:
+            members = [self._resolved(one) for one in node["oneOf"]]
+            if self._try({"oneOf": members}, coerce=False):
+                self._lose(path, "oneOf")
         for held, key, names in _children(node):
             self._lose_unions(held[key], (*path, *names))
+
+    def _resolved(self, node: Node) -> Node:
+        """What a node names that only names another: llguidance compares no references."""
+        for _ in range(_MOST_DEEP):
+            if isinstance(node, bool) or node.keys() != {"$ref"}:
+                break
+            node = self._defs[node["$ref"].removeprefix("#/$defs/")]
+        return node
 
 
 class _Names(NamedTuple):
