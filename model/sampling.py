@@ -71,7 +71,12 @@ class SamplingParams:
             raise _out_of_range("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
-        _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _require_int(
+            "min_tokens",
+            self.min_tokens,
+            0,
+            (1 << 31) if self.max_tokens is None else self.max_tokens,
+        )
         _require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         if not isinstance(self.logit_bias, tuple):
             raise _out_of_range("logit_bias", self.logit_bias, "an object of token ids and numbers")
