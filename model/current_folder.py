@@ -27,8 +27,8 @@ def ignore_modules_there() -> None:
 
 def ignore_settings_there() -> None:
     """Let what is imported from now on read no settings in the current folder; may be repeated."""
-    if _Elsewhere not in sys.meta_path:
-        sys.meta_path.insert(0, _Elsewhere)
+    if not any(isinstance(finder, _Elsewhere) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Elsewhere())
 
 
 def module_folders() -> list[str]:
@@ -80,9 +80,8 @@ def elsewhere() -> Iterator[None]:
 class _Elsewhere(MetaPathFinder):
     """Finds modules that read settings in the current folder, and has them run elsewhere."""
 
-    @classmethod
     def find_spec(
-        cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in _READ_SETTINGS else None
         if spec is None or spec.loader is None:

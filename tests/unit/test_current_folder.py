@@ -20,7 +20,8 @@ LIBRARY = str(Path(os.__file__).parent)
 USES_LIBRARIES = """
 import actors, os
 folder = os.getcwd()
-import numba, matplotlib
+import importlib, numba, matplotlib
+importlib.invalidate_caches()
 assert numba.njit(lambda x: x + 1)(1) == 2
 assert matplotlib.rcParams["lines.linewidth"] != 77
 assert os.getcwd() == folder
