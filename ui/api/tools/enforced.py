@@ -31,6 +31,8 @@ _COST_OF_PUZZLE = 10_000
 _MOST_PATTERN_NAMES = 16  # each is compared with each
 _MOST_KEPT = 1 << 14  # characters of a schema whose reading is kept
 
+WHOLE = "schema"  # in a keyword's place: all of a node, which no value fits or which is none
+
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _NAMES = ("properties", "patternProperties")  # name -> schema
 _UNIONS = ("oneOf", "anyOf", "allOf")  # lists of schemas, which apply in place
@@ -90,7 +92,8 @@ class Lost(NamedTuple):
     keyword: str
 
     def __str__(self) -> str:
-        return ".".join([*self.path, self.keyword])[:200]
+        names = self.path if self.keyword == WHOLE else (*self.path, self.keyword)
+        return ".".join(names)[:200] or "the schema as a whole"
 
 
 class Enforced(NamedTuple):
@@ -113,7 +116,7 @@ def enforced(schema: Any, is_object: bool = False) -> Enforced:
     try:
         text = json.dumps(schema)
     except (ValueError, RecursionError):  # a number of thousands of digits
-        return Enforced({"type": "object"} if is_object else {}, (Lost((), "schema"),))
+        return Enforced({"type": "object"} if is_object else {}, (Lost((), WHOLE),))
     read = _kept if len(text) <= _MOST_KEPT else _read
     return read(text, is_object)
 
@@ -260,7 +263,7 @@ class _Reader:
         if root in (True, []):
             root = {}
         if not isinstance(root, dict):
-            self._lose((), "schema")
+            self._lose((), WHOLE)
             root = {}
         kinds = root.get("type", "object")
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -278,7 +281,7 @@ class _Reader:
             return given
         self._nodes_left -= 1
         if not isinstance(given, dict) or len(path) > _MOST_DEEP or self._nodes_left < 0:
-            self._lose(path, "schema")
+            self._lose(path, WHOLE)
             return True
         if given.get("enum") == [] or given.get("not") is True or given.get("not") == {}:
             return False
@@ -563,7 +566,7 @@ class _Reader:
         if not problem or (node is False and not is_needed):
             return node
         if isinstance(node, bool) or self._chars_left < 0:
-            self._lose(path, "schema")
+            self._lose(path, WHOLE)
             return True
         for needed in (False, True):
             for held, key, names in _children(node):
@@ -582,7 +585,7 @@ class _Reader:
                 for keyword in keywords:
                     self._lose(path, keyword)
                 return without
-        self._lose(path, "schema")
+        self._lose(path, WHOLE)
         return True
 
     def _lose_unions(self, node: Node, path: Path) -> None:
