@@ -20,7 +20,7 @@ from ui.api.errors import ApiError, as_api_error
 from ui.api.ollama import routes as ollama
 from ui.api.responses.route import ResponsesRoute
 from ui.api.responses.schemas import ResponsesRequest
-from ui.api.route import answered
+from ui.api.route import JsonAnswer, answered
 from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from ui.described import add_description, body_of
 from ui.models.served import ServedModels
@@ -92,7 +92,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         route = ChatRoute(backend, backend.texts)
         if body.stream:
             return await answered(request, route.stream(body))
-        return JSONResponse(await answered(request, route.whole(body)))
+        return JsonAnswer(await answered(request, route.whole(body)))
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
@@ -102,7 +102,7 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         route = CompletionRoute(backend, backend.texts)
         if body.stream:
             return await answered(request, route.stream(body))
-        return JSONResponse(await answered(request, route.whole(body)))
+        return JsonAnswer(await answered(request, route.whole(body)))
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
@@ -112,14 +112,14 @@ def _add_completions(app: FastAPI, models: ServedModels) -> None:
         route = ResponsesRoute(backend)
         if body.stream:
             return await answered(request, route.stream(body))
-        return JSONResponse(await answered(request, route.whole(body)))
+        return JsonAnswer(await answered(request, route.whole(body)))
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:
         """A vector for each text: the mean of the model's last hidden states."""
         body = parse(EmbeddingsRequest, await request.body())
         route = EmbeddingsRoute(models.choose(request, body.model))
-        return JSONResponse(await answered(request, route.whole(body)))
+        return JsonAnswer(await answered(request, route.whole(body)))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
@@ -188,6 +188,6 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
 
 async def _tool(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     try:
-        return JSONResponse(await work)
+        return JsonAnswer(await work)
     except Exception as error:
         raise as_api_error(error) from error

@@ -119,6 +119,8 @@ def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[Sy
     system, config = prepare_system(path, options)
     tokenizer = Prompts(path, config, system.context_length).tokenizer
     _require_chat(path, tokenizer is not None and tokenizer.has_chat_template)
+    assert tokenizer is not None
+    tokenizer.check_template()
     with running_system(system) as running:
         system = running.call("describe")  # with --mode auto, the mode that was chosen
         yield running, Facts(name, system.mode, system.device, system.context_length)

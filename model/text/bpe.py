@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 _SPACE = "▁"
+# Of a token: vocabularies have some of 256, and what is done for each grows with its square.
+_MOST_CHARS = 1024
 # The GPT-2 pattern is that of ByteLevel itself.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -65,7 +67,11 @@ def byte_bpe(
     splitting: Splitting,
     add_prefix_space: bool = False,
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer whose letters are bytes. Errors: whatever the library raises."""
+    """Return a tokenizer whose letters are bytes.
+
+    Errors:  ValueError for a token that is too long; whatever the library raises
+    """
+    _require_short(vocab)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=splitting.whole_words)
     )
@@ -160,8 +166,9 @@ def tokenizer_of_pieces(
 ) -> tokenizers.Tokenizer:
     """Return SentencePiece's BPE of a vocabulary, special tokens added; `unknown` if none is typed.
 
-    Errors:  whatever the library raises
+    Errors:  ValueError for a token that is too long; whatever the library raises
     """
+    _require_short(pieces.texts)
     entries = zip(pieces.texts, pieces.kinds, pieces.scores, strict=True)
     normal = {text: float(score) for text, kind, score in entries if kind == NORMAL}
     named = pieces.of_kind(UNKNOWN)
@@ -173,6 +180,12 @@ def tokenizer_of_pieces(
     )
     add_tokens(tokenizer, [*pieces.of_kind(CONTROL), *named], pieces.of_kind(USER_DEFINED))
     return tokenizer
+
+
+def _require_short(texts: Iterable[str]) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > _MOST_CHARS:
+        raise ValueError(f"a token has {longest} characters, more than {_MOST_CHARS}")
 
 
 def add_tokens(

@@ -1,25 +1,25 @@
-"""Chat templates: Jinja2 text that a model brings, run in a sandbox as transformers runs it."""
+"""Chat templates: Jinja2 text that a model brings, run in a sandbox as transformers runs it.
+
+Where they are run is a process of their own (`model/text/apart.py`).
+"""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.meta
-
 from model.config.json_reader import read_json_object
-from model.errors import ConfigError, HotcoldError, PromptError, shown
-from model.text.template_sandbox import RefusedMessagesError, chat_environment
+from model.errors import ConfigError, PromptError, shown
+from model.text.apart import Apart, FailedError, RefusedError
 from model.text.thinking import Thinking, thinking_of
 from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
 
 MAX_TEMPLATE_BYTES = 1 << 20
-RENDER_TIMEOUT_S = 5.0
+RENDER_TIMEOUT_S = 5
+_MAX_MEMORY_BYTES = 1 << 29
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Messages = Sequence[dict[str, Any]]
@@ -28,30 +28,45 @@ Messages = Sequence[dict[str, Any]]
 class ChatTemplate:
     """One model's template and the special tokens that it may name.
 
-    Errors:  ConfigError, naming the file, where the template is no valid Jinja2
+    Errors:  ConfigError, naming the file, where the template is too long
     """
 
     def __init__(self, text: str, source: str, special_tokens: dict[str, str]):
         self.text = text
         self._source = source
         self._special_tokens = special_tokens
-        try:
-            environment = chat_environment()
-            self._template = environment.from_string(text)
-            names = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        except jinja2.TemplateError as problem:
-            raise ConfigError(f"{source}: bad chat template: {_line(problem)}") from None
-        self._own_syntax = syntax_of(text, "tools" in names)
+        given = text.encode("utf-8", "surrogatepass")
+        if len(given) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(
+                f"{source}: its chat template is larger than {MAX_TEMPLATE_BYTES} bytes; "
+                "download it again"
+            )
+        self._process = Apart("model.text.template_sandbox", given, _MAX_MEMORY_BYTES)
+
+    def check(self) -> None:
+        """Look whether it is one. Errors: ConfigError."""
+        self._facts  # noqa: B018
 
     @property
     def call_syntax(self) -> CallSyntax:
-        """How the model is asked to write calls of tools."""
+        """How the model is asked to write calls of tools. Errors: ConfigError."""
         return self._own_syntax or TAGGED
 
     @property
     def thinking(self) -> Thinking | None:
         """How the model writes what it thinks, if it does."""
         return thinking_of(self.text)
+
+    @functools.cached_property
+    def _facts(self) -> bytes:
+        try:
+            return self._process.facts()
+        except FailedError as problem:
+            raise ConfigError(f"{self._source}: bad chat template: {problem}") from None
+
+    @property
+    def _own_syntax(self) -> CallSyntax | None:
+        return syntax_of(self.text, bool(self._facts))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ChatTemplate | None:
@@ -81,7 +96,8 @@ class ChatTemplate:
                    enable_thinking; before what else it is given
 
         Errors:  PromptError where the template refuses the messages; ConfigError where it fails,
-                 reaches for what the sandbox forbids, or takes longer than RENDER_TIMEOUT_S
+                 is no template, reaches for what the sandbox forbids, or takes too much
+                 time or memory
         """
         given: dict[str, Any] = {
             **self._special_tokens,
@@ -98,34 +114,16 @@ class ChatTemplate:
             return self._rendered({**given, "messages": without_system(told), "tools": None})
 
     def _rendered(self, variables: dict[str, Any]) -> str:
-        # In a thread, as it is the model's own code: only a thread's end can be forced.
-        result: list[str | BaseException] = []
-        arguments = _plain(variables)
-
-        def run() -> None:
-            try:
-                result.append(self._template.render(arguments))
-            except BaseException as problem:
-                result.append(problem)
-
-        worker = threading.Thread(target=run, name="chat-template", daemon=True)
-        worker.start()
-        worker.join(RENDER_TIMEOUT_S)
-        if worker.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(worker.ident or 0), ctypes.py_object(SystemExit)
-            )
-            raise ConfigError(
-                f"{self._source}: chat template runs longer than {RENDER_TIMEOUT_S} s"
-            )
-        if isinstance(result[0], BaseException):
-            raise self._error(result[0])
-        return result[0]
-
-    def _error(self, problem: BaseException) -> HotcoldError:
-        if isinstance(problem, RefusedMessagesError):
-            return PromptError(f"the model's chat template refuses the messages: {_line(problem)}")
-        return ConfigError(f"{self._source}: chat template failed: {_line(problem)}")
+        self.check()
+        try:
+            found = self._process.ask(_as_json(variables), RENDER_TIMEOUT_S)
+        except RefusedError as problem:
+            raise PromptError(
+                f"the model's chat template refuses the messages: {problem}"
+            ) from None
+        except FailedError as problem:
+            raise ConfigError(f"{self._source}: chat template failed: {problem}") from None
+        return found.decode("utf-8", "surrogatepass")
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
@@ -141,11 +139,9 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return found
 
 
-def _plain(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy made of plain JSON types, whose methods a template may safely reach."""
+def _as_json(variables: dict[str, Any]) -> bytes:
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(variables))
-        return plain
+        return json.dumps(variables).encode()
     except (TypeError, ValueError, RecursionError):
         raise PromptError(
             "messages hold more than JSON; give objects of role and content"
@@ -173,14 +169,7 @@ def _default_template(value: Any, source: str) -> str | None:
 
 def _read_text(file: Path) -> str:
     try:
-        content = file.read_bytes()
-        if len(content) > MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_TEMPLATE_BYTES} bytes; download it again")
-        return content.decode()
+        with file.open("rb") as opened:
+            return opened.read(MAX_TEMPLATE_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{file}: cannot be read: {_line(problem)}") from None
-
-
-def _line(problem: BaseException) -> str:
-    text = str(problem).strip().splitlines()
-    return shown(text[0])[1:-1] if text else type(problem).__name__
+        raise ConfigError(f"{file}: cannot be read: {shown(str(problem))[1:-1]}") from None

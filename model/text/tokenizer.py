@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ from model.text.older_files import older_tokenizer
 from model.text.thinking import Thinking
 from model.text.tools import CallSyntax, Tools
 
+# Characters or ids. The library takes over a millisecond for more, and lets other threads run
+# meanwhile only in functions that take several texts.
+_SHORT = 1000
 # As much of a prompt as may decide how the first token after it is written.
 _CONTEXT_TOKENS = 6
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes are not all there
 
 
@@ -66,6 +72,10 @@ class Tokenizer:
         """Whether `render_chat` can be used."""
         return self._template is not None
 
+    def check_template(self) -> None:
+        """Look whether the chat template is one. Errors: ConfigError, PromptError without any."""
+        self._require_template().check()
+
     @property
     def chat_template(self) -> str | None:
         """The chat template's own text, in Jinja's language; None where there is none."""
@@ -74,6 +84,30 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""
         return str(self._backend.to_str())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token stands for within a text, maybe a part of a character.
+
+        The name of one that is found in a text before it is cut; nothing for an id of none.
+        """
+        text = self._backend.id_to_token(token_id) or ""
+        if token_id in self._added:
+            return text.encode()
+        if self._is_byte_level:
+            bytes_of = _bytes_of_letters()
+            return b"".join(bytes_of.get(letter, letter.encode()) for letter in text)
+        if (byte := _BYTE_TOKEN.fullmatch(text)) is not None:
+            return bytes([int(byte[1], 16)])
+        return text.replace("▁", " ").encode()
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self._backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token's exact text, or None."""
@@ -91,7 +125,12 @@ class Tokenizer:
         Errors:  PromptError for text that is no valid Unicode or that the tokenizer cannot encode
         """
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) <= _SHORT:
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            (found,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(found.ids)
         except (UnicodeEncodeError, TypeError):
             raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
         except Exception as problem:  # the library raises nothing narrower
@@ -100,7 +139,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that form no character become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) <= _SHORT:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     @property
     def call_syntax(self) -> CallSyntax:
@@ -154,6 +196,18 @@ def _showing(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.T
     for token in values["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in tags
     return tokenizers.Tokenizer.from_str(json.dumps(values))
+
+
+@functools.cache
+def _bytes_of_letters() -> dict[str, bytes]:
+    """What the letters of byte-level tokens stand for: printable bytes themselves, others in order.
+
+    Source:  GPT-2, encoder.py, bytes_to_unicode
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): bytes([byte]) for byte in printable}
+    return letters | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
 
 
 class StreamDecoder:

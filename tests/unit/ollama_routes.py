@@ -22,7 +22,7 @@ RESULT = Generation("ab", [7, 8], "stop", 3, prefill_s=0.5, decode_s=0.25, queue
 ANSWER = (TokenEvent("a", None, 1), TokenEvent("b", RESULT, 1))
 CONTEXT = 512
 HELLO = [{"role": "user", "content": "Hello"}]
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",

@@ -13,6 +13,7 @@ import pytest
 from actors.setup.preflight import read_model
 from model.errors import CheckpointError, ConfigError, HotcoldError
 from model.files.artifact import ModelIdentity
+from model.text.bpe import CONTROL, NORMAL
 from model.text.tokenizer import Tokenizer
 from tests.gguf_files import (
     ARRAY,
@@ -172,6 +173,17 @@ def model() -> Iterator[tuple[str, Draft]]:
     yield "split-tensors", GOOD.with_key("split.tensors.count", INT32, 99)
 
 
+def long_tokens(draft: Draft, kind: int) -> Draft:
+    """With some tokens that are so long that seconds go by for each where their square counts."""
+    tokens = ["<unk>", "<s>", "</s>", "a", *(f"{place}{'a' * 80_000}" for place in range(4))]
+    values = {"tokens": array(STRING, tokens), "token_type": array(INT32, [kind] * len(tokens))}
+    values["scores"] = array(FLOAT32, [0.0] * len(tokens))
+    for name, value in values.items():
+        key = f"tokenizer.ggml.{name}"
+        draft = draft.without_key(key).with_key(key, ARRAY, value)
+    return draft
+
+
 def vocabulary() -> Iterator[tuple[str, Draft]]:
     def changed(name: str, kind: int, value: object) -> Draft:
         return GOOD.without_key(name).with_key(name, kind, value)
@@ -188,6 +200,9 @@ def vocabulary() -> Iterator[tuple[str, Draft]]:
     yield "eos-outside", changed("tokenizer.ggml.eos_token_id", UINT32, 0xFFFFFFF0)
     yield "eos-text", changed("tokenizer.ggml.eos_token_id", STRING, "</s>")
     bytes_model = changed("tokenizer.ggml.model", STRING, "gpt2")
+    for model_label, draft in (("pieces", GOOD), ("bytes", bytes_model)):
+        for kind in (NORMAL, CONTROL):
+            yield f"tokens-long-{model_label}-{kind}", long_tokens(draft, kind)
     yield "pre-unknown", bytes_model.with_key("tokenizer.ggml.pre", STRING, "mystery")
     for label, merges in (("one", ["a"]), ("none", [""]), ("unknown", ["q z"]), ("end", ["a "])):
         yield (
@@ -196,7 +211,7 @@ def vocabulary() -> Iterator[tuple[str, Draft]]:
         )
     for label, text in (
         ("syntax", "{% for %}"),
-        ("loop", "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"),
+        ("loop", "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
         ("range", "{% for a in range(999999999) %}x{% endfor %}"),
         ("recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
         ("text", "{% set ns = namespace(t='x') %}{% for a in range(99) %}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fastapi.routing import APIRoute
 
@@ -92,6 +95,78 @@ def ask(
             return await http.get(path)
 
     return asyncio.run(send()), backend
+
+
+class Vectors(Client):
+    """Answers each prompt with a long vector."""
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        vector = [1 / 3 + len(request.prompt_ids or ())] * 100_000
+        deliver(TokenEvent("", Generation("", [], "stop", 2, 0.1, 0.0, embedding=vector)))
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a word or two, " * 13_000}),  # in this process
+        ("/tokenize", {"prompt": "a word or two, " * 60_000}),  # in another one
+        ("/detokenize", {"tokens": [300, 301] * 500_000}),
+        ("/v1/embeddings", {"input": [[1, 2]] * 10}),
+        ("/api/embed", {"model": "demo", "input": ["a b c", "d"] * 5}),
+    ],
+)
+def test_the_loop_goes_on_while_a_large_request_is_answered(
+    path: str, body: dict[str, Any]
+) -> None:
+    """What streams to others comes meanwhile: no moment is most of the time that it takes."""
+    backend = make_backend(Vectors())
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last += gaps[-1]
+
+    async def send() -> tuple[httpx.Response, float]:
+        transport = httpx.ASGITransport(create_app(ServedModels([backend])))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            await http.post("/tokenize", json={"prompt": "a" * 300_000})  # the process begins
+            content = json.dumps(body).encode()
+            ticking, began = asyncio.create_task(tick()), time.monotonic()
+            answer = await http.post(path, content=content, timeout=300)
+            ticking.cancel()
+            return answer, time.monotonic() - began
+
+    answer, took_s = asyncio.run(send())
+    assert answer.status_code == 200 and len(answer.content) > 100_000
+    assert max(gaps) < took_s / 2, (max(gaps), took_s)
+
+
+def test_a_long_text_is_given_up_with_its_client() -> None:
+    """The process that encodes it is ended; the next text is encoded by another."""
+    backend = make_backend(Client())
+    long, few = "a word or two, " * 200_000, "a word or two, " * 20_000
+    before = set(psutil.Process().children())
+
+    async def ask_and_leave() -> list[list[int]]:
+        first = await backend.in_thread(partial(backend.prompts.encode, few, True))
+        (process,) = set(psutil.Process().children()) - before
+        used = process.cpu_times().user
+        asking = asyncio.create_task(
+            backend.in_thread(lambda unwanted: backend.prompts.encode(long, True, unwanted))
+        )
+        while process.cpu_times().user < used + 0.1:  # it encodes
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.to_thread(process.wait, 60)
+        return [first, await backend.in_thread(partial(backend.prompts.encode, few, True))]
+
+    tokenizer = backend.prompts.tokenizer
+    assert tokenizer is not None
+    assert asyncio.run(ask_and_leave()) == [tokenizer.encode(few)] * 2
 
 
 def test_an_answer_is_put_together() -> None:

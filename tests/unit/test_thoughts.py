@@ -304,6 +304,20 @@ def test_what_was_thought_goes_back_to_the_template(path: str, field: str) -> No
     assert "[assistant]<think>I see.</think>Yes." in prompt
 
 
+@pytest.mark.usefixtures("thinking")
+def test_a_response_goes_back_with_what_was_thought() -> None:
+    called = post(answering(f"<think>I see.</think>{CALL.replace('f', 'look_up')}"),
+                  "/v1/responses", input="a",
+                  tools=[{"type": "function", **TOOL["function"]}]).json()  # fmt: skip
+    said = post(answering(SAID), "/v1/responses", input="a").json()
+    for output in (called["output"], said["output"]):
+        client = Recording()
+        items = [{"role": "user", "content": "a"}, *output, {"role": "user", "content": "b"}]
+        assert post(client, "/v1/responses", input=items).status_code == 200
+        prompt = TOKENIZER.decode(client.requests[0].prompt_ids or [])
+        assert prompt.count("[assistant]<think>I see.</think>") == 1
+
+
 FUNCTION = {"messages": HELLO, "functions": [TOOL["function"]]}
 
 

@@ -1,13 +1,15 @@
 """Between HTTP routes and a running system: limits, the queue, deadlines, counts."""
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from actors.client import AsyncClient
 from actors.driver.text.prompts import Prompts
@@ -22,6 +24,8 @@ from ui.api.metrics import Metrics
 from ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
+_Found = TypeVar("_Found")
+_MOST_THREADS = 4
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
 _MOST_ANSWERS = 2048  # of one request
 
@@ -74,6 +78,7 @@ class Backend:
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
         self.is_loading = False
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "text")
         self._stays = True  # also once nobody needs it
         self._loader = loader
         self._system: System | None = None
@@ -191,11 +196,24 @@ class Backend:
 
     async def encoded(self, request: GenerateRequest) -> list[GenerateRequest]:
         """A request with its token ids, checked, in place of its text. Errors: PromptError."""
-        return [await asyncio.to_thread(self.prompts.checked, request)]
+        return [await self.in_thread(partial(self.prompts.checked, request))]
 
     async def prompt_ids(self, requests: Sequence[GenerateRequest]) -> list[list[int]]:
         """Token ids of each request, checked. Errors: PromptError."""
-        return await asyncio.to_thread(lambda: [self.prompts.ids(one) for one in requests])
+        return await self.in_thread(
+            lambda unwanted: [self.prompts.ids(one, unwanted) for one in requests]
+        )
+
+    async def in_thread(self, work: Callable[[threading.Event], _Found]) -> _Found:
+        """What `work` on texts returns; its event is set when nobody waits for it any more.
+
+        A model has threads of its own for it: where its texts take long, the others' do not wait.
+        """
+        unwanted = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, unwanted)
+        finally:
+            unwanted.set()
 
     async def start(self, count: int, make: MakeRequests, stays: bool = True) -> "Answers":
         """Take places, make `count` requests of token ids, and queue them.

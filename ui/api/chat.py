@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,14 @@ class ChatRoute(Route):
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
         answers = await collect(started)
-        choices = [
+        choices = await asyncio.to_thread(self._choices, body, started, answers)
+        counts = await asyncio.to_thread(self._usage, body, started, answers)
+        return {**self._head("chatcmpl", "chat.completion"), "choices": choices, "usage": counts}
+
+    def _choices(
+        self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
+    ) -> list[dict[str, Any]]:
+        return [
             {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **message},
@@ -33,8 +41,6 @@ class ChatRoute(Route):
             for index, answer in enumerate(answers)
             for message, finish_reason in [self._message(body, started, answer)]
         ]
-        head = self._head("chatcmpl", "chat.completion")
-        return {**head, "choices": choices, "usage": self._usage(body, started, answers)}
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,17 +22,25 @@ class CompletionRoute(Route):
         started = await self._start(body)
         answers = await collect(started)
         requests = started.requests
-        choices = [
-            self._writer(body, request).choice(index, answer)
-            for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
-        ]
+        choices = await asyncio.to_thread(
+            lambda: [
+                self._writer(body, request).choice(index, answer)
+                for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
+            ]
+        )
         head = self._head("cmpl", "text_completion")
         return {**head, "choices": choices, "usage": _usage(body, requests, answers)}
 
     async def stream(self, body: CompletionRequest) -> sse.EventStream:
         """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
-        writers = [self._writer(body, request) for request in started.requests]
+        try:
+            writers = await asyncio.to_thread(
+                lambda: [self._writer(body, request) for request in started.requests]
+            )
+        except BaseException:
+            started.close()
+            raise
 
         def choices_of(index: int, event: TokenEvent) -> list[dict[str, Any]]:
             piece = Answer()

@@ -1,11 +1,15 @@
 """What both kinds of completion share: the head of an answer, and its events to the end."""
 
+import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from actors.protocol.messages import TokenEvent
 from ui.api import sse
@@ -24,6 +28,47 @@ async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         raise
     except Exception as error:
         raise as_api_error(error) from error
+
+
+class JsonAnswer(Response):
+    """An answer as JSON, however long: it is written piece by piece, so that the loop goes on."""
+
+    def __init__(self, content: Any) -> None:
+        """`content` is written when it is sent."""
+        super().__init__()
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        whole = await asyncio.to_thread(lambda: "".join(_written(self._content)).encode())
+        await Response(whole, media_type="application/json")(scope, receive, send)
+
+
+_FEW = 256
+
+
+def _written(content: Any) -> Iterator[str]:
+    """The JSON of `content`, lists and objects within it apart unless there are many."""
+    if isinstance(content, dict):
+        separator = "{"
+        for key, value in content.items():
+            yield f"{separator}{_dumped(key)}:"
+            yield from _written(value)
+            separator = ","
+        yield "}" if content else "{}"
+    elif isinstance(content, list) and content and isinstance(content[0], dict | list):
+        separator = "["
+        for value in content:
+            yield separator
+            yield from _written(value) if len(content) < _FEW else (_dumped(value),)
+            separator = ","
+        yield "]"
+    else:
+        yield _dumped(content)
+
+
+def _dumped(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Route:
@@ -75,7 +120,8 @@ class Route:
                     for chunk in chunks(choices_of(index, event)):
                         yield chunk
                 if body.has_usage_chunk:
-                    yield sse.event({**head, "choices": [], "usage": usage_of(done)})
+                    counts = await asyncio.to_thread(usage_of, done)
+                    yield sse.event({**head, "choices": [], "usage": counts})
                 yield sse.DONE
             except Exception as error:
                 yield sse.event(as_api_error(error).body)

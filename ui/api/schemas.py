@@ -3,7 +3,6 @@
 Types are strict: a number is no text. What a text means to the model is checked later.
 """
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -12,7 +11,7 @@ from actors.protocol.messages import Grammar
 from ui.api.errors import ApiError
 from ui.api.fields import Request
 from ui.api.refusals import refusal
-from ui.api.shapes import Shaped, any_object, json_grammar
+from ui.api.shapes import Shaped, Wanted, any_object, json_grammar
 from ui.api.tools.schemas import (
     Callable,
     CalledFunction,
@@ -38,7 +37,7 @@ _MOST_IDS = 1 << 20
 # Of a whole body, looked at before it is read: each costs memory many times its bytes.
 _MOST_NESTED = 20_000  # lists and objects
 _MOST_VALUES = 2 << 20
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{,'))
 
 # Lists end at their first wrong item: a body of wrong items would have an error for each.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -122,7 +121,7 @@ class SamplingRequest(Shaped):
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        names = [name for name, _ in self.shapes()]
+        names = [wanted.name for wanted in self.shapes()]
         if len(names) > 1:
             raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
         if self.repetition_penalty is not None and self.repeat_penalty is not None:
@@ -135,19 +134,19 @@ class SamplingRequest(Shaped):
         wanted = self.response_format
         return wanted.json_schema.strict if wanted and wanted.json_schema else None
 
-    def shapes(self) -> list[tuple[str, Grammar]]:
+    def shapes(self) -> list[Wanted]:
         """See `Shaped`."""
         given, wanted = super().shapes(), self.response_format
-        if wanted is not None and wanted.type != "text":
-            schema = wanted.json_schema
-            grammar = any_object() if schema is None else json_grammar(schema.content)
-            given.insert(0, ("response_format", grammar))
-        return given
+        if wanted is None or wanted.type == "text":
+            return given
+        if wanted.json_schema is None:
+            return [Wanted("response_format", True, any_object), *given]
+        return [Wanted("response_format", wanted.json_schema.content, json_grammar), *given]
 
     @property
     def shape(self) -> Grammar | None:
         """What an answer must be, if anything."""
-        return next((grammar for _, grammar in self.shapes()), None)
+        return next((wanted.make(wanted.value) for wanted in self.shapes()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -284,8 +283,7 @@ class ChatRequest(SamplingRequest, Rendered):
     def _has_tools(self) -> "ChatRequest":
         if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
             raise ValueError("functions and tools were both given; leave functions out")
-        shape = self.shape
-        if self.callable is not None and shape is not None and shape.kind != "json_schema":
+        if self.callable is not None and not all(wanted.is_json for wanted in self.shapes()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self
 
@@ -354,7 +352,8 @@ def _require_plain(body: bytes) -> None:
     """Raise ApiError 400 for a body that is small only as long as nobody reads it."""
     if body.count(b",") + body.count(b"[") + body.count(b"{") <= _MOST_NESTED:
         return
-    bare = _STRING.sub(b"", body)
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
+    bare = b"".join(plain.split(b'"')[::2])  # what is in no string
     if bare.count(b"[") + bare.count(b"{") > _MOST_NESTED:
         raise ApiError(400, f"the request has more than {_MOST_NESTED} lists and objects in it")
     if bare.count(b",") > _MOST_VALUES:

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize."""
 
-import asyncio
+import threading
 from typing import Any
 
 from actors.driver.text.prompts import Prompts
@@ -17,7 +17,8 @@ async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
 
     They need not fit into the context. Errors:  PromptError
     """
-    ids = await asyncio.to_thread(_encode, _tokenizer(backend.prompts), body)
+    _tokenizer(backend.prompts)
+    ids = await backend.in_thread(lambda unwanted: _encode(backend.prompts, body, unwanted))
     limit = backend.prompts.context_length
     return {"count": len(ids), "max_model_len": limit, "tokens": ids}
 
@@ -25,18 +26,21 @@ async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(backend: Backend, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of ids, special tokens by their names. Errors: PromptError."""
     tokenizer = _tokenizer(backend.prompts)
-    backend.prompts.require_in_vocabulary(body.tokens)
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-    return {"prompt": text}
+
+    def decoded(unwanted: threading.Event) -> str:
+        backend.prompts.require_in_vocabulary(body.tokens)
+        return tokenizer.decode(body.tokens, False)
+
+    return {"prompt": await backend.in_thread(decoded)}
 
 
-def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+def _encode(prompts: Prompts, body: TokenizeRequest, unwanted: threading.Event) -> list[int]:
     if body.messages is None:
-        return tokenizer.encode(_short(body.prompt or ""), body.add_special_tokens)
+        return prompts.encode(_short(body.prompt or ""), body.add_special_tokens, unwanted)
     messages = [message.for_template for message in body.messages]
     tools = [tool.for_template for tool in body.tools or ()] or None
-    text = tokenizer.render_chat(messages, tools=tools, variables=body.template_variables)
-    return tokenizer.encode(_short(text), False)  # the template writes special tokens itself
+    text = _tokenizer(prompts).render_chat(messages, tools=tools, variables=body.template_variables)
+    return prompts.encode(_short(text), False, unwanted)  # the template writes special tokens
 
 
 def _short(text: str) -> str:

@@ -16,29 +16,19 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer all texts are empty."""
         self._tokenizer = tokenizer
-        self._table: Any = None
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """A token's bytes, maybe a part of a character; a special token's name."""
+        if self._tokenizer is None:
+            return b""
         if token_id not in self._known:
-            self._known[token_id] = self._look_up(token_id)
+            self._known[token_id] = self._tokenizer.token_bytes(token_id)
         return self._known[token_id]
 
     def text_of(self, token_id: int) -> str:
         """A token's bytes as text; a part of a character is U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
-
-    def _look_up(self, token_id: int) -> bytes:
-        if self._tokenizer is None or token_id >= self._tokenizer.vocab_size:
-            return b""
-        if self._table is None:
-            from llguidance import LLTokenizer
-
-            self._table = LLTokenizer(self._tokenizer.to_json())
-        if self._table.is_special_token(token_id):
-            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return bytes(self._table.decode_bytes([token_id]))
 
 
 class Scored(Protocol):

@@ -81,7 +81,7 @@ class Grammars:
         except ValueError as problem:
             raise _refused(grammar, str(problem)) from None
         if grammar.frame:
-            is_lark = grammar.kind == "lark"
+            is_lark = grammar.kind != "json_schema"
             inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
             frame = {"lark_grammar": grammar.frame}
             source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})

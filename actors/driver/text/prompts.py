@@ -1,6 +1,7 @@
 """From a request's text, messages or ids to checked token ids."""
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 from actors.protocol.messages import GenerateRequest
 from model.config.model_config import ModelConfig
 from model.errors import PromptError, PromptTooLongError, require_something
+from model.text.long_texts import LongTexts
 from model.text.tokenizer import Tokenizer
 
 _MAX_CHARS_A_TOKEN = 1000
+_LONG = 1 << 18  # characters, which take a fifth of a second
 
 
 class Prompts:
@@ -21,6 +24,7 @@ class Prompts:
         self.tokenizer = Tokenizer.from_model(path)
         self.config = config
         self.context_length = context_length
+        self._long_texts = LongTexts(path)
 
     @functools.cached_property
     def opening_id(self) -> int | None:
@@ -30,7 +34,9 @@ class Prompts:
             return bos
         return None
 
-    def checked(self, request: GenerateRequest) -> GenerateRequest:
+    def checked(
+        self, request: GenerateRequest, unwanted: threading.Event | None = None
+    ) -> GenerateRequest:
         """The same request with `ids` in place of its text. Errors: PromptError."""
         return replace(
             request,
@@ -38,16 +44,17 @@ class Prompts:
             messages=None,
             tools=None,
             template_variables=None,
-            prompt_ids=self.ids(request),
+            prompt_ids=self.ids(request, unwanted),
         )
 
-    def ids(self, request: GenerateRequest) -> list[int]:
+    def ids(self, request: GenerateRequest, unwanted: threading.Event | None = None) -> list[int]:
         """The request's token ids, all in the vocabulary, no more than the context holds.
 
-        Of a prompt that is to be answered there are fewer.
+        Of a prompt that is to be answered there are fewer. Nobody waits for them once `unwanted` is
+        set.
         Errors:  PromptError
         """
-        ids = self._encode(request)
+        ids = self._encode(request, unwanted)
         if request.sampling.stop and self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text; leave out --stop")
         require_something(ids)
@@ -70,7 +77,23 @@ class Prompts:
             if not 0 <= token_id <= last:
                 raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
 
-    def _encode(self, request: GenerateRequest) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        unwanted: threading.Event | None = None,
+    ) -> list[int]:
+        """As the model's tokenizer does, of which a long text keeps no thread. Errors: PromptError.
+
+        Nobody waits for the ids once `unwanted` is set.
+        """
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer, so no text")
+        if len(text) > _LONG:
+            return self._long_texts.encode(text, add_special_tokens, unwanted)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _encode(self, request: GenerateRequest, unwanted: threading.Event | None) -> list[int]:
         if request.prompt_ids is not None:
             return list(request.prompt_ids)
         if self.tokenizer is None:
@@ -87,4 +110,4 @@ class Prompts:
                 f"{self.context_length} tokens holds; shorten it"
             )
         # A chat template writes the special tokens itself.
-        return self.tokenizer.encode(text, request.messages is None) if text else []
+        return self.encode(text, request.messages is None, unwanted) if text else []

@@ -1,5 +1,6 @@
 """POST /v1/embeddings."""
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,10 +28,13 @@ class EmbeddingsRoute:
         """All vectors. Errors: ApiError, HotcoldError."""
         prompts = await prompts_to_embed(self._backend, body.inputs)
         vectors = await embeddings(self._backend, prompts)
-        is_packed = body.encoding_format == "base64"
+        if body.encoding_format == "base64":
+            shown: Sequence[Any] = await asyncio.to_thread(lambda: list(map(_packed, vectors)))
+        else:
+            shown = vectors
         data = [
-            {"object": "embedding", "index": index, "embedding": _packed(one) if is_packed else one}
-            for index, one in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": one}
+            for index, one in enumerate(shown)
         ]
         num_tokens = sum(map(len, prompts))
         return {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
 import numpy as np
 
-from model.errors import PromptError
 from ui.api.backend import Backend
 from ui.api.embeddings.route import embeddings, prompts_to_embed
 from ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
@@ -24,7 +24,7 @@ async def embed(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
         prompts = await _prompts(backend, body)
         load_ns = time.monotonic_ns() - started_ns
         found = await embeddings(backend, prompts)
-        vectors = [_unit(vector, body.dimensions) for vector in found]
+        vectors = await asyncio.to_thread(lambda: [_unit(one, body.dimensions) for one in found])
     else:
         await backend.ready()
         vectors, load_ns = [], time.monotonic_ns() - started_ns
@@ -50,15 +50,13 @@ async def _prompts(backend: Backend, body: OllamaEmbed) -> list[list[int]]:
     """Token ids of the texts, cut to the context unless the request says otherwise."""
     if body.truncate is False:
         return await prompts_to_embed(backend, body.inputs)
-    tokenizer, most = backend.prompts.tokenizer, backend.prompts.context_length
-    if tokenizer is None:
-        raise PromptError("this model has no tokenizer, so no text")
+    prompts, most = backend.prompts, backend.prompts.context_length
 
-    def cut() -> list[str | list[int]]:
-        most_chars = most * _MOST_CHARS_A_TOKEN
-        return [tokenizer.encode(text[:most_chars])[:most] for text in body.inputs]
+    def cut(unwanted: threading.Event) -> list[str | list[int]]:
+        shorter = (text[: most * _MOST_CHARS_A_TOKEN] for text in body.inputs)
+        return [prompts.encode(text, unwanted=unwanted)[:most] for text in shorter]
 
-    return await prompts_to_embed(backend, await asyncio.to_thread(cut))
+    return await prompts_to_embed(backend, await backend.in_thread(cut))
 
 
 def _unit(vector: list[float], most: int | None) -> list[float]:

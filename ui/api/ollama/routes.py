@@ -21,7 +21,7 @@ from ui.api.ollama.schemas import (
     OllamaModel,
     OllamaShow,
 )
-from ui.api.route import answered
+from ui.api.route import JsonAnswer, answered
 from ui.api.schemas import parse
 from ui.described import body_of
 from ui.models.served import ServedModels
@@ -57,7 +57,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
             if is_load:
                 return JSONResponse(await loaded_or_ended(backend, body))
             found = OllamaAnswer(backend, body)
-            return await found.stream() if body.is_streamed else JSONResponse(await found.whole())
+            return await found.stream() if body.is_streamed else JsonAnswer(await found.whole())
 
         made: Response = await answered(request, told())
         return made
@@ -81,7 +81,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         backend = _choose(models, request, body)
         found = await answered(request, embed(backend, body))
         backend.keep(body.stays)
-        return JSONResponse(found)
+        return JsonAnswer(found)
 
     @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbeddings))
     async def embed_text(request: Request) -> Response:
@@ -90,7 +90,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         backend = _choose(models, request, body)
         found = await answered(request, embed_one(backend, body))
         backend.keep(body.stays)
-        return JSONResponse(found)
+        return JsonAnswer(found)
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -33,7 +33,7 @@ _RESULTS = {
     "local_shell_call_output": "id",
     "shell_call_output": "call_id",
 }
-# What the model thought, what it looked for, and which tools there were.
+# What the model thought (it is told with what follows), what it looked for, which tools there were.
 _PASSED_OVER = ("mcp_list_tools", "reasoning", "web_search_call")
 _REFUSED = {
     "additional_tools": "give them as tools",
@@ -60,6 +60,14 @@ class ForeignItem(StrictModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     type: Literal[KINDS]  # type: ignore[valid-type]
+
+    @property
+    def thought(self) -> str:
+        """What the model thought before the item that follows, where this says so."""
+        content = (self.model_extra or {}).get("content")
+        if self.type != "reasoning" or not isinstance(content, list):
+            return ""
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
     def messages(self, place: int) -> list[Message]:
         """What it says, for a `ChatRequest`. Errors: ApiError 400 for one that cannot be told."""

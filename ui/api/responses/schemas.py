@@ -185,6 +185,7 @@ class ResponsesRequest(Request):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        thought = ""
         for place, item in enumerate(self.input):
             match item:
                 case InputMessage():
@@ -202,6 +203,9 @@ class ResponsesRequest(Request):
                             _add_call(messages, *message["tool_calls"])
                         else:
                             messages.append(message)
+            if thought and messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("reasoning_content", thought)
+            thought = item.thought if isinstance(item, ForeignItem) else ""
         return messages
 
     def _choice(self) -> Any:

@@ -49,6 +49,9 @@ class Thoughts(NamedTuple):
 
     def num_tokens(self, ids: Sequence[int]) -> int:
         """How many of an answer's tokens are thoughts, with what begins and ends them."""
+        ids, end = list(ids), self.tokenizer.token_id(self.way.end)
+        if end in ids:  # in a moment, of however many
+            del ids[ids.index(end) + 1 :]
 
         def text(count: int) -> str:
             return self.tokenizer.decode(ids[:count], skip_special_tokens=False)
