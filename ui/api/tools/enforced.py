@@ -11,17 +11,33 @@ and nothing says that there may be others, an answer has those alone; small mode
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from ui.api.tools.keywords import (
+    COUNTS,
+    GOES_WITH,
+    LACKED,
+    LIMITS,
+    NAMES,
+    OWN,
+    PLAIN,
+    SINGLE,
+    STRUCTURE,
+    TYPE_OF,
+    TYPES,
+    UNIONS,
+    is_number,
+    is_possible_pattern,
+    is_texts,
+    problem_of,
+    problem_with,
+    types_in,
+)
 
-_LARGEST = 1 << 53  # beyond it neighbouring whole numbers are one float
-_MOST_COUNTED = 1 << 20  # no answer has as many tokens
-_MOST_REPEATED = 10_000  # of a pattern's counts, multiplied
+WHOLE = "schema"  # in a keyword's place: all of a node, which no value fits or which is none
 _MOST_DEEP = 100  # keywords and names on the way to a node
 _MOST_NODES = 20_000
 _MOST_STEPS = 50_000  # from node to node, to find what applies in place
@@ -31,53 +47,9 @@ _COST_OF_PUZZLE = 10_000
 _MOST_PATTERN_NAMES = 16  # each is compared with each
 _MOST_KEPT = 1 << 14  # characters of a schema whose reading is kept
 
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_NAMES = ("properties", "patternProperties")  # name -> schema
-_UNIONS = ("oneOf", "anyOf", "allOf")  # lists of schemas, which apply in place
-_SINGLE = ("additionalProperties", "items")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_OWN = (*_NAMES, "additionalProperties")
-_TYPE_OF = {  # keyword -> the only type of values that it speaks of
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
-    **dict.fromkeys((*_BOUNDS, "multipleOf"), "number"),
-    **dict.fromkeys(("items", "prefixItems", "additionalItems", "minItems", "maxItems"), "array"),
-    **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
-    **dict.fromkeys((*_OWN, "required", "minProperties", "maxProperties"), "object"),
-    **dict.fromkeys(("propertyNames", "unevaluatedProperties"), "object"),
-    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object"),
-}
-# Keywords that llguidance lacks -> whether one with this value, in this node, says nothing.
-_LACKED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
-    "not": lambda value, _: value is False,
-    "if": lambda _, node: "then" not in node and "else" not in node,
-    "dependencies": lambda value, _: not value,
-    "dependentRequired": lambda value, _: not value,
-    "dependentSchemas": lambda value, _: not value,
-    "contains": lambda _, node: node.get("minContains") == 0 and "maxContains" not in node,
-    "uniqueItems": lambda value, _: not value,
-    "unevaluatedItems": lambda value, _: value is True,
-    "propertyNames": lambda value, _: value is True or value in ({}, {"type": "string"}),
-    "$dynamicRef": lambda *_: False,
-    "$recursiveRef": lambda *_: False,
-}
-# A keyword -> the one that would forbid more without it.
-_GOES_WITH = {
-    "properties": "additionalProperties",
-    "patternProperties": "additionalProperties",
-    "prefixItems": "items",
-}
-# Where a node is refused, the first that helps is left out: limits before what has nodes.
-_LIMITS = ("format", "pattern", "multipleOf", *_COUNTS, *_BOUNDS, "enum", "const", "required")
-_STRUCTURE = (
-    "patternProperties", *_UNIONS, "$ref", "prefixItems", "items", "additionalProperties",
-    "properties", "type",
-)  # fmt: skip
 # How llguidance's words against a grammar begin.
 _UNSATISFIABLE = "Unsatisfiable"
 _PUZZLES = ("Unable to determine", "schema too large")
-_SET_IN_SET = re.compile(r"\[[^\]]*(&&|~~|--|\[)")  # Rust's patterns alone have such
-_COUNTED = re.compile(r"\{(\d*),?(\d*)\}")
 
 Path = tuple[str, ...]
 Node = dict[str, Any] | bool
@@ -90,7 +62,8 @@ class Lost(NamedTuple):
     keyword: str
 
     def __str__(self) -> str:
-        return ".".join([*self.path, self.keyword])[:200]
+        names = self.path if self.keyword == WHOLE else (*self.path, self.keyword)
+        return ".".join(names)[:200] or "the schema as a whole"
 
 
 class Enforced(NamedTuple):
@@ -113,14 +86,14 @@ def enforced(schema: Any, is_object: bool = False) -> Enforced:
     try:
         text = json.dumps(schema)
     except (ValueError, RecursionError):  # a number of thousands of digits
-        return Enforced({"type": "object"} if is_object else {}, (Lost((), "schema"),))
+        return Enforced({"type": "object"} if is_object else {}, (Lost((), WHOLE),))
     read = _kept if len(text) <= _MOST_KEPT else _read
     return read(text, is_object)
 
 
 def is_taken(grammar: str) -> bool:
     """Whether llguidance can use this grammar, as it makes them of texts."""
-    return not _problem(grammar)
+    return not problem_with(grammar)
 
 
 def _read(text: str, is_object: bool) -> Enforced:
@@ -128,95 +101,6 @@ def _read(text: str, is_object: bool) -> Enforced:
 
 
 _kept = lru_cache(512)(_read)
-
-
-class _Bytes:
-    """Tokens to try grammars with, one a byte: whether they can be used is no matter of these."""
-
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __init__(self) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
-        self.special_token_ids = [self.eos_token_id]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-
-@cache
-def _table() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()))
-
-
-def _problem(grammar: str) -> str:
-    matcher = LLMatcher(_table(), grammar, log_level=0)
-    return matcher.get_error() if matcher.is_error() else ""
-
-
-def _problem_of(schema: dict[str, Any], coerce: bool = True) -> str:
-    options = {"x-guidance": {"coerce_one_of": coerce}}
-    return _problem(LLMatcher.grammar_from_json_schema(json.dumps(schema | options)))
-
-
-@lru_cache(1024)
-def _is_known_format(name: str) -> bool:
-    return not _problem_of({"type": "string", "format": name})
-
-
-@lru_cache(1024)
-def _is_possible_pattern(pattern: str) -> bool:
-    """Whether llguidance reads the pattern, as it is meant, and at a bounded cost."""
-    repeated = 1
-    for counts in _COUNTED.findall(pattern):
-        repeated *= max(1, *(int(count[:9] or 0) for count in counts))
-    if repeated > _MOST_REPEATED or _SET_IN_SET.search(pattern):
-        return False
-    return not _problem_of({"type": "string", "pattern": pattern})
-
-
-def _types(value: Any) -> list[str]:
-    """The types that `type` names; none where one of them is no type."""
-    kinds = value if isinstance(value, list) else [value]
-    return kinds if all(kind in _TYPES for kind in kinds) else []
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number that stays itself as a float."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= _LARGEST
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether all numbers in it stay themselves."""
-    if isinstance(value, dict | list):
-        return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str | bool | None) or _is_number(value)
-
-
-def _is_step(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= 10**6 and float(value * 10**6).is_integer()
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= _MOST_COUNTED and int(value) == value
-
-
-def _is_texts(value: Any) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-# Keywords without schemas in them -> whether an answer can be held to such a value.
-_PLAIN: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(_COUNTS, _is_count),
-    **dict.fromkeys(_BOUNDS, _is_number),
-    "multipleOf": _is_step,
-    "const": _is_constant,
-    "enum": lambda value: isinstance(value, list) and _is_constant(value),
-    "required": _is_texts,
-    "format": lambda value: isinstance(value, str) and _is_known_format(value),
-    "pattern": lambda value: isinstance(value, str) and _is_possible_pattern(value),
-}
 
 
 class _Reader:
@@ -260,7 +144,7 @@ class _Reader:
         if root in (True, []):
             root = {}
         if not isinstance(root, dict):
-            self._lose((), "schema")
+            self._lose((), WHOLE)
             root = {}
         kinds = root.get("type", "object")
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -278,7 +162,7 @@ class _Reader:
             return given
         self._nodes_left -= 1
         if not isinstance(given, dict) or len(path) > _MOST_DEEP or self._nodes_left < 0:
-            self._lose(path, "schema")
+            self._lose(path, WHOLE)
             return True
         if given.get("enum") == [] or given.get("not") is True or given.get("not") == {}:
             return False
@@ -287,9 +171,9 @@ class _Reader:
         groups = self._groups(given)
         joins = self._joins(given, groups)
         for keyword, value in given.items():
-            if _TYPE_OF.get(keyword, "object") in kinds or keyword not in _TYPE_OF:
+            if TYPE_OF.get(keyword, "object") in kinds or keyword not in TYPE_OF:
                 self._take(keyword, value, given, made, path, is_open or joins)
-        for keyword, other in _GOES_WITH.items():
+        for keyword, other in GOES_WITH.items():
             if keyword in given and keyword not in made:
                 made.pop(other, None)
         if "object" in kinds:
@@ -303,10 +187,10 @@ class _Reader:
 
     def _kinds(self, given: dict[str, Any], path: Path) -> set[str]:
         """The types that it allows; `integer` counts as `number`."""
-        kinds = _types(given.get("type", list(_TYPES)))
+        kinds = types_in(given.get("type", list(TYPES)))
         if not kinds:
             self._lose(path, "type")
-            kinds = list(_TYPES)
+            kinds = list(TYPES)
         return {"number" if kind == "integer" else kind for kind in kinds}
 
     def _take(
@@ -322,16 +206,16 @@ class _Reader:
         here = (*path, keyword)
         if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
             bound = keyword.removeprefix("exclusive").lower()  # as in draft 4
-            if value and _is_number(given.get(bound)):
+            if value and is_number(given.get(bound)):
                 made[keyword] = given[bound]
-        elif keyword in _PLAIN:
-            if not _PLAIN[keyword](value):
+        elif keyword in PLAIN:
+            if not PLAIN[keyword](value):
                 return self._lose(path, keyword)
-            made[keyword] = int(value) if keyword in _COUNTS else value
+            made[keyword] = int(value) if keyword in COUNTS else value
         elif keyword == "type":
-            if _types(value):
+            if types_in(value):
                 made[keyword] = value
-        elif keyword in _NAMES:
+        elif keyword in NAMES:
             value = {} if value == [] else value  # as PHP writes an empty object
             if not isinstance(value, dict):
                 return self._lose(path, keyword)
@@ -341,16 +225,16 @@ class _Reader:
                 name: self._node(one, (*here, name), False) for name, one in value.items()
             }
         elif (
-            keyword in _UNIONS
+            keyword in UNIONS
             or keyword == "prefixItems"
             or (keyword == "items" and isinstance(value, list))
         ):
             if not isinstance(value, list) or not value:
                 return self._lose(path, keyword)
-            is_open = is_open and keyword in _UNIONS
+            is_open = is_open and keyword in UNIONS
             nodes = [self._node(one, (*here, str(i)), is_open) for i, one in enumerate(value)]
             made["prefixItems" if keyword == "items" else keyword] = nodes
-        elif keyword in (*_SINGLE, "additionalItems"):
+        elif keyword in (*SINGLE, "additionalItems"):
             if keyword == "additionalItems" and not isinstance(given.get("items"), list):
                 return
             if not isinstance(value, dict | bool):
@@ -362,14 +246,14 @@ class _Reader:
             if (number := self._definition(value, is_open)) is None:
                 return self._lose(path, keyword)
             made[keyword] = f"#/$defs/{number}"
-        elif keyword in _LACKED and not _LACKED[keyword](value, given):
+        elif keyword in LACKED and not LACKED[keyword](value, given):
             self._lose(path, keyword)
         return None
 
     def _are_possible(self, patterns: Iterable[str]) -> bool:
         """Whether names of properties can be told apart by these patterns."""
         patterns = list(patterns)
-        return len(patterns) <= _MOST_PATTERN_NAMES and all(map(_is_possible_pattern, patterns))
+        return len(patterns) <= _MOST_PATTERN_NAMES and all(map(is_possible_pattern, patterns))
 
     # Objects are closed.
 
@@ -391,11 +275,11 @@ class _Reader:
         """Whether several parts of it speak of one object, so that none may close it alone."""
         if len(groups) != 1:
             return bool(groups)
-        if any(keyword in given for keyword in _OWN):
+        if any(keyword in given for keyword in OWN):
             return True
         required = given.get("required")
         all_names = [self._names(part) for part in groups[0]]
-        return _is_texts(required) and any(
+        return is_texts(required) and any(
             not names.are_open and not set(required) <= names.found.keys() for names in all_names
         )
 
@@ -421,7 +305,7 @@ class _Reader:
             if isinstance(given.get(keyword), dict):
                 lists += [list(given[keyword]), *given[keyword].values()]
         for names in lists:
-            found |= dict.fromkeys(names) if _is_texts(names) else {}
+            found |= dict.fromkeys(names) if is_texts(names) else {}
         for part in (one for group in self._groups(given) for one in group):
             other = self._names(part, depth + 1)
             found |= other.found
@@ -542,7 +426,7 @@ class _Reader:
             return "too much was tried"
         whole = self._with_definitions(node)
         self._chars_left -= len(json.dumps(whole)) + _COST_OF_TRY
-        problem = _problem_of(whole, coerce)
+        problem = problem_of(whole, coerce)
         if problem.startswith(_PUZZLES):
             self._chars_left -= _COST_OF_PUZZLE
         elif "fuel" in problem:
@@ -563,7 +447,7 @@ class _Reader:
         if not problem or (node is False and not is_needed):
             return node
         if isinstance(node, bool) or self._chars_left < 0:
-            self._lose(path, "schema")
+            self._lose(path, WHOLE)
             return True
         for needed in (False, True):
             for held, key, names in _children(node):
@@ -582,7 +466,7 @@ class _Reader:
                 for keyword in keywords:
                     self._lose(path, keyword)
                 return without
-        self._lose(path, "schema")
+        self._lose(path, WHOLE)
         return True
 
     def _lose_unions(self, node: Node, path: Path) -> None:
@@ -615,24 +499,24 @@ class _Names(NamedTuple):
 
 def _children(node: dict[str, Any]) -> Iterator[tuple[Any, Any, Path]]:
     """Where the schemas within a node are: what holds each, its key there, its names."""
-    for keyword in [*_NAMES, *_UNIONS, "prefixItems"]:
+    for keyword in [*NAMES, *UNIONS, "prefixItems"]:
         held = node.get(keyword, ())
         for key in list(held) if isinstance(held, dict) else range(len(held)):
             yield held, key, (keyword, str(key))
-    for keyword in _SINGLE:
+    for keyword in SINGLE:
         if keyword in node:
             yield node, keyword, (keyword,)
 
 
 def _ways(node: dict[str, Any]) -> Iterator[list[str]]:
     """What to leave out of a node: one of its limits, all of them, one other keyword."""
-    limits = [keyword for keyword in _LIMITS if keyword in node]
+    limits = [keyword for keyword in LIMITS if keyword in node]
     yield from ([keyword] for keyword in limits)
     if len(limits) > 1:
         yield limits
-    yield from ([keyword] for keyword in _STRUCTURE if keyword in node)
+    yield from ([keyword] for keyword in STRUCTURE if keyword in node)
 
 
 def _without(node: dict[str, Any], keywords: list[str]) -> dict[str, Any]:
-    left_out = {*keywords, *(_GOES_WITH.get(keyword) for keyword in keywords)}
+    left_out = {*keywords, *(GOES_WITH.get(keyword) for keyword in keywords)}
     return {key: value for key, value in node.items() if key not in left_out}

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from actors.protocol.messages import Grammar
 from model.errors import UsageError
 from model.text.tools import CallSyntax
-from ui.api.tools.enforced import Enforced, Lost, enforced, is_taken
+from ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
 from ui.api.tools.schemas import Callable, Function
 
 # Arguments stand in one line: small models write blanks for ever where they may.
@@ -47,7 +47,7 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, shape: str | None) -> Gr
         half = len(largest) // 2 + 1
         for number in largest[:half]:
             if wanted.functions[number].strict:
-                raise _unable(f"the tool {wanted.functions[number].name!a}", Lost((), "schema"))
+                raise _unable(f"the tool {wanted.functions[number].name!a}", Lost((), WHOLE))
             schemas[number] = enforced({}, is_object=True)
         del largest[:half]
         text = _of_calls(wanted, syntax, shape, schemas)
@@ -64,7 +64,7 @@ def _of_arguments(function: Function) -> Enforced:
 
 def _unable(whose: str, lost: Lost) -> UsageError:
     return UsageError(
-        f"{whose}: answers cannot be held to {str(lost)!a}; leave it out, or let strict be false"
+        f"{whose}: answers cannot be held to {str(lost)!a}; change it, or let strict be false"
     )
 
 
