@@ -110,7 +110,8 @@ def cli() -> None:
     """Large language models on one ordinary computer.
 
     Hot neurons on the GPU, cold ones on the CPU, computed only when they fire. MODEL is a Hugging
-    Face directory, an org/repo id, or left out for the embedded demo model.
+    Face directory, an org/repo id, a GGUF file, ollama:NAME, or left out for the embedded demo
+    model.
     """
 
 

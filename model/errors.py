@@ -6,6 +6,9 @@ without a traceback; everything else that is raised is a defect of the program.
 
 from collections.abc import Sized
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+LONGEST_POINTER = 1024
+
 
 class HotcoldError(Exception):
     """Base of all errors whose one line of text is meant for the user."""
@@ -47,6 +50,14 @@ def shown(value: object, limit: int = 120) -> str:
     """Return `value` as one printable line of at most `limit` characters, for an error text."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def refuse_pointer(source: object, head: bytes, error: type[HotcoldError]) -> None:
+    """Raise `error` where a file begins as what Git LFS keeps in its place."""
+    if head.startswith(_POINTER):
+        raise error(
+            f"{source}: is Git LFS's pointer in the file's place; run `git lfs pull` in its folder"
+        )
 
 
 def require_something(prompt: Sized) -> None:

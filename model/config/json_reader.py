@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError, HotcoldError, shown
+from model.errors import LONGEST_POINTER, ConfigError, HotcoldError, refuse_pointer, shown
 
 MAX_JSON_BYTES = 256 << 20
 
@@ -26,6 +26,8 @@ def parse_json(text: str | bytes, source: str, error: type[HotcoldError] = Confi
     try:
         return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as problem:
+        head = text[:LONGEST_POINTER]
+        refuse_pointer(source, head.encode() if isinstance(head, str) else head, error)
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise error(f"{source}: not valid JSON ({reason[:100]}); download it again") from None
 
@@ -117,5 +119,6 @@ class ConfigReader:
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
-            raise self.fail(key, "is missing; download the model's own config.json")
+            own = "'s own config.json" if Path(self.source).name == "config.json" else " again"
+            raise self.fail(key, f"is missing; download the model{own}")
         return value

@@ -22,6 +22,7 @@ from model.config.quantization import quantized_dtype
 from model.config.weight_formats import numpy_dtype
 from model.errors import CheckpointError, shown
 from model.files.gguf_weights import GgufWeights
+from model.files.other_kinds import refuse_folder
 from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
 from model.files.torch_file import TorchFile
 from model.gguf.names import is_gguf
@@ -84,7 +85,7 @@ class Checkpoint:
         found = self._known_dtype(name)
         if found is None:
             raise CheckpointError(
-                f"{self.path}: tensor {shown(name)} is {self.format_name(name)}; "
+                f"{self.path}: tensor {self.shown_name(name)} is {self.format_name(name)}; "
                 f"{self._readable_formats()} are supported, so convert the model"
             )
         return found
@@ -191,9 +192,15 @@ class Checkpoint:
         full_name = self._find(name)
         if full_name is None:
             raise CheckpointError(
-                f"{self.path}: tensor {shown(name)} is missing; download the complete model"
+                f"{self.path}: tensor {self.shown_name(name)} is missing; download the complete "
+                "model"
             )
         return full_name
+
+    def shown_name(self, name: str) -> str:
+        """What the file calls the tensor, for an error text."""
+        file = next(iter(self._files.values()), None)
+        return shown(file.own_name(name) if isinstance(file, GgufWeights) else name)
 
     def _entry(self, name: str) -> TensorEntry:
         full_name = self.full_name(name)
@@ -227,6 +234,7 @@ def _open_files(directory: Path) -> dict[str, WeightFile]:
         index = directory / f"{name}.index.json"
         if index.exists():
             return _open_index(index, open_file)
+    refuse_folder(directory)
     raise CheckpointError(
         f"{directory}: no model.safetensors and no model.safetensors.index.json there; "
         "give a directory with a Hugging Face model"

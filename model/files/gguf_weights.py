@@ -76,6 +76,7 @@ class GgufWeights:
         self._architecture = architecture_of(self._model)
         self._values = gguf_values(path)
         config = build_config(self._values, source=str(path))
+        self._own_names: dict[str, str] = {}
         self._places = self._find(config)
         self.entries = {name: self._entry(place) for name, place in self._places.items()}
         self._loaded = self._loaded_dtypes(config)
@@ -106,6 +107,10 @@ class GgufWeights:
     def read_ahead(self, name: str) -> None:
         """All of the tensor is wanted soon."""
         self._model.read_ahead(self._places[name].name)
+
+    def own_name(self, name: str) -> str:
+        """What the file calls a tensor, or would if it had it."""
+        return self._own_names.get(name, name)
 
     def release(self, name: str) -> None:
         """Give up the tensor's pages; they are mapped again if read."""
@@ -151,6 +156,7 @@ class GgufWeights:
         places = {}
         for ours, theirs, role in _pairs(tensor_names(config), self._architecture.names, config):
             for suffix in (".weight", ".bias"):
+                self._own_names[ours + suffix] = theirs + suffix
                 if theirs + suffix in self._model.names:
                     module = theirs.rsplit(".", 1)[-1]
                     places[ours + suffix] = _Place(theirs + suffix, module, role)

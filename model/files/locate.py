@@ -5,23 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.errors import UsageError, shown
-from model.files import hub
-from model.gguf.names import SUFFIX, is_gguf, is_later_part
+from model.files import hub, ollama
+from model.files.other_kinds import refuse_file, refuse_folder
+from model.gguf.names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
+_PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 
 
 def locate_model(text: str | None) -> Path:
     """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, or None for the demo.
 
-    A directory that holds no config.json but one GGUF model stands for that model; NAME is a part
-    of a file's name. A repository is downloaded once (`model/files/hub.py`).
-    Errors:  UsageError where there is no such model, several that it could be, or no network
+    A directory that holds no config.json but one GGUF model stands for that model, a file of
+    safetensors for its directory, a later part of a GGUF model for the first; NAME is a part of a
+    file's name. A repository is downloaded once (`model/files/hub.py`); `ollama:NAME[:TAG]` is a
+    model that Ollama has (`model/files/ollama.py`).
+    Errors:  UsageError where there is no such model, several that it could be, or no network;
+             CheckpointError for what is damaged; OSError for what cannot be read
     """
     if text is None:
         if not (DEMO_DIRECTORY / "config.json").exists():
             raise UsageError(f"{DEMO_DIRECTORY} holds no embedded model; name a model directory")
         return DEMO_DIRECTORY
+    if text.startswith(ollama.PREFIX):
+        return ollama.ollama_file(text.removeprefix(ollama.PREFIX))
     path = Path(text).expanduser()
     try:
         if text and path.is_dir():
@@ -30,9 +37,10 @@ def locate_model(text: str | None) -> Path:
     except (OSError, ValueError):  # a name that no file can have
         exists = False
     if exists:
-        return _gguf_file(path, text)
+        return _model_of(path, text)
     named = hub.REPOSITORY.fullmatch(text)
-    if path.suffix == SUFFIX and not (named and named["name"]):  # no repository is called so
+    is_part = bool(named and named["name"])
+    if path.suffix.lower() == SUFFIX and not is_part:  # no repository is called so
         raise UsageError(f"{shown(text)}: there is no such file")
     if named:
         return hub.fetch(hub.find(named["repo"], named["name"]))
@@ -57,22 +65,46 @@ def resolved_model(path: str | Path) -> Path:
     return path.parent.resolve() / path.name if is_gguf(path) else path.resolve()
 
 
-def _gguf_file(path: Path, text: str) -> Path:
-    if path.suffix != SUFFIX:
-        raise UsageError(
-            f"{shown(text)} is a file; give a .gguf file, or the directory that holds config.json"
-        )
-    return path
+def _model_of(path: Path, text: str) -> Path:
+    """What a file that is named stands for: by its content, whatever it is called."""
+    if not path.is_file():
+        raise UsageError(f"{shown(text)} is neither a directory nor a file with content")
+    with path.open("rb") as file:
+        has_magic = file.read(4) in MAGICS
+    if has_magic or path.suffix.lower() == SUFFIX:  # which says what is wrong with it
+        return _first_part(path)
+    if ollama.is_manifest(path):
+        return ollama.file_of_manifest(path)
+    if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
+        return path.parent
+    raise refuse_file(path, text)
+
+
+def _first_part(path: Path) -> Path:
+    """The first part of a GGUF model, of which one that is there is named."""
+    name = PART.fullmatch(path.stem)
+    if name is None or not is_later_part(path):
+        return path
+    first = path.with_name(f"{name['stem']}-00001-of-{name['count']}{path.suffix}")
+    return first if first.is_file() else path
 
 
 def _model_in(directory: Path) -> Path:
     """The directory itself, or the one GGUF model that it holds."""
     if (directory / "config.json").exists():
         return directory
-    found = [path for path in sorted(directory.glob(f"*{SUFFIX}")) if not is_later_part(path)]
+    found = [
+        path
+        for path in sorted(directory.iterdir())
+        if path.suffix.lower() == SUFFIX
+        and not is_later_part(path)
+        and not path.name.lower().startswith(_PROJECTOR)
+    ]
     if len(found) > 1:
         raise UsageError(
             f"{directory} holds {len(found)} GGUF models; name one: "
             + hub.listed([str(path) for path in found])
         )
+    if not found:
+        refuse_folder(directory)
     return found[0] if found else directory

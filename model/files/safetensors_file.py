@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from model.config.json_reader import parse_json
-from model.errors import CheckpointError, shown
+from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
 from model.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
@@ -89,6 +89,9 @@ class SafetensorsFile:
 def _read_header(path: Path, stream: Any, num_bytes: int) -> dict[str, TensorEntry]:
     length_bytes = stream.read(8)
     length = int.from_bytes(length_bytes, "little")
+    if num_bytes <= LONGEST_POINTER:
+        refuse_pointer(path, length_bytes + stream.read(LONGEST_POINTER), CheckpointError)
+        stream.seek(len(length_bytes))
     if len(length_bytes) < 8 or 8 + length > num_bytes:
         raise CheckpointError(f"{path}: truncated, its header is incomplete; download it again")
     if length > MAX_HEADER_BYTES:

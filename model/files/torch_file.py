@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from model.errors import CheckpointError, shown
+from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
 from model.files.safetensors_file import TensorEntry
 
 _FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
@@ -68,6 +68,8 @@ def _load(path: Path) -> dict[str, Any]:
         except RuntimeError:  # files of torch before 1.6 are not zip archives and cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # a damaged pickle fails in any way
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(LONGEST_POINTER), CheckpointError)
         reason = shown(str(problem).split("\n")[0], 80)
         raise CheckpointError(
             f"{path}: torch cannot load it ({reason}); download it again"

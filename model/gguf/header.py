@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from model.errors import CheckpointError, shown
+from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
+from model.gguf.names import MAGICS
 from model.gguf.tensor_types import TENSOR_TYPES, TensorType
 
-GGUF, POWERINFER = b"GGUF", b"PWRI"  # what a file begins with
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = MAX_TENSORS = 1 << 16
@@ -145,7 +145,8 @@ class HeaderReader:
             raise self.fail(f"of {self._limit} bytes is no GGUF file")
         magic, version, num_tensors, num_keys = struct.unpack_from("<4sIQQ", self._data, 0)
         self._at = 24
-        if magic not in (GGUF, POWERINFER):
+        if magic not in MAGICS:
+            refuse_pointer(self._path, self._data[:LONGEST_POINTER], CheckpointError)
             raise self.fail(f"begins with {shown(magic)}, so it is no GGUF file")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

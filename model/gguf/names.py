@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 SUFFIX = ".gguf"
+MAGICS = (b"GGUF", b"PWRI")  # what a file begins with, the second of PowerInfer's
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from model.errors import ConfigError, PromptError, shown
+from model.errors import LONGEST_POINTER, ConfigError, PromptError, refuse_pointer, shown
 from model.gguf.names import is_gguf
 from model.text.chat_template import ChatTemplate, Messages
 from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
@@ -58,6 +58,8 @@ class Tokenizer:
         except BaseException as problem:  # the library raises Exception, its core PanicException
             if isinstance(problem, KeyboardInterrupt | SystemExit):
                 raise
+            with file.open("rb") as opened:
+                refuse_pointer(file, opened.read(LONGEST_POINTER), ConfigError)
             reason = shown(str(problem).split("\n")[0])
             raise ConfigError(f"{file}: not a tokenizer ({reason}); download it again") from None
         return cls(backend, ChatTemplate.from_directory(path))

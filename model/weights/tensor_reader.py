@@ -132,8 +132,8 @@ class TensorReader:
         """Raise where the checkpoint has a tensor that config.json leaves no place for."""
         if self.checkpoint.has(name):
             raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {shown(name)} is not part of the model that "
-                "config.json describes; they belong to different models"
+                f"{self.checkpoint.path}: tensor {self.checkpoint.shown_name(name)} is not part of "
+                "the model that config.json describes; they belong to different models"
             )
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
@@ -142,8 +142,9 @@ class TensorReader:
         found = self.checkpoint.shape(name)
         if found != shape:
             raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {shown(name)} has shape {shown(list(found))}, "
-                f"the model's configuration asks for {list(shape)}; they belong to different models"
+                f"{self.checkpoint.path}: tensor {self.checkpoint.shown_name(name)} has shape "
+                f"{shown(list(found))}, the model's configuration asks for {list(shape)}; they "
+                "belong to different models"
             )
 
     def require_rows(self, name: str, num_rows: int, width: int) -> None:
@@ -283,7 +284,10 @@ class TensorReader:
 
     def _require_good(self, name: str, status: int) -> None:
         if status != quantize.DONE:
-            raise CheckpointError(f"{self.checkpoint.path}: tensor {shown(name)} {FAULTS[status]}")
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {self.checkpoint.shown_name(name)} "
+                f"{FAULTS[status]}"
+            )
 
 
 def _rows_of(matrix: np.ndarray) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,8 +14,10 @@ from model.config.build import read_config
 from model.errors import ServiceError
 from model.files.locate import DEMO_DIRECTORY
 from model.sampling import SamplingParams
+from tests.documents import ROOT
 from tests.e2e.page_visit import (
     OTHER,
+    PATIENCE_MS,
     QUESTION,
     ask,
     click_in_row,
@@ -160,6 +164,30 @@ def test_send_becomes_stop_and_the_state_says_what_happens(open_page, book) -> N
     assert page.is_visible("#send") and not page.is_visible("#stop")
     assert page.evaluate(cursors) == 0
     assert page.locator("#conversations li.busy").count() == 0
+
+
+def test_a_server_that_is_killed_is_not_shown_as_answering(browser) -> None:
+    """Whether the panel, which asks for the telemetry, is shown or not."""
+    line = [sys.executable, "-m", "tests.e2e.stand_in", "--tokens", "100000", "--rate", "20"]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        page = browser.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        try:
+            assert server.stdout is not None
+            page.goto(server.stdout.readline().strip())
+            page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+            page.get_by_role("button", name="Neurons", exact=True).click()
+            ask(page, QUESTION)
+            page.wait_for_selector("body[data-chat=answering]")
+            assert not page.is_visible("#live")
+            server.kill()
+            page.wait_for_selector("body[data-chat=error][data-state=lost]")
+            assert "has ended or cannot be reached" in page.inner_text("#status")
+            assert page.locator("#bar .state").inner_text() == "No connection"
+            assert not page.is_visible("#stop")
+        finally:
+            server.kill()
+            page.close()
 
 
 def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> None:

@@ -90,7 +90,7 @@ def test_where_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "config.json").write_text("{}")
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(UsageError, match=r"is a file; give a \.gguf file"):
+    with pytest.raises(UsageError, match="is a file, and no GGUF file; give one, or its directory"):
         locate_model(str(tmp_path / "notes.txt"))
 
 

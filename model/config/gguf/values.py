@@ -14,6 +14,12 @@ from model.gguf.file import GgufModel, open_gguf
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 _CONTROL = 3
+# What else is in GGUF files, by general.type.
+_NO_MODELS = {
+    "adapter": "is an adapter (LoRA), and no model; merge it into its model, and give that file",
+    "mmproj": "reads pictures for a model; give the model's own file, which is mostly beside it",
+    "imatrix": "says which weights matter, and holds none; give the model's own file",
+}
 _POWERINFER_SPLIT = "generic.gpu_index"
 
 
@@ -25,6 +31,9 @@ def architecture_of(model: GgufModel) -> Architecture:
             f"{model.path}: says which neurons PowerInfer puts on a GPU, and holds no model; give "
             "the model's own file (`hotcold plan` places its neurons)"
         )
+    kind = "mmproj" if name == "clip" else model.metadata.get("general.type")
+    if isinstance(kind, str) and kind in _NO_MODELS:
+        raise ConfigError(f"{model.path}: {_NO_MODELS[kind]}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"{model.path}: general.architecture is {shown(name)}, which is not supported; "

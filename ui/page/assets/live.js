@@ -217,24 +217,30 @@ async function poll() {
   try {
     found = await server.telemetry();
   } catch {
-    found = { error: "The server does not answer.", isLost: true };
+    // As where there is no answer: Gradio makes nothing of most failures.
   }
+  found ??= { error: "The server does not answer.", isLost: true };
   if (!element.isConnected) return;
   show(found);
   const isRunning = !found.error && (isAnswering() || found.running + found.waiting > 0);
   quiet = isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && !document.hidden && isShown() && timer === 0) timer = setTimeout(poll, POLL_MS);
+  if (quiet < QUIET_POLLS && isWanted() && timer === 0) timer = setTimeout(poll, POLL_MS);
   element.dataset.polling = timer === 0 ? "no" : "yes";
 }
 
 function watch() {
   quiet = 0;
-  if (timer === 0 && !document.hidden && isShown()) timer = setTimeout(poll, 0);
+  if (timer === 0 && isWanted()) timer = setTimeout(poll, 0);
 }
 
 // The open conversation waits for an answer or gets one: the page says so before the server counts it.
 function isAnswering() {
   return ["waiting", "answering"].includes(document.body.dataset.chat);
+}
+
+// While an answer is under way, that the server is there is asked for by the whole page.
+function isWanted() {
+  return !document.hidden && (isShown() || isAnswering());
 }
 
 function glance() {

@@ -1,0 +1,168 @@
+"""What users name as a model: files by their content, Ollama's, and folders that hold none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from model.errors import HotcoldError, UsageError
+from model.files.checkpoint import Checkpoint
+from model.files.locate import DEMO_DIRECTORY, locate_model
+from model.files.ollama import ollama_file
+from tests.gguf_files import STRING, Draft, scalar
+
+CONFIG = (DEMO_DIRECTORY / "config.json").read_bytes()
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4567890\n"
+DIGEST = "0" * 63 + "1"
+
+
+def gguf_of(**keys: str) -> bytes:
+    found = tuple((name.replace("__", "."), STRING, scalar(STRING, keys[name])) for name in keys)
+    return b"".join(Draft(keys=found).pieces())
+
+
+@pytest.fixture
+def ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ollama's folder, with one model and its manifest as Ollama writes them."""
+    folder = tmp_path / "models"
+    monkeypatch.setenv("OLLAMA_MODELS", str(folder))
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / f"sha256-{DIGEST}").write_bytes(gguf_of())
+    for tag in ("latest", "1b"):
+        write_manifest(folder / "manifests/registry.ollama.ai/library/small" / tag)
+    write_manifest(folder / "manifests/hf.co/org/repo/Q4_K_M")
+    return folder
+
+
+def write_manifest(path: Path, kind: str = "model", digest: str = f"sha256:{DIGEST}") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layers = [
+        {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:ff", "size": 1},
+        {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": digest, "size": 1},
+    ]
+    path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": layers}))
+
+
+@pytest.mark.parametrize("name", ["X.GGUF", "x.gguf", "x", "sha256-0123", "x.bin", "a-of-b"])
+def test_a_gguf_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gguf_of())
+    assert locate_model(str(tmp_path / name)) == tmp_path / name
+
+
+def test_what_stands_for_a_model(tmp_path: Path) -> None:
+    for name in ("A.GGUF", "mmproj-A.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(gguf_of())
+    parts = [str(tmp_path / f"b-0000{n}-of-00002.gguf") for n in (1, 2)]
+    assert {locate_model(part) for part in parts} == {Path(parts[0])}
+    with pytest.raises(UsageError, match="holds 2 GGUF models"):
+        locate_model(str(tmp_path))
+    for part in parts:
+        Path(part).unlink()
+    assert locate_model(str(tmp_path)) == tmp_path / "A.GGUF"
+    (tmp_path / "config.json").write_bytes(CONFIG)
+    (tmp_path / "model.safetensors").touch()
+    assert locate_model(str(tmp_path / "model.safetensors")) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["small", "small:latest", "small:1b", "library/small", "hf.co/org/repo:Q4_K_M",
+     "registry.ollama.ai/library/small:1b"],
+)  # fmt: skip
+def test_ollamas_models_have_their_names(ollama: Path, name: str) -> None:
+    file = ollama / "blobs" / f"sha256-{DIGEST}"
+    assert locate_model(f"ollama:{name}") == file
+    assert locate_model(str(file)) == file
+    assert locate_model(str(ollama / "manifests/registry.ollama.ai/library/small/1b")) == file
+
+
+@pytest.mark.parametrize("name", ["other", "small:7b", "", ":", "../small", "a/b/c/d", "..:1b"])
+def test_ollamas_models_that_are_not_there(ollama: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"there are: ollama:hf\.co/org/repo:Q4_K_M, ollama:sm"):
+        ollama_file(name)
+
+
+def test_ollamas_models_that_cannot_be_used(ollama: Path) -> None:
+    library = ollama / "manifests/registry.ollama.ai/library"
+    write_manifest(library / "tuned/latest", kind="adapter")
+    write_manifest(library / "leads/latest", digest="sha256:../../../etc/passwd")
+    write_manifest(library / "gone/latest", digest=f"sha256:{'f' * 64}")
+    (library / "bad").mkdir()
+    (library / "bad/latest").write_bytes(b"[1]")
+    for name, says in [("tuned", "adapter"), ("leads", "names no model"), ("gone", "pull it again"),
+                       ("bad", "JSON list")]:  # fmt: skip
+        with pytest.raises(HotcoldError, match=says):
+            ollama_file(name)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'}, "is an adapter of a/b"),
+        ({"adapter_config.json": b"{", "adapter_model.safetensors": b""}, "is an adapter, and no"),
+        ({"adapter_config.json": b"{}", "config.json": CONFIG}, "is an adapter, and no"),
+        ({"model.onnx": b""}, "ONNX"),
+        ({"onnx/model.onnx": b"", "config.json": CONFIG}, "ONNX"),
+        ({"consolidated.safetensors": b"", "params.json": b"{}"}, "makers' own form"),
+        ({"consolidated.00.pth": b"", "params.json": b"{}"}, "makers' own form"),
+        ({"consolidated.safetensors": b"", "config.json": CONFIG}, "makers' own form"),
+        ({"weights.00.npz": b"", "config.json": CONFIG}, "MLX"),
+        ({"model_index.json": b"{}"}, "diffusers"),
+        ({"modules.json": b"[]", "config.json": b'{"model_type": "bert"}'}, "'bert', which is not"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "tokenizer alone"),
+        ({"optimizer.pt": b"", "trainer_state.json": b"{}"}, "training's state"),
+        ({"checkpoint-10/config.json": CONFIG}, "checkpoints of a training"),
+        ({"snapshots/abc/config.json": CONFIG, "refs/main": b""}, "ORG/REPO"),
+        ({"model.safetensors": b""}, "without config.json"),
+        ({"config.json": POINTER}, "config.json: is Git LFS's .* `git lfs pull`"),
+        ({"config.json": CONFIG, "model.safetensors": POINTER}, "model.safetensors: is Git LFS's"),
+        ({"config.json": CONFIG, "pytorch_model.bin": POINTER}, "model.bin: is Git LFS's"),
+        ({"a.gguf": POINTER}, "a.gguf: is Git LFS's"),
+        (
+            {"config.json": CONFIG, "tokenizer.json": POINTER,
+             "model.safetensors": (DEMO_DIRECTORY / "model.safetensors").read_bytes()},
+            "tokenizer.json: is Git LFS's",
+        ),
+        ({"a.gguf": gguf_of(general__type="adapter", general__architecture="llama")}, "LoRA"),
+        ({"a.gguf": gguf_of(general__architecture="clip")}, "reads pictures"),
+        ({"a.gguf": gguf_of(general__type="imatrix")}, "which weights matter"),
+        ({"a.gguf": gguf_of(general__architecture="t5")}, "'t5', which is not supported"),
+        ({"a.gguf": b"lmgg" * 9}, "no GGUF file"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_what_is_no_model_is_said_in_one_line(
+    files: dict[str, bytes], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert main(["show", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hotcold: error: {tmp_path}")
+    assert re.search(says, line), line
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(CONFIG)
+    (tmp_path / "old.bin").write_bytes(b"tjgg" + bytes(100))
+    (tmp_path / "weights").write_bytes(POINTER)
+    for name, says in [("config.json", f"its directory, {tmp_path}"), ("old.bin", "before GGUF"),
+                       ("weights", "git lfs pull")]:  # fmt: skip
+        with pytest.raises(HotcoldError, match=says):
+            locate_model(str(tmp_path / name))
+    with pytest.raises(UsageError, match="neither a directory nor a file with content"):
+        locate_model("/dev/null")
+
+
+def test_a_gguf_files_tensors_have_its_own_names(tmp_path: Path) -> None:
+    """And its keys are its own: nobody can download a config.json for it."""
+    file = tmp_path / "a.gguf"
+    file.write_bytes(gguf_of(general__architecture="llama"))
+    with pytest.raises(HotcoldError) as caught:
+        Checkpoint(file)
+    assert "config.json" not in str(caught.value) and "llama." in str(caught.value)
