@@ -37,7 +37,7 @@ class OutputError(HotcoldError):
 class _Output(io.FileIO):
     """Standard output, whose errors say so, or standard error, which has none to be told of."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         """See io.RawIOBase. Errors: OutputError."""
         try:
             return super().write(data)

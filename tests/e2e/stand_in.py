@@ -117,7 +117,7 @@ class StandIn:
             loop = asyncio.get_running_loop()
             began, said = loop.time(), 0
             words = self.text.split(" ")
-            wanted = min(self.num_tokens, request.sampling.max_tokens)
+            wanted = min(self.num_tokens, request.sampling.max_tokens or self.num_tokens)
             while said < wanted and name not in self._stopped:
                 most = wanted if self.held_at is None else min(wanted, self.held_at)
                 due = min(most, 1 + int((loop.time() - began) * self.tokens_per_s))
