@@ -107,10 +107,9 @@ class ActiveRequest:
         # Seconds: when it was submitted, admitted, had its first token.
         self._moments = [time.monotonic()]
 
-    @property
-    def num_positions(self) -> int:
-        """The most positions of the KV cache that it can fill."""
-        return self._num_prompt_tokens + self._max_tokens
+    def num_positions(self, ahead: int) -> int:
+        """Positions of the KV cache for its tokens and for the next `ahead`, if it gets so many."""
+        return min(len(self.tokens) + ahead, self._num_prompt_tokens + self._max_tokens)
 
     @property
     def num_left(self) -> int:
@@ -133,12 +132,13 @@ class ActiveRequest:
         return self.stream.cancelled.is_set()
 
     def start(self, slot: int) -> None:
-        """It is admitted, as the sequence `slot`."""
+        """It is admitted, as the sequence `slot`; it may be again after `replay`."""
         self.slot = slot
-        self._moments.append(time.monotonic())
+        if len(self._moments) == 1:
+            self._moments.append(time.monotonic())
 
     def replay(self) -> None:
-        """The KV cache is lost: its tokens go through the model again, cut as they were.
+        """Its KV cache is lost: its tokens go through the model again, cut as they were.
 
         None is chosen again, so neither the tokens nor the random numbers change.
         """

@@ -101,8 +101,8 @@ class RequestQueue:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait in the queue."""
-        return self._incoming.qsize() + len(self._waiting)
+        """How many wait in the queue, or to run again."""
+        return self._incoming.qsize() + len(self._waiting) + self._scheduler.num_preempted
 
     def close(self, cancel_all: Callable[[], None]) -> None:
         """End the thread within a token; `cancel_all` marks the requests that run as cancelled."""

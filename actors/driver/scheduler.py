@@ -1,8 +1,13 @@
 """What the engine computes next, for all requests that run: continuous batching.
 
-Each running request has a slot and pages for all that it can become. Everything that can go through
-kernels goes in one step: the next token of every request, and short prompts while there is room. A
-long prompt goes through matrix products, one chunk's layer at a time, and steps come between.
+Everything that can go through kernels goes in one step: the next token of every request, and short
+prompts while there is room. A long prompt goes through matrix products, one layer of a chunk at a
+time, and steps come between.
+
+Each running request has a slot, and pages of the KV cache as it grows. Where none is free for the
+next token, the request that was admitted last is preempted: its tokens go through the model again
+once there is room, before any that has not run yet. A request is admitted where there are pages for
+the next `_AHEAD` tokens of all, so none is preempted more than once in so many.
 """
 
 import time
@@ -22,6 +27,7 @@ from actors.telemetry.step_times import StepRecord, StepTimes
 from model.errors import HotcoldError, ServiceError
 
 _MOST_RECENT = 2048  # steps that are remembered, to say how fast it goes
+_AHEAD = 256  # tokens
 
 
 class Turns:
@@ -63,23 +69,35 @@ class Scheduler:
         self._engine = engine
         self._pool = pool
         self._running: list[ActiveRequest] = []  # in the order of admission
+        self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
         self._turns = Turns(clock)
         self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs."""
-        return not self._running
+        """Whether nothing runs, or has been preempted."""
+        return not (self._running or self._preempted)
 
     @property
     def num_running(self) -> int:
         """How many requests run."""
         return len(self._running)
 
+    @property
+    def num_preempted(self) -> int:
+        """How many wait to run again."""
+        return len(self._preempted)
+
     def admit(self, request: ActiveRequest) -> bool:
-        """Let a request run, if there is a slot and pages for it."""
-        slot = self._pool.take(request.num_positions)
+        """Let a request run, if there is a slot and pages for it, and none waits to run again."""
+        return not self._preempted and self._start(request)
+
+    def _start(self, request: ActiveRequest) -> bool:
+        num_spare = sum(
+            self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
+        )
+        slot = self._pool.take(request.num_positions(_AHEAD), num_spare)
         if slot is None:
             return False
         request.start(slot)
@@ -109,6 +127,8 @@ class Scheduler:
 
     def _advance(self) -> None:
         self.end_cancelled()
+        while self._preempted and self._start(self._preempted[0]):
+            self._preempted.popleft()
         others = [request for request in self._running if not request.chunk_sizes]
         if self._chunk is None:
             long_prompt = next((request for request in self._running if request.chunk_sizes), None)
@@ -126,12 +146,17 @@ class Scheduler:
         for request in [request for request in self._running if request.is_cancelled]:
             request.end("cancelled")
             self._leave(request)
+        for request in [request for request in self._preempted if request.is_cancelled]:
+            request.end("cancelled")
+            self._preempted.remove(request)
 
     def end_all(self, error: BaseException) -> None:
         """End all that runs with an error."""
         for request in list(self._running):
             request.fail(error)
             self._leave(request)
+        while self._preempted:
+            self._preempted.popleft().fail(error)
 
     def _run_layer(self, chunk: PromptChunks) -> None:
         with self._failing([chunk.request]):
@@ -141,7 +166,22 @@ class Scheduler:
             if logits is not None:
                 self._accept(chunk.request, logits)
 
+    def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
+        """Those of `requests` that have pages for all their tokens; others are preempted."""
+        for request in requests:
+            while request in self._running and not self._pool.extend(
+                request.slot, request.num_positions(0)
+            ):
+                last = self._running[-1]
+                self._leave(last)
+                last.replay()
+                self._preempted.appendleft(last)
+        return [request for request in requests if request in self._running]
+
     def _run_step(self, requests: list[ActiveRequest]) -> None:
+        requests = self._with_pages(requests)
+        if not requests:
+            return
         if self._chunk is not None:
             self._chunk.pause()
         self._engine.times = StepTimes()

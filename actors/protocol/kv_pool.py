@@ -11,10 +11,9 @@ def num_pages_of(num_positions: int) -> int:
 
 
 class KvPool:
-    """Lends slots, and pages to them. A sequence gets all pages that it can need at once.
+    """Lends slots, and pages to them as their sequences grow.
 
-    So nothing that runs ever lacks a page or loses one. Pages freed last are lent first: their
-    memory has been taken from the system already.
+    Pages freed last are lent first: their memory has been taken from the system already.
     """
 
     def __init__(self, num_pages: int, page_tables: np.ndarray) -> None:
@@ -34,21 +33,44 @@ class KvPool:
         num_lent = sum(map(len, list(self._lent.values())))
         return num_lent / max(num_lent + len(self._free_pages), 1)
 
-    def take(self, num_positions: int) -> int | None:
+    def take(self, num_positions: int, num_spare_pages: int = 0) -> int | None:
         """The lowest free slot, with pages for `num_positions`; None where either is lacking.
+
+        num_spare_pages: how many must be free after that
 
         Errors:  ValueError for more positions than a slot can ever have
         """
-        num_pages, (num_slots, most_pages) = num_pages_of(num_positions), self._page_tables.shape
+        num_slots = len(self._page_tables)
+        free_slots = [slot for slot in range(num_slots) if slot not in self._lent]
+        num_pages = self._checked_pages(num_positions)
+        if not free_slots or num_pages + num_spare_pages > len(self._free_pages):
+            return None
+        self._lent[free_slots[0]] = []
+        self.extend(free_slots[0], num_positions)
+        return free_slots[0]
+
+    def num_lacking(self, slot: int, num_positions: int) -> int:
+        """Pages that a slot lacks of those for `num_positions`."""
+        return max(0, num_pages_of(num_positions) - len(self._lent[slot]))
+
+    def extend(self, slot: int, num_positions: int) -> bool:
+        """Lend a slot what it lacks for `num_positions`; False where so many pages are not free.
+
+        Errors:  ValueError for more positions than a slot can ever have
+        """
+        pages, num_pages = self._lent[slot], self._checked_pages(num_positions)
+        first, num_lacking = len(pages), self.num_lacking(slot, num_positions)
+        if num_lacking > len(self._free_pages):
+            return False
+        pages += [self._free_pages.pop() for _ in range(num_lacking)]
+        self._page_tables[slot, first:num_pages] = pages[first:]
+        return True
+
+    def _checked_pages(self, num_positions: int) -> int:
+        num_pages, most_pages = num_pages_of(num_positions), self._page_tables.shape[1]
         if num_pages > most_pages:
             raise ValueError(f"{num_positions} positions do not fit in {most_pages} pages")
-        free_slots = [slot for slot in range(num_slots) if slot not in self._lent]
-        if not free_slots or num_pages > len(self._free_pages):
-            return None
-        slot, pages = free_slots[0], [self._free_pages.pop() for _ in range(num_pages)]
-        self._lent[slot] = pages
-        self._page_tables[slot, :num_pages] = pages
-        return slot
+        return num_pages
 
     def copy_to(self, page_tables: np.ndarray) -> None:
         """Write what is lent into other page tables too. Errors: ValueError for other shapes."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.driver.active_request import ActiveRequest
 from actors.driver.driver import Driver
 from actors.driver.scheduler import Scheduler, Turns
 from actors.protocol.failures import NotFiniteError, RequestError
@@ -206,6 +207,53 @@ def test_those_for_whom_there_is_no_room_wait(
         assert starts == [1, 2, 3, 4, 5]
         assert results[0].ids == alone.ids and len(alone.ids) == most - 1
         assert results[4].queued_s > 0
+        assert all_pages_are_free(driver)
+
+
+@pytest.mark.parametrize("mode", ["exact", "sign"])
+def test_preempted_requests_have_the_same_tokens(
+    tiny: Tiny, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to the end of the context lack pages; one of them is cancelled meanwhile."""
+    monkeypatch.setattr("actors.driver.scheduler._AHEAD", 8)
+    requests = [random_request(seed, longest=120) for seed in range(7)]
+    endless = [
+        replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))
+        for one in requests
+    ]
+    preempted: list[ActiveRequest] = []
+    replay = ActiveRequest.replay
+
+    def recorded(request: ActiveRequest) -> None:
+        preempted.append(request)
+        replay(request)
+
+    monkeypatch.setattr(ActiveRequest, "replay", recorded)
+    with batching(tiny("llama-gqa"), mode, kv_positions=2 * CONTEXT) as (_, driver):
+        alone = [complete(driver, request).ids for request in endless]
+        assert not preempted
+        asked = [
+            ask(driver, replace(request, request_id=f"{number} beside"))
+            for number, request in enumerate(endless)
+        ]
+        while not preempted:
+            threading.Event().wait(0.001)
+        driver.cancel("6 beside")
+        results = [one.end() for one in asked]
+        assert [result.ids for result in results[:6]] == alone[:6]
+        assert results[6].ids == alone[6][: len(results[6].ids)]
+        assert all_pages_are_free(driver)
+
+
+def test_answers_without_a_length_run_side_by_side(tiny: Tiny) -> None:
+    """They take no pages for all that they could become."""
+    context = 2048
+    with batching(tiny("llama-gqa"), context=context, kv_positions=context) as (_, driver):
+        streams = [driver.generate(greedy([n + 1, 5, 2], None)) for n in range(4)]
+        for stream in streams:  # each has begun before any has ended
+            assert next(stream).result is None
+        for stream in streams:
+            stream.close()
         assert all_pages_are_free(driver)
 
 

@@ -15,7 +15,7 @@ _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9
 
 @given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
 def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
-    """A positive action takes so many positions, another gives back one of what is lent."""
+    """A positive action takes or extends by so many positions, another gives back what is lent."""
     tables = np.full((num_slots, 5), -1, np.int32)
     pool = KvPool(num_pages, tables)
     lent: dict[int, list[int]] = {}
@@ -29,6 +29,14 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
             if slot is not None:
                 assert slot == min(set(range(num_slots)) - set(lent))
                 lent[slot] = tables[slot, :wanted].tolist()
+            for slot, pages in lent.items():
+                lacking = max(0, wanted - len(pages))
+                free = num_pages - sum(map(len, lent.values()))
+                assert pool.num_lacking(slot, action) == lacking
+                assert pool.extend(slot, action) == (lacking <= free)
+                if lacking <= free:
+                    assert tables[slot, : len(pages)].tolist() == pages
+                    pages += tables[slot, len(pages) : len(pages) + lacking].tolist()
         elif lent:
             slot = sorted(lent)[-action % len(lent)]
             pool.give_back(slot)
@@ -50,9 +58,19 @@ def test_pages_freed_last_are_lent_first() -> None:
     assert tables[0, :2].tolist() == [0, 1] and tables[1, 0] == 2
 
 
+def test_pages_that_are_to_be_spare() -> None:
+    pool = KvPool(3, np.zeros((3, 3), np.int32))
+    assert pool.take(PAGE_POSITIONS, 3) is None and pool.take(PAGE_POSITIONS, 2) == 0
+    assert pool.take(PAGE_POSITIONS, 2) is None and pool.take(PAGE_POSITIONS, 1) == 1
+
+
 def test_more_than_a_slot_can_have() -> None:
     assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
     pool = KvPool(9, np.zeros((1, 2), np.int32))
     with pytest.raises(ValueError, match="129 positions"):
         pool.take(2 * PAGE_POSITIONS + 1)
     assert pool.num_free_pages == 9
+    assert pool.take(1) == 0
+    with pytest.raises(ValueError, match="129 positions"):
+        pool.extend(0, 2 * PAGE_POSITIONS + 1)
+    assert pool.num_free_pages == 8
