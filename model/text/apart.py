@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from model.current_folder import environment_of_python
+
 _MAIN = "from model.text.apart import serve; serve()"
-_ROOT = Path(__file__).parents[2]
 # All that its process is told of this one's environment, in which there may be keys.
 _ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME"]
 _ENVIRONMENT += ["PYTHONUSERBASE", "TZ", "XDG_CACHE_HOME"]
@@ -232,21 +233,15 @@ def _line(problem: Exception) -> bytes:
 def _process(
     door: socket.socket, module: str, most_bytes: int, idle_s: int
 ) -> subprocess.Popen[bytes]:
-    folders = [folder for folder in sys.path if folder and _is_ours(folder)]
     shown = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _MAIN, module, str(most_bytes), str(idle_s)],
-        env=shown | {"PYTHONPATH": os.pathsep.join(folders)},  # modules are found as here
+        [sys.executable, "-c", _MAIN, module, str(most_bytes), str(idle_s)],
+        env=shown | environment_of_python(),
         stdin=door.fileno(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,  # of its own: Ctrl-C is not for it
     )
-
-
-def _is_ours(folder: str) -> bool:
-    """Whether modules may come from there; what lies where somebody stands may be foreign."""
-    return Path(folder) == _ROOT or os.path.realpath(folder) != os.path.realpath(os.curdir)
 
 
 def _ended(process: subprocess.Popen[bytes], door: socket.socket) -> None:

@@ -101,7 +101,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "files": {"config", "errors", "file_state", "gguf", "mapped_file"},
         "weights": {"config", "errors", "files", "gguf", "limits"},
         "bundles": {"config", "errors", "files", "weights"},
-        "text": {"config", "errors", "files", "gguf"},
+        "text": {"config", "current_folder", "errors", "files", "gguf"},
         "sampling": {"config", "errors"},
         "torch_activations": set(),
         "synthetic": {
