@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.private_ray.closed_ray import closed_to_others, require_closed
-from actors.private_ray.session_folder import SessionFolder, base_folder
+from actors.private_ray.session_folder import LONGEST_CHOSEN, SessionFolder, base_folder
 from actors.private_ray.start import init_private
 from actors.processes.cluster import NAMESPACE, OwnFolders, keep_stdout_clean, numa_slots
 from actors.processes.driver_actor import DriverActor
@@ -108,8 +108,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _require_room() -> None:
-    """Where they cannot write logs Ray's processes die without a word. Errors: ServiceError."""
+    """Where they cannot write, Ray's processes die without a word. Errors: ServiceError."""
     folder = base_folder()
+    if not folder.is_dir():
+        raise ServiceError(
+            f"Ray could not be started: {folder} is no directory; set RAY_TMPDIR to one"
+        )
+    if len(os.fsencode(folder)) > LONGEST_CHOSEN:
+        raise ServiceError(
+            f"{folder}: its path is too long for the sockets of Ray; set RAY_TMPDIR to a folder "
+            f"whose path has at most {LONGEST_CHOSEN} bytes"
+        )
     free = shutil.disk_usage(folder).free
     if free < _LEAST_ROOM_BYTES:
         raise ServiceError(

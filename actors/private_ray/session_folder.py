@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "hotcold-ray-"
-_LONGEST_BASE = 45  # bytes; with more, a socket's path would be too long for the system
+_LONGEST_BASE = 45  # bytes; with more, a socket's path may be too long for the system
+LONGEST_CHOSEN = 53  # bytes; with more, it is
 _ENDING_S = 2.0  # for the last of Ray's processes to end, which may still write
 
 
