@@ -169,14 +169,17 @@ class Scheduler:
     def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
         """Those of `requests` that have pages for all their tokens; others are preempted."""
         for request in requests:
-            while request in self._running and not self._pool.extend(
+            while request.slot >= 0 and not self._pool.extend(
                 request.slot, request.num_positions(0)
             ):
-                last = self._running[-1]
-                self._leave(last)
-                last.replay()
-                self._preempted.appendleft(last)
-        return [request for request in requests if request in self._running]
+                self._preempt(self._running[-1])
+        return [request for request in requests if request.slot >= 0]
+
+    def _preempt(self, request: ActiveRequest) -> None:
+        self._leave(request)
+        request.slot = -1
+        request.replay()
+        self._preempted.appendleft(request)
 
     def _run_step(self, requests: list[ActiveRequest]) -> None:
         requests = self._with_pages(requests)
