@@ -40,7 +40,7 @@ _ACTORS = [
     Fault(
         "stop-strings-take-the-last",
         "actors", "stop_strings", _VALUE,
-        "self._pass_on(min(places))", "self._pass_on(max(places))",
+        "at, size = min(places)", "at, size = max(places)",
         ("test_parts::test_stop_strings",),
     ),
     Fault(
@@ -71,7 +71,8 @@ _ACTORS = [
     Fault(
         "the-last-page-is-never-lent",
         "actors", "kv_pool", _OFF_BY_ONE,
-        "num_pages > len(self._free_pages)", "num_pages >= len(self._free_pages)",
+        "num_pages + num_spare_pages > len(self._free_pages)",
+        "num_pages + num_spare_pages >= len(self._free_pages)",
         ("test_no_page_has_two_owners",),
     ),
     Fault(
@@ -984,7 +985,7 @@ _PLACEMENT = [
     ),
     Fault(
         "the-last-core-of-a-range",
-        "placement", "sysfs", _OFF_BY_ONE,
+        "model", "limits", _OFF_BY_ONE,
         "int(last or first) + 1", "int(last or first)",
         ("test_core_lists",),
     ),
@@ -1180,7 +1181,7 @@ _UI = [
     Fault(
         "the-queue-has-no-end",
         "ui", "backend", _CHECK,
-        "if self.num_active + count > self.capacity:",
+        "if self.num_active + min(count, self.num_parallel) > self.capacity:",
         "if self.num_active > self.capacity:",
         ("test_those_who_run_and_wait_leave_less_room|test_more_than_the_queue_takes_is_refused",),
         before=(

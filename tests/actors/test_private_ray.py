@@ -15,9 +15,9 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,18 @@ def of_kind(told: dict[str, Any], kind: str) -> list[int]:
     return [int(pid) for pid, name in named.items() if kind in name]
 
 
+def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those that are still there."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
 def ended(pids: list[int]) -> bool:
     """Wait until these processes have ended."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    processes = processes_of(pids)
     return not psutil.wait_procs(processes, timeout=60)[1]
 
 
@@ -278,8 +287,7 @@ def test_where_it_cannot_start(base: Path, check: Callable[[Path], None]) -> Non
 
 def family(told: dict[str, Any]) -> list[psutil.Process]:
     """The owner and the processes of its Ray that are still there: workers that wait may end."""
-    pids = map(int, (told["owner"], *told["processes"]))
-    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return processes_of(map(int, (told["owner"], *told["processes"])))
 
 
 def test_all_ports_are_for_this_machine_alone(told: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]},
         {"min_tokens": -1},
-        {"min_tokens": 1000},
+        {"min_tokens": 1000, "max_tokens": 10},
         {"include_stop_str_in_output": 1},
         {"logit_bias": {"a": 1}},
         {"logit_bias": {"1": 101}},
