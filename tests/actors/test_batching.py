@@ -249,11 +249,14 @@ def test_answers_without_a_length_run_side_by_side(tiny: Tiny) -> None:
     """They take no pages for all that they could become."""
     context = 2048
     with batching(tiny("llama-gqa"), context=context, kv_positions=context) as (_, driver):
-        streams = [driver.generate(greedy([n + 1, 5, 2], None)) for n in range(4)]
+        requests = [greedy([number, 5, 2], None, f"answer {number}") for number in range(1, 5)]
+        streams = [driver.generate(request) for request in requests]
         for stream in streams:  # each has begun before any has ended
             assert next(stream).result is None
-        for stream in streams:
-            stream.close()
+        for request, stream in zip(requests, streams, strict=True):
+            driver.cancel(request.request_id)
+            *_, last = stream
+            assert last.result is not None and last.result.finish_reason == "cancelled"
         assert all_pages_are_free(driver)
 
 
