@@ -13,7 +13,8 @@ must be as long.
 The time to recover is from the end of what was done to the first token after it, or after the
 silence where a service was lost, without time in which this process did not run either: of a
 machine that was suspended, or busy with others. Faults keep the pace that the system allows: fewer
-than ten lost services in a minute. In the end no slot and no page of the KV cache may be lent.
+than ten lost services in a minute in which services serve. In the end no slot and no page of the KV
+cache may be lent.
 """
 
 import itertools
@@ -87,6 +88,11 @@ class Pace:
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_MOST_A_MINUTE)
         self._last: dict[str, float] = {}
+        self._mended_s = 0.0
+
+    def mended(self, took_s: float) -> None:
+        """A fault was over after so long, which does not count in the system's minute."""
+        self._mended_s += took_s
 
     def allows(self, kind: Kind) -> bool:
         """Whether that kind may come now; taken as done if so."""
@@ -96,9 +102,10 @@ class Pace:
         if kind.loses is not False and now - self._last.get(STARVED, -math.inf) < _STARVED_S:
             return False
         if kind.loses is not False:
-            if len(self._losses) == _MOST_A_MINUTE and now - self._losses[0] < _A_MINUTE_S:
+            served_s = now - self._mended_s
+            if len(self._losses) == _MOST_A_MINUTE and served_s - self._losses[0] < _A_MINUTE_S:
                 return False
-            self._losses.append(now)
+            self._losses.append(served_s)
         self._last[kind.name] = now
         return True
 
@@ -124,6 +131,7 @@ def _part(
             break
         faults.append(fault)
         took_s = fault.recovered_s - fault.over_s
+        pace.mended(took_s)
         click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
     load.stop()
     system.call("scale", 2)
