@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,13 @@ WAIT_S = 170.0
 LONG = "return the wrapped text " * 50  # so many tokens go through matrix products, of torch
 GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "2"]
 INSTALLED = {name for name in importlib.metadata.packages_distributions() if name.isidentifier()}
-# Python itself imports some of its library, and these two, before any program's first line. So
-# where a user has it look in the current folder, only others can be kept from being run.
-OF_PYTHON = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}
+# Python itself imports some of its library, these two, and what files of site-packages (*.pth) name,
+# before any program's first line. So where a user has it look in the current folder, only others
+# can be kept from being run.
+PATH_FILES = Path(sysconfig.get_path("purelib")).glob("*.pth")
+OF_PYTHON = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}.union(
+    *(re.findall(r"\w+", path.read_text()) for path in PATH_FILES)
+)
 MAIN = "from jobs.cli import run\nrun()\n"
 WITHOUT_PRIVATE_RAY = f"""
 import actors.launch
