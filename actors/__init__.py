@@ -1,5 +1,5 @@
 """The running system: a driver, a GPU service, CPU services, and the exchange between them."""
 
-from model.current_folder import ignore_settings_there
+from hotcold.model.current_folder import ignore_settings_there
 
 ignore_settings_there()

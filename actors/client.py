@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
-from actors.exchange.watch import DRIVER_LOOKS, LOOK_S
-from actors.protocol.failures import service_error
-from actors.protocol.messages import DriverLoad, GenerateRequest, ReaderEpoch, TokenEvent
-from actors.system import System
-from model.errors import HotcoldError
+from hotcold.actors.exchange.watch import DRIVER_LOOKS, LOOK_S
+from hotcold.actors.protocol.failures import service_error
+from hotcold.actors.protocol.messages import DriverLoad, GenerateRequest, ReaderEpoch, TokenEvent
+from hotcold.actors.system import System
+from hotcold.model.errors import HotcoldError
 
 _WAIT_S = 1.0  # the longest that the driver keeps a question for events open
 # Unanswered looks at which the driver counts as stuck.

@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 
-from actors.exchange.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
-from actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
-from actors.protocol.failures import service_error
-from actors.protocol.messages import (
+from hotcold.actors.exchange.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
+from hotcold.actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
+from hotcold.actors.protocol.failures import service_error
+from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
     LoadProgress,
@@ -21,9 +21,9 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.setup.neurons.shards import arena_layout
-from model.config.build import read_config
-from model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.actors.setup.shards import arena_layout
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 
 _STOP_LOOKS = 300
 _ATTEND_S = 1.0  # between two words to the driver that a stream is still read

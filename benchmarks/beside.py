@@ -55,7 +55,7 @@ def answers(checkout: Path, model: Path | None, options: Sequence[str]) -> list[
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
         where = ["--model", str(model)] if model else []
         files = ["--requests", str(asked), "--out", str(answered)]
-        run_in(checkout, "jobs.generate", *files, *where, *options)
+        run_in(checkout, "hotcold.jobs.generate", *files, *where, *options)
         found = [json.loads(line) for line in answered.read_text().splitlines()]
     return [line["ids"] for line in found]
 
@@ -94,7 +94,7 @@ def compare_speed(other: Path, model: str, runs: int) -> Json:
 
 
 def _tokens_per_s(checkout: Path, arguments: Sequence[str], model: str) -> float:
-    said = run_in(checkout, "jobs.cli", "bench", *arguments, model, "--json")
+    said = run_in(checkout, "hotcold.jobs.cli", "bench", *arguments, model, "--json")
     return float(json.loads(said.splitlines()[-1])["tokens_per_s"])
 
 

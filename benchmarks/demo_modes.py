@@ -2,8 +2,9 @@
 
     python -m benchmarks.demo_modes --out benchmarks/results/demo-modes
 
-The model is profiled on `jobs/demo/text.py`'s text in a scratch folder. For each kind and target
-recall predictors are trained there and measured beside dense and exact: on the held-out text, on
+The model is profiled on `examples/train_demo/text.py`'s text in a scratch folder. For each kind
+and target recall predictors are trained there and measured beside dense and exact: on the held-out
+text, on
 questions that the model was trained to answer, and decoding, all modes in turn.
 """
 
@@ -16,11 +17,11 @@ from statistics import median
 import click
 
 from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
-from jobs.demo.text import write_demo_text
-from model.files.locate import DEMO_DIRECTORY
+from examples.train_demo.text import write_demo_text
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 _KINDS = ("sign", "lowrank")
-_MAX_ANSWER_TOKENS = 96  # as jobs/demo/measure.py, whose questions these are
+_MAX_ANSWER_TOKENS = 96  # as examples/train_demo/measure.py, whose questions these are
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def _perplexity(variant: Variant, windows: int | None, threads: list[str]) -> Js
 
 def _answers(variant: Variant, num_questions: int, num_threads: int | None) -> Json:
     """Ask the sampled questions of the model's own report, greedily, in one running system."""
-    from actors.protocol.messages import GenerateRequest
-    from actors.setup.preflight import SystemOptions, prepare_system
-    from jobs.support.loading import running_system
-    from model.sampling import SamplingParams
+    from hotcold.actors.protocol.messages import GenerateRequest
+    from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+    from hotcold.jobs.support.loading import running_system
+    from hotcold.model.sampling import SamplingParams
 
     sampled = json.loads((DEMO_DIRECTORY / "report.json").read_text())["sampled_answers"]
     asked = sampled[:num_questions]

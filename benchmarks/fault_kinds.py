@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from actors.system import System
-from model.errors import HotcoldError
+from hotcold.actors.system import System
+from hotcold.model.errors import HotcoldError
 
 SHM = Path("/dev/shm")
 SCALED, STARVED = "scaled", "out of memory"

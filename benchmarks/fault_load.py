@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.protocol.messages import GenerateRequest, Generation
-from actors.system import System
-from model.errors import HotcoldError
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.actors.system import System
+from hotcold.model.errors import HotcoldError
+from hotcold.model.sampling import SamplingParams
 
 _TICK_S, _LONGEST_TICK_S = 0.02, 0.2
 _PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)

@@ -237,7 +237,7 @@ def _keep_kernels(package: Path, changed: Path, cache: Path) -> None:
     Kernels lie in a folder named after all sources, so that none is found after a change. Those of
     files that do not import the changed one, through whatever others, are as they were.
     """
-    from numba_kernels.kernel_cache import cache_folder
+    from hotcold.numba_kernels.kernel_cache import cache_folder
 
     target, before = cache_folder(), (cache / "unchanged").read_text()
     if target.exists():
@@ -268,7 +268,7 @@ def _importers(package: Path, changed: Path) -> set[str]:
 
 def _note_kernels(tree: Tree, cache: Path) -> None:
     """Write down where kernels of the unchanged sources lie."""
-    code = "from numba_kernels.kernel_cache import cache_folder; print(cache_folder())"
+    code = "from hotcold.numba_kernels.kernel_cache import cache_folder; print(cache_folder())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tree.folder,

@@ -29,12 +29,12 @@ from statistics import median
 
 import click
 
-from actors.protocol.messages import SystemConfig
-from actors.system import System
 from benchmarks.fault_kinds import KINDS, SCALED, STARVED, Kind, possible_kinds
 from benchmarks.fault_load import Era, Load, requests_of
 from benchmarks.runs import Json, table_option, where_and_when, write_report
-from model.files.locate import locate_model
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.files.locate import locate_model
 
 _A_MINUTE_S, _MOST_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
 # The kernel says that it has killed somebody for want of memory, and not whom: a service that is

@@ -16,18 +16,12 @@ from pydoc_data.topics import topics
 import click
 import numpy as np
 
-from actors.protocol.options import SystemOptions
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import prepare_system, read_model
-from benchmarks.quality_models import (
-    running,
-    scores,
-    targets,
-    window_logits,
-    write_dequantized,
-)
+from benchmarks.quality_models import running, scores, targets, window_logits, write_dequantized
 from benchmarks.runs import Json, where_and_when, write_report
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.actors.in_process import InProcessSystem
 
 STEP_TOKENS = 16

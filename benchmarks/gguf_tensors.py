@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from model.errors import UsageError
-from numba_kernels.formats import CHUNK_GROUPS, Q4, Q8, QUANT_GROUP, SCALE_BYTES
+from hotcold.model.errors import UsageError
+from hotcold.numba_kernels.formats import CHUNK_GROUPS, Q4, Q8, QUANT_GROUP, SCALE_BYTES
 
 # hotcold's names of formats, with ggml's types of a tensor and of a file.
 DTYPES = {
@@ -104,7 +104,7 @@ def quantized_blocks(weights: np.ndarray, dtype: str) -> np.ndarray:
     Shapes:  weights (rows, width); the result (rows, width / 32 * bytes of a block)
     Dtypes:  weights float16; the result uint8
     """
-    from numba_kernels.load.quantize import quantize_rows
+    from hotcold.numba_kernels.load.quantize import quantize_rows
 
     bits = np.ascontiguousarray(weights).view(np.uint16)
     return ggml_blocks(quantize_rows(bits, _ROW_DTYPES[dtype]))

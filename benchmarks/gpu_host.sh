@@ -62,7 +62,7 @@ hybrid() { # NAME OPTIONS...
     [ -e "$out/$name.done" ] && rm -rf "$folder/$2-"* # the next shape needs the memory
 }
 
-"$python" -m cuda_kernels.device >"$out/device.json" || { echo "there is no usable GPU" >&2; exit 1; }
+"$python" -m hotcold.cuda_kernels.device >"$out/device.json" || { echo "there is no usable GPU" >&2; exit 1; }
 run_tests() { stage "$1" "$python" -m pytest -n 0 -q -p no:cacheprovider --junitxml "$out/$1.xml" "$2"; }
 run_tests kernels tests/gpu/test_kernels.py
 if command -v compute-sanitizer >/dev/null; then

@@ -24,20 +24,20 @@ from statistics import median
 import click
 import numpy as np
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.neurons.hot_neurons import hot_neurons, system_plan
-from actors.setup.preflight import SystemOptions, prepare_system
-from actors.system import System
 from benchmarks.llama_cpp import run_program
 from benchmarks.runs import Json, hotcold, where_and_when
-from cuda_kernels.device import first_gpu
-from jobs.bench.decode import decode_request
-from jobs.support.options import Bytes
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.files.artifact import ModelIdentity, artifact_path
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.hot_neurons import hot_neurons, system_plan
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.system import System
+from hotcold.cuda_kernels.device import first_gpu
+from hotcold.jobs.bench.decode import decode_request
+from hotcold.jobs.support.options import Bytes
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_profile, write_profile
 
 _CONTEXT = 256
 _PROFILED_TOKENS = 1024

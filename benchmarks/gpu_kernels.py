@@ -20,13 +20,13 @@ from typing import Any
 import click
 import numpy as np
 
-from cuda_kernels.bandwidth import measure_gpu_bandwidth
-from cuda_kernels.device import list_gpus
-from cuda_kernels.kernels import CudaKernels
-from cuda_kernels.launch import cupy_copies
-from cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
-from cuda_kernels.timing import graph_seconds
-from numba_kernels.decode.activations import activation, not_zero
+from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
+from hotcold.cuda_kernels.device import list_gpus
+from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.launch import cupy_copies
+from hotcold.cuda_kernels.matrix import FORMATS, DeviceMatrix, row_bytes
+from hotcold.cuda_kernels.timing import graph_seconds
+from hotcold.numba_kernels.decode.activations import activation, not_zero
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons

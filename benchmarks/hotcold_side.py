@@ -20,19 +20,19 @@ import click
 import ray
 import torch
 
-from actors.launch import start_local_ray
-from actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
-from actors.protocol.step_sizes import MATRIX_TOKENS
-from actors.setup.neurons.shards import arena_layout
-from actors.setup.preflight import SystemOptions, prepare_system
-from actors.system import System
 from benchmarks.llama_cpp import BATCH_PROMPT, Sizes, run_program
 from benchmarks.process_memory import memory_of
 from benchmarks.runs import Json
-from jobs.bench.decode import batch_tokens_per_s, decode_report, decode_request
-from model.config.model_config import ModelConfig
-from numba_kernels.ir.target import has_feature
-from placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.actors.launch import start_local_ray
+from hotcold.actors.protocol.messages import MODES, THRESHOLD, Generation, SystemConfig
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.shards import arena_layout
+from hotcold.actors.system import System
+from hotcold.jobs.bench.decode import batch_tokens_per_s, decode_report, decode_request
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.placement.machine.bandwidth import measure_read_bandwidth
 
 DTYPES = ("f16", "q8", "q4")
 AS_STORED = "as stored"  # of a GGUF file, which both programs read

@@ -145,7 +145,7 @@ class _Running:
         standard_input = write_out if terminal else subprocess.PIPE
         self.started_s = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jobs.cli", *command.arguments],
+            [sys.executable, "-m", "hotcold.jobs.cli", *command.arguments],
             stdin=standard_input, stdout=write_out, stderr=write_err, cwd=folder, env=environment,
             start_new_session=terminal, preexec_fn=_take_terminal if terminal else _hear_interrupts,
         )  # fmt: skip

@@ -28,7 +28,7 @@ import click
 
 from benchmarks.interrupted_command import Command, Run, Undisturbed
 from benchmarks.runs import Json, table_option, where_and_when, write_report
-from model.files.locate import locate_model
+from hotcold.model.files.locate import locate_model
 
 INTERRUPTED = 130
 _QUESTION = "What does textwrap.dedent do?"

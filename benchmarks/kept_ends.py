@@ -47,7 +47,7 @@ class _User:
         self._environment = environment(self._ray, {"XDG_RUNTIME_DIR": str(folder)})
 
     def run(self, *arguments: str) -> str:
-        line = [sys.executable, "-m", "jobs.cli", *arguments]
+        line = [sys.executable, "-m", "hotcold.jobs.cli", *arguments]
         return subprocess.run(
             line, env=self._environment, check=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True,

@@ -19,8 +19,8 @@ from tempfile import TemporaryFile
 import click
 import numpy as np
 
-from jobs.support.options import Bytes
-from model.mapped_file import forget_pages
+from hotcold.jobs.support.options import Bytes
+from hotcold.model.mapped_file import forget_pages
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"

@@ -25,15 +25,15 @@ import click
 import numpy as np
 
 from benchmarks.gguf_tensors import DTYPES, GgufTensor, matrix, vector, write_tensors
-from model.config.build import read_config
-from model.config.families import tensor_names
-from model.config.families.tensor_names import TensorNames
-from model.config.gguf.architecture import LLAMA_LAYER, LLAMA_NAMES
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError, UsageError
-from model.files.checkpoint import Checkpoint
-from model.weights.embedding import head_name
-from numba_kernels.formats import QUANT_GROUP
+from hotcold.model.config.build import read_config
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.gguf_architecture import LLAMA_LAYER, LLAMA_NAMES
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.embedding import head_name
+from hotcold.numba_kernels.formats import QUANT_GROUP
 
 _RANDOM_ITEMS = 1 << 22
 _SEED = 2026

@@ -28,9 +28,9 @@ from benchmarks.hostile_clients import Flood, SilentClient, StalledReader
 from benchmarks.load_clients import CONTEXT, Client, Tally, make_questions, post
 from benchmarks.process_memory import memory_of, shared_memory_bytes
 from benchmarks.runs import Json, table_option, where_and_when, write_report
-from jobs.support.listening import listen
-from model.files.locate import locate_model
-from placement.machine.survey import usable_cores
+from hotcold.jobs.support.listening import listen
+from hotcold.model.files.locate import locate_model
+from hotcold.placement.machine.survey import usable_cores
 
 _START_S = 180.0
 _SAMPLE_S = 10.0
@@ -46,7 +46,7 @@ def role_of(process: psutil.Process) -> str:
     for word, role in {
         "DriverActor": "driver",
         "ServiceActor": "services",
-        "jobs.cli serve": "server",
+        "hotcold.jobs.cli serve": "server",
     }.items():
         if word in command:
             return role
@@ -214,7 +214,16 @@ def main(minutes: float, clients: int, questions: int, out: Path | None) -> None
     """Load a server, compare its answers, and see whether it grows."""
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "jobs.cli", "serve", "--log", "none", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "hotcold.jobs.cli",
+        "serve",
+        "--log",
+        "none",
+        "--port",
+        str(port),
+    ]
     queue = str(_PLACES - _PARALLEL)
     server = subprocess.Popen([*command, "--kv-tokens", str(8 * CONTEXT), "--queue", queue])
     try:

@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 import numpy as np
 
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.files.locate import locate_model
-from model.text.tokenizer import Tokenizer
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.locate import locate_model
+from hotcold.model.text.tokenizer import Tokenizer
 
 Trace = list[list[np.ndarray]]  # by tokens and layers: the neurons that fire, numbered over all
 _WINDOW = 256  # tokens of a text that see each other

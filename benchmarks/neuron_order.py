@@ -21,9 +21,9 @@ import click
 import numpy as np
 
 from benchmarks.neuron_cache import LeastWanted, Trace, fired_neurons, tokens_to_read
-from model.config.build import read_config
-from model.files.locate import locate_model
-from placement.storage import Disk, Reads
+from hotcold.model.config.build import read_config
+from hotcold.model.files.locate import locate_model
+from hotcold.placement.storage import Disk, Reads
 
 _MOST_BYTES = 256 << 10  # of one read
 _FORMATS = {"f16": (8192, 16384), "q4": (2560, 4608)}  # bytes of a gate, of up and down rows

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import click
 
-from actors.setup.memory.needs import system_need
-from actors.setup.neurons.placement_choice import plan_request
-from actors.setup.preflight import SystemOptions
-from jobs.support.planned_model import (
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.actors.setup.preflight import SystemOptions
+from hotcold.jobs.support.planned_model import (
     planned_model,
     planned_predictors,
     planned_profile,
     planned_system,
 )
-from model.errors import MemoryBudgetError
-from placement.machine.description import Machine, read_machine
-from placement.planner import make_plan
-from placement.solver.cost import PlanDevice, RowBytes, part_costs
-from placement.solver.plan_devices import make_plan_devices
-from placement.solver.problem import ATTENTION
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.placement.machine.description import Machine, read_machine
+from hotcold.placement.planner import make_plan
+from hotcold.placement.solver.cost import PlanDevice, RowBytes, part_costs
+from hotcold.placement.solver.plan_devices import make_plan_devices
+from hotcold.placement.solver.problem import ATTENTION
 
 MACHINES = Path(__file__).parent / "machines"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"

@@ -18,9 +18,6 @@ from statistics import median
 
 import click
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system
-from actors.system import System
 from benchmarks.runs import (
     Json,
     hotcold,
@@ -30,10 +27,13 @@ from benchmarks.runs import (
     where_and_when,
     write_report,
 )
-from jobs.bench.decode import decode_report, decode_request
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.system import System
+from hotcold.jobs.bench.decode import decode_report, decode_request
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.placement.machine.bandwidth import measure_read_bandwidth
 
 CASES = (("llama-7b", 0.10), ("opt-6.7b", 0.03), ("falcon-7b-like", 0.05))
 _PROFILE_TOKENS = 2048

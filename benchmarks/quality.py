@@ -24,9 +24,6 @@ from pathlib import Path
 import click
 import numpy as np
 
-from actors.driver.engine import Engine
-from actors.protocol.messages import THRESHOLD
-from actors.setup.threshold_mode import has_thresholds
 from benchmarks.quality_models import (
     bytes_shares,
     running,
@@ -36,12 +33,15 @@ from benchmarks.quality_models import (
     write_dequantized,
 )
 from benchmarks.runs import Json, hotcold, shape_text, table_option, where_and_when, write_report
-from model.config.build import read_config
-from model.files.artifact import ModelIdentity
-from model.text.tokenizer import Tokenizer
-from numba_kernels.decode.activations import Thresholds
-from placement.solver.cost import RowBytes
-from predictors.magnitude.thresholds import read_thresholds
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.actors.setup.threshold_mode import has_thresholds
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_thresholds import read_thresholds
 
 _HERE = Path(__file__).parent
 _MODULES = (

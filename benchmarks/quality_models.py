@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.driver.engine import Engine
-from actors.driver.scoring import scored_rows
 from benchmarks.runs import Json
-from model.config.build import config_values
-from model.files.checkpoint import Checkpoint
-from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
-from numba_kernels.decode.scoring import compare_logits
-from numba_kernels.load.convert import to_float32
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.scoring import scored_rows
+from hotcold.model.config.build import config_values
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from hotcold.numba_kernels.decode.scoring import compare_logits
+from hotcold.numba_kernels.load.convert import to_float32
 from tests.actors.in_process import InProcessSystem
 
 _MAX_TOKENS = 256

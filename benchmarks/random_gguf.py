@@ -14,8 +14,8 @@ import click
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from model.synthetic.shape import SHAPES as KNOWN
-from model.synthetic.shape import SyntheticShape
+from hotcold.model.synthetic.shape import SHAPES as KNOWN
+from hotcold.model.synthetic.shape import SyntheticShape
 
 _SEED, _SPREAD = 2026, 0.02
 _RANDOM_ROWS = 512  # drawn; repeated for larger matrices

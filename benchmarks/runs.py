@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from placement.machine.sysfs import read_cpu
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.placement.machine.sysfs import read_cpu
 
 Json = dict[str, Any]
 
@@ -24,7 +24,7 @@ def hotcold(*arguments: str) -> Json:
 
     Errors:  ClickException with the command's own last line where it failed
     """
-    command = [sys.executable, "-m", "jobs.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "hotcold.jobs.cli", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -29,7 +29,16 @@ from benchmarks.kept_ends import HEAD, what_is_left
 
 HERE = Path(__file__).resolve().parents[1]
 _QUESTION = "What does textwrap.dedent do?"
-_COMMAND = ("-m", "jobs.cli", "generate", "--chat", "--temperature", "0", "--prompt", _QUESTION)
+_COMMAND = (
+    "-m",
+    "hotcold.jobs.cli",
+    "generate",
+    "--chat",
+    "--temperature",
+    "0",
+    "--prompt",
+    _QUESTION,
+)
 _FIRST, _ALL = "to the first text", "to the end of the command"
 
 
@@ -75,13 +84,13 @@ def measure_parts() -> dict[str, float]:
         seconds[name] = seconds.get(name, 0.0) + now - began
         began = now
 
-    from actors.launch import start_local_ray
-    from actors.protocol.messages import GenerateRequest
-    from actors.setup.neurons.shards import arena_layout
-    from actors.setup.preflight import SystemOptions, prepare_system
-    from actors.system import System
-    from model.files.locate import locate_model
-    from model.sampling import SamplingParams
+    from hotcold.actors.launch import start_local_ray
+    from hotcold.actors.protocol.messages import GenerateRequest
+    from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+    from hotcold.actors.setup.shards import arena_layout
+    from hotcold.actors.system import System
+    from hotcold.model.files.locate import locate_model
+    from hotcold.model.sampling import SamplingParams
 
     system, config = prepare_system(locate_model(None), SystemOptions())
     end_part("imports of the command")
@@ -129,7 +138,7 @@ def kept_seconds(runs: int) -> dict[str, list[float]]:
                 found["kept"].append(command_seconds(HERE, [], changes)[_FIRST])
         finally:
             subprocess.run(
-                [sys.executable, "-m", "jobs.cli", "stop"],
+                [sys.executable, "-m", "hotcold.jobs.cli", "stop"],
                 cwd=HERE,
                 env={**os.environ, "PYTHONPATH": str(HERE), **changes},
                 stdout=subprocess.DEVNULL,

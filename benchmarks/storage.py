@@ -29,7 +29,7 @@ from typing import Any
 import click
 
 from benchmarks.limited_run import Limits, Peak, run_limited
-from jobs.support.options import Bytes
+from hotcold.jobs.support.options import Bytes
 
 ROOM = 1.25  # of the cgroup beside what was promised
 _GIB = 1 << 30
@@ -69,7 +69,7 @@ def hotcold_run(model: Path, size: int | None, limits: Limits, options: Sequence
 
 def planned_speed(model: Path, size: int, disk_limit: int, options: Sequence[str]) -> float:
     """Tokens a second that `hotcold plan` expects, on such a disk."""
-    command = [sys.executable, "-m", "jobs.cli", "plan", str(model), *options]
+    command = [sys.executable, "-m", "hotcold.jobs.cli", "plan", str(model), *options]
     command += ["--cpu-memory", str(size), "--json"]
     text, _ = run_limited(command, Limits(disk_bytes_per_s=disk_limit), files_of(model))
     report: dict[str, Any] = json.loads(text.splitlines()[-1])

@@ -24,7 +24,7 @@ import click
 from benchmarks.limited_run import Limits, run_limited
 from benchmarks.runs import Json, table_option, where_and_when, write_report
 from benchmarks.storage import ROOM, files_of
-from jobs.support.options import Bytes
+from hotcold.jobs.support.options import Bytes
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _TOKENS = 8

@@ -21,16 +21,16 @@ from typing import Any
 import click
 import numpy as np
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.protocol.stored_neurons import PARTS
-from actors.setup.preflight import SystemOptions, prepare_system
-from actors.system import System
-from jobs.bench.decode import decode_request
-from jobs.support.loading import running_system
-from jobs.support.options import Bytes
-from model.config.model_config import ModelConfig
-from model.sampling import SamplingParams
-from placement.machine.measure_disk import measure_disk
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import PARTS
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.system import System
+from hotcold.jobs.bench.decode import decode_request
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.options import Bytes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.machine.measure_disk import measure_disk
 
 AHEAD = "ahead"
 _WARM_TOKENS = 24  # with which slots fill; not counted

@@ -22,9 +22,9 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import SystemConfig
-from model.config.build import read_config
-from model.files.locate import locate_model
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.model.config.build import read_config
+from hotcold.model.files.locate import locate_model
 from tests.cluster.hosts_client import Client
 from tests.cluster.shaped_link import is_permitted
 from tests.cluster.two_nodes import TwoNodes, two_nodes

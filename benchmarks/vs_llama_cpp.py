@@ -25,7 +25,6 @@ from pathlib import Path
 
 import click
 
-from actors.protocol.messages import MODES, PREDICTED_MODES
 from benchmarks.hotcold_side import (
     AS_STORED,
     DTYPES,
@@ -40,9 +39,10 @@ from benchmarks.llama_cpp import measure as measure_llama_cpp
 from benchmarks.llama_cpp import measure_load as measure_llama_cpp_load
 from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
 from benchmarks.vs_table import table_of
-from model.config.build import read_config
-from model.errors import HotcoldError
-from model.gguf.names import is_gguf
+from hotcold.actors.protocol.messages import MODES, PREDICTED_MODES
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError
+from hotcold.model.gguf.names import is_gguf
 
 _RECALL_WINDOW = 128  # tokens: bos and what the model says after it
 

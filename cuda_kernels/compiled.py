@@ -10,7 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from cuda_kernels.source import OPTIONS, Entry, entry_source
+from hotcold.cuda_kernels.source import OPTIONS, Entry, entry_source
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

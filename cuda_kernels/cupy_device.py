@@ -1,7 +1,7 @@
 """One GPU through CuPy: memory, copies, graphs, events and matrix products of one service.
 
-It is `actors.gpu.cuda.device.Device`. Work goes to one stream, in order; copies that run ahead of
-it to a second one.
+It is `actors.attention.cuda.device.Device`. Work goes to one stream, in order; copies that run
+ahead of it to a second one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device import DeviceMemoryError
-from cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
+from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU, RELU2, SILU
 
 _SMI_S = 20.0
 # Of cublas_api.h; CuPy does not promise names for them.
@@ -72,7 +72,7 @@ class CupyDevice:
         return cublas.create()
 
     def _kernels(self) -> Any:
-        from cuda_kernels.kernels import CudaKernels
+        from hotcold.cuda_kernels.kernels import CudaKernels
 
         return CudaKernels()
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.launch import NULL, CupyLauncher, Launcher
-from cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
-from cuda_kernels.protocol import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
-from cuda_kernels.sizes import (
+from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
+from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
+from hotcold.cuda_kernels.protocol import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
+from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
     THREADS,
@@ -25,7 +25,7 @@ from cuda_kernels.sizes import (
     product_rows_a_block,
     product_tiles,
 )
-from cuda_kernels.source import Entry
+from hotcold.cuda_kernels.source import Entry
 
 __all__ = ["LAYER_NORM", "MOST_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuda_kernels.compiled import compiled_file
-from cuda_kernels.source import Entry
+from hotcold.cuda_kernels.compiled import compiled_file
+from hotcold.cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
 NULL = np.uint64(0)

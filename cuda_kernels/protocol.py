@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.matrix import DeviceMatrix
 
 RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.decode.norm
 # The numbers of numba_kernels.checks.

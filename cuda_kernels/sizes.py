@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP
+from hotcold.cuda_kernels.matrix import ITEM_BYTES, QUANT_GROUP
 
 THREADS = 128  # of a block
 WARP = 32

@@ -19,14 +19,14 @@ from typing import NoReturn
 
 import click
 
-from actors.private_ray.fork_server import begin_workers
-from jobs.kept.folder import may_be_running
-from jobs.settings.settings import origin_of
-from jobs.support.console import OutputError, progress_bar, use_own_streams
-from jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
-from jobs.support.until_stopped import interrupt_again
-from model.errors import HotcoldError
-from model.files import content
+from hotcold.actors.private_ray.fork_server import begin_workers
+from hotcold.jobs.kept.folder import may_be_running
+from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
+from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
+from hotcold.jobs.support.settings import origin_of
+from hotcold.jobs.support.until_stopped import interrupt_again
+from hotcold.model.errors import HotcoldError
+from hotcold.model.files import content
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -39,63 +39,75 @@ _OBJECTS_A_LOOK = 50_000
 
 COMMANDS = {
     "generate": LazyCommand(
-        "jobs.commands.generate:generate",
+        "hotcold.jobs.commands.generate:generate",
         "Continue a prompt.",
         starts_system=True,
         uses_running=True,
     ),
     "chat": LazyCommand(
-        "jobs.commands.chat:chat",
+        "hotcold.jobs.commands.chat:chat",
         "Talk with a model in the terminal.",
         starts_system=True,
         uses_running=True,
     ),
     "serve": LazyCommand(
-        "jobs.commands.serve:serve",
+        "hotcold.jobs.commands.serve:serve",
         "The chat page and an OpenAI-compatible API.",
         starts_system=True,
     ),
-    "ps": LazyCommand("jobs.kept.commands:ps", "List the systems that are running."),
-    "top": LazyCommand("jobs.top.command:top", "Watch a running system's neurons and services."),
-    "stop": LazyCommand("jobs.kept.commands:stop", "End a running system."),
-    "pull": LazyCommand("jobs.commands.models:pull", "Fetch a model from Hugging Face."),
-    "show": LazyCommand("jobs.commands.models:show", "Say what a model is and takes."),
-    "list": LazyCommand("jobs.commands.models:list_models", "List the models that are here."),
-    "rm": LazyCommand("jobs.commands.models:rm", "Remove a model that was fetched."),
-    "scale": LazyCommand(
-        "jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
+    "ps": LazyCommand("hotcold.jobs.kept.commands:ps", "List the systems that are running."),
+    "top": LazyCommand(
+        "hotcold.jobs.commands.top:top", "Watch a running system's neurons and services."
     ),
-    "plan": LazyCommand("jobs.commands.plan:plan", "Decide which device holds which neurons."),
+    "stop": LazyCommand("hotcold.jobs.kept.commands:stop", "End a running system."),
+    "pull": LazyCommand("hotcold.jobs.commands.models:pull", "Fetch a model from Hugging Face."),
+    "show": LazyCommand("hotcold.jobs.commands.models:show", "Say what a model is and takes."),
+    "list": LazyCommand(
+        "hotcold.jobs.commands.models:list_models", "List the models that are here."
+    ),
+    "rm": LazyCommand("hotcold.jobs.commands.models:rm", "Remove a model that was fetched."),
+    "scale": LazyCommand(
+        "hotcold.jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
+    ),
+    "plan": LazyCommand(
+        "hotcold.jobs.commands.plan:plan", "Decide which device holds which neurons."
+    ),
     "doctor": LazyCommand(
-        "jobs.commands.doctor:doctor", "Say what this machine has, what fits, what is wrong."
+        "hotcold.jobs.commands.doctor:doctor",
+        "Say what this machine has, what fits, what is wrong.",
     ),
     "make-model": LazyCommand(
-        "jobs.commands.make_model:make_model",
+        "hotcold.jobs.commands.make_model:make_model",
         "Write a checkpoint of random weights of a given shape.",
     ),
     "quantize": LazyCommand(
-        "jobs.commands.rewrite:quantize", "Write a model again in 8 or 4 bits a weight."
+        "hotcold.jobs.commands.rewrite:quantize", "Write a model again in 8 or 4 bits a weight."
     ),
     "pack": LazyCommand(
-        "jobs.commands.rewrite:pack", "Write a model's neurons for reading them from storage."
+        "hotcold.jobs.commands.rewrite:pack",
+        "Write a model's neurons for reading them from storage.",
     ),
     "perplexity": LazyCommand(
-        "jobs.commands.perplexity:perplexity",
+        "hotcold.jobs.commands.perplexity:perplexity",
         "Score a mode on a text, and compare it with dense.",
         starts_system=True,
     ),
     "profile": LazyCommand(
-        "jobs.commands.profile:profile", "Count on a text how often each neuron fires."
+        "hotcold.jobs.commands.profile:profile", "Count on a text how often each neuron fires."
     ),
     "train-predictors": LazyCommand(
-        "jobs.commands.train_predictors:train_predictors", "Fit what says which neurons will fire."
+        "hotcold.jobs.commands.train_predictors:train_predictors",
+        "Fit what says which neurons will fire.",
     ),
-    "config": LazyCommand("jobs.settings.config:config", "Say what settings hold, and from where."),
+    "config": LazyCommand(
+        "hotcold.jobs.commands.config:config", "Say what settings hold, and from where."
+    ),
     "completion": LazyCommand(
-        "jobs.settings.completion:completion", "Let the shell complete commands and options."
+        "hotcold.jobs.commands.completion:completion",
+        "Let the shell complete commands and options.",
     ),
     "bench": LazyCommand(
-        "jobs.commands.bench:bench", "Measure one part, beside the hardware's limit."
+        "hotcold.jobs.commands.bench:bench", "Measure one part, beside the hardware's limit."
     ),
 }
 

@@ -28,19 +28,19 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import Generation, SystemConfig
-from actors.system import System
-from jobs.cli import run
-from jobs.kept.client import KeptSystem
-from jobs.kept.find import find_system
-from jobs.requests.answer_file import AnswerFile
-from jobs.requests.cluster_system import job_system
-from jobs.requests.request_lines import RequestLine, read_requests
-from jobs.settings.shared_option import GroupedCommand
-from jobs.support.lazy_group import add_debug_option
-from jobs.support.options import own_option, split_system_options, system_options
-from model.errors import HotcoldError, ServiceError, UsageError
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import Generation, SystemConfig
+from hotcold.actors.system import System
+from hotcold.jobs.answer_file import AnswerFile
+from hotcold.jobs.cli import run
+from hotcold.jobs.cluster_system import job_system
+from hotcold.jobs.kept.client import KeptSystem
+from hotcold.jobs.kept.find import find_system
+from hotcold.jobs.request_lines import RequestLine, read_requests
+from hotcold.jobs.support.lazy_group import add_debug_option
+from hotcold.jobs.support.options import own_option, split_system_options, system_options
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.model.sampling import SamplingParams
 
 # Requests at the driver beyond those that run, so that it never waits for this process.
 NUM_AHEAD = 2

@@ -1,17 +1,17 @@
 """End a system that a job has left running.
 
-ray job submit --working-dir . -- python -m jobs.stop --system NAME
+ray job submit --working-dir . -- python -m hotcold.jobs.stop --system NAME
 """
 
 import time
 
 import click
 
-from actors.processes.cluster import connect
-from actors.system import System
-from jobs.cli import run
-from jobs.support.lazy_group import add_debug_option
-from model.errors import ServiceError, UsageError
+from hotcold.actors.processes.cluster import connect
+from hotcold.actors.system import System
+from hotcold.jobs.cli import run
+from hotcold.jobs.support.lazy_group import add_debug_option
+from hotcold.model.errors import ServiceError, UsageError
 
 _PATIENCE_S = 30.0
 
@@ -35,4 +35,4 @@ def stop(name: str) -> None:
 
 if __name__ == "__main__":
     add_debug_option(stop)
-    run(command=stop, program="python -m jobs.stop")
+    run(command=stop, program="python -m hotcold.jobs.stop")

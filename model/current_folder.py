@@ -13,7 +13,9 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_OWN = os.path.realpath(os.path.join(os.path.dirname(__file__), os.pardir))
+import hotcold
+
+_OWN = os.path.realpath(os.path.dirname(os.path.dirname(hotcold.__file__)))
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 # Modules that read settings in the current folder when they are imported: `.numba_config.yaml` and
 # `matplotlibrc`, which may both name modules to import.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model.errors import CheckpointError
+from hotcold.model.errors import CheckpointError
 
 
 class MappedFile:

@@ -11,7 +11,7 @@ relu, falcon    ReLU Falcon 40B (PowerInfer, section 8)                  0.05
 
 from __future__ import annotations
 
-from model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import ModelConfig
 
 # Families that another reads are called like it, Bamboo's checkpoints mistral for one.
 _SHARES = {

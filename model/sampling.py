@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config.json_reader import ConfigReader, read_json_object
-from model.errors import HotcoldError, UsageError, shown
+from hotcold.model.config.json_reader import ConfigReader, read_json_object
+from hotcold.model.errors import HotcoldError, UsageError, shown
 
 if TYPE_CHECKING:
-    from model.config.model_config import ModelConfig
+    from hotcold.model.config.model_config import ModelConfig
 
 GENERATION_CONFIG = "generation_config.json"
 

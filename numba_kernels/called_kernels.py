@@ -22,9 +22,9 @@ from numba.core.dispatcher import Dispatcher, _FunctionCompiler
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
-from numba_kernels.kernel_cache import being_compiled, is_called
+from hotcold.numba_kernels.kernel_cache import being_compiled, is_called
 
-_PACKAGE = __name__.partition(".")[0] + "."
+_PACKAGE = f"{__package__}."
 _CALLED = "called"  # how LLVM code is kept, beside Numba's own "object" and "bitcode"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code

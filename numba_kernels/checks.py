@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_kernels.formats import FLOATS, QUANTIZED, row_width
+from hotcold.numba_kernels.formats import FLOATS, QUANTIZED, row_width
 
 # An FFN's function, which kernels know by its number. drelu is relu of the gate's product times
 # relu of up's; fatrelu has a threshold.

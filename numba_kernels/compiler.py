@@ -7,18 +7,18 @@ Importing Numba takes half a second. What only reads headers, counts bytes or ch
 import numba
 from numba import njit as njit
 
-from numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
+from hotcold.numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
 
 if has_compiling_parts():
-    from numba_kernels.called_kernels import compile_called_kernels
+    from hotcold.numba_kernels.called_kernels import compile_called_kernels
 
     compile_called_kernels()
 if has_cache_parts():
-    from numba_kernels.one_compiler import share_compilers
+    from hotcold.numba_kernels.one_compiler import share_compilers
 
     numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
         [
-            "numba_kernels.one_compiler.SourceHashLocator",
+            "hotcold.numba_kernels.one_compiler.SourceHashLocator",
             "UserProvidedCacheLocator",
             "InTreeCacheLocator",
             "UserWideCacheLocator",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numba
 
-from numba_kernels.own_cache import cache_home, own_folder
+from hotcold.numba_kernels.own_cache import cache_home, own_folder
 
 _ROOM = "numba"
 _PACKAGE = Path(__file__).resolve().parent

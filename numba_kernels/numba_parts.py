@@ -15,7 +15,7 @@ from typing import Any
 
 import numba
 
-from numba_kernels.kernel_cache import own_cache_folder
+from hotcold.numba_kernels.kernel_cache import own_cache_folder
 
 _NEWEST = (0, 68)  # what compiling leans on was not tried with a later one
 _CORE = "numba.core."

@@ -19,8 +19,8 @@ import numba.core.dispatcher
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 
-from numba_kernels.kernel_cache import cache_folder, is_called, is_ours, own_cache_folder
-from numba_kernels.own_cache import tell_full
+from hotcold.numba_kernels.kernel_cache import cache_folder, is_called, is_ours, own_cache_folder
+from hotcold.numba_kernels.own_cache import tell_full
 
 
 class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]

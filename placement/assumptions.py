@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placement.machine.description import Machine
-from placement.plan import PlanRequest
-from placement.profile import ActivationProfile
-from placement.solver.cost import PredictorCost
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.plan import PlanRequest
+from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.solver.cost import PredictorCost
 
 
 def assumptions(

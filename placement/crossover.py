@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from placement.machine.description import Machine
+from hotcold.placement.machine.description import Machine
 
 # So many tokens go through a CPU's matrix products in the time that it takes to read the weights
 # from memory: cores with AVX-512 and bfloat16 do 100 to 300 GFLOP/s each where they share 10 GB/s.

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from model.config.model_config import ModelConfig
-from model.errors import MemoryBudgetError
-from model.weights.memory import available_bytes, memory_limit
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.weights.memory import available_bytes, memory_limit
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 
 _PROCESS_BYTES = 250 << 20  # of Python, torch and Ray in one actor
 _GIB = 1 << 30

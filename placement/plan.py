@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import (
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import (
     Artifact,
     ModelIdentity,
     artifact_path,

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.weights.sizes import kv_cache_bytes
-from placement.assumptions import assumptions
-from placement.machine.description import Machine
-from placement.plan import PlacementPlan, PlanRequest
-from placement.profile import ActivationProfile
-from placement.report import Expected, make_report
-from placement.solver.cost import (
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.sizes import kv_cache_bytes
+from hotcold.placement.assumptions import assumptions
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.plan import PlacementPlan, PlanRequest
+from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.report import Expected, make_report
+from hotcold.placement.solver.cost import (
     KV_ITEM_BYTES,
     PlanDevice,
     PredictorCost,
@@ -24,9 +24,9 @@ from placement.solver.cost import (
     part_costs,
     read_bytes,
 )
-from placement.solver.plan_devices import make_plan_devices
-from placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
-from placement.solver.solver import solve
+from hotcold.placement.solver.plan_devices import make_plan_devices
+from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
+from hotcold.placement.solver.solver import solve
 
 
 def make_plan(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 
 PROFILE_FILE = "profile.safetensors"
 _KIND = "profile"

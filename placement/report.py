@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from placement.solver.cost import PartCost, PlanDevice
-from placement.solver.problem import (
+from hotcold.placement.solver.cost import PartCost, PlanDevice
+from hotcold.placement.solver.problem import (
     ATTENTION,
     HEAD,
     HOST,
@@ -23,7 +23,7 @@ from placement.solver.problem import (
     part_bytes_on,
     part_seconds,
 )
-from placement.solver.solver import Solution
+from hotcold.placement.solver.solver import Solution
 
 _KINDS = (ATTENTION, HEAD, PREDICTOR)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.synthetic.rates import MAX_DENSITY, MIN_DENSITY, power_law_rates
-from placement.profile import ActivationProfile
-from placement.solver.cost import PredictorCost
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY, power_law_rates
+from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.solver.cost import PredictorCost
 
 _TOKENS = 1_000_000  # of the profile, so that the rarest neurons have whole counts too
 # Of random weights at a density of 0.10 and recall 0.96 (docs/lab_log.md, "Predictors"): sign

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
-from model.errors import CheckpointError
-from model.files.checkpoint import Checkpoint
-from model.gguf.file import open_gguf
-from model.gguf.names import is_gguf
-from numba_kernels.load.convert import to_float32
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import Predictors
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import CheckpointError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.gguf.file import open_gguf
+from hotcold.model.gguf.names import is_gguf
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import Predictors
 
 _THRESHOLD_KEY = "powerinfer.sparse_threshold"
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.decode.predict import lowrank_hidden_kernel, lowrank_scores_kernel
+from hotcold.numba_kernels.decode.predict import lowrank_hidden_kernel, lowrank_scores_kernel
 
 
 @dataclass(frozen=True)

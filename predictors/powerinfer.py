@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.torch_file import TorchFile
-from predictors.in_checkpoint import lowrank_layer
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import Predictors
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.torch_file import TorchFile
+from hotcold.predictors.in_checkpoint import lowrank_layer
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import Predictors
 
 
 def import_powerinfer(folder: Path, config: ModelConfig) -> Predictors:

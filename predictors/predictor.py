@@ -5,11 +5,11 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
-from numba_kernels.decode.predict import select_kernel
-from numba_kernels.serve.mailbox import Wires
-from numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
-from predictors.sign import SignLayer
-from predictors.sign_team import SignTeam
+from hotcold.numba_kernels.decode.predict import select_kernel
+from hotcold.numba_kernels.serve.mailbox import Wires
+from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
+from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.sign_team import SignTeam
 
 PredictorInput = Literal["ffn_input", "residual"]
 

@@ -7,9 +7,9 @@ from typing import Any, cast, get_args, overload
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import (
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import (
     Artifact,
     ModelIdentity,
     artifact_path,
@@ -17,11 +17,11 @@ from model.files.artifact import (
     read_artifact,
     write_artifact,
 )
-from model.mapped_file import forget_pages
-from predictors.lowrank import LowRankLayer
-from predictors.predictor import NeuronPredictor, PredictorInput
-from predictors.quality import Quality
-from predictors.sign import SignLayer
+from hotcold.model.mapped_file import forget_pages
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
+from hotcold.predictors.quality import Quality
+from hotcold.predictors.sign import SignLayer
 
 KINDS = ("sign", "lowrank")
 AnyLayer = SignLayer | LowRankLayer

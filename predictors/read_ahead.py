@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from numba_kernels.serve.predict_team import SignPredictors
-from predictors.predictor_file import Predictors
-from predictors.sign import SignLayer
-from predictors.sign_team import NOWHERE, bit_starts, stacked
+from hotcold.numba_kernels.serve.predict_team import SignPredictors
+from hotcold.predictors.predictor_file import Predictors
+from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.sign_team import NOWHERE, bit_starts, stacked
 
 
 def words_to_read_ahead(predictors: Predictors) -> int:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.weights.memory import aligned_empty
-from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
-from numba_kernels.ir.bit_ir import INPUT_PLANES
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
+from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 
 
 @dataclass(frozen=True)

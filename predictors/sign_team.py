@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from model.weights.memory import aligned_empty
-from numba_kernels.ir.bit_ir import INPUT_PLANES
-from numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from numba_kernels.serve.mailbox import DONE, Wires, cell
-from numba_kernels.serve.predict_team import (
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
+from hotcold.numba_kernels.serve.mailbox import DONE, Wires, cell
+from hotcold.numba_kernels.serve.predict_team import (
     FFN_INPUT,
     HIDDEN,
     MIXED,
@@ -25,8 +25,8 @@ from numba_kernels.serve.predict_team import (
     score_task,
     write_task,
 )
-from numba_kernels.serve.work_stealing import new_block_counters
-from predictors.sign import SignLayer
+from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.predictors.sign import SignLayer
 
 _NO_REQUEST = -1  # no request has this number: nobody sleeps until it changes
 NOWHERE = np.zeros(0, np.uint64)

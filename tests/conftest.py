@@ -178,7 +178,7 @@ def local_ray() -> Iterator[None]:
     """A Ray that all tests of a process share which start systems in it; they leave it empty."""
     import ray
 
-    from actors.launch import start_local_ray
+    from hotcold.actors.launch import start_local_ray
     from tests.actors.fork_server_with_torch import begin_with_torch
 
     begin_with_torch()

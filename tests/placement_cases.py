@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from model.config.build import build_config
-from model.config.model_config import ModelConfig
-from placement.machine.description import CpuNode, GpuDevice, Machine
-from placement.solver.problem import ATTENTION, HEAD, Problem
+from hotcold.model.config.build import build_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
+from hotcold.placement.solver.problem import ATTENTION, HEAD, Problem
 
 
 def llama_config(**changes: Any) -> ModelConfig:

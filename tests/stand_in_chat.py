@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from jobs.chat.commands import Settings
-from jobs.chat.conversation import Conversation, Facts
-from jobs.chat.screen import PlainScreen, Screen
-from jobs.chat.session import Session
-from model.errors import PromptError
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.jobs.chat.commands import Settings
+from hotcold.jobs.chat.conversation import Conversation, Facts
+from hotcold.jobs.chat.screen import PlainScreen, Screen
+from hotcold.jobs.chat.session import Session
+from hotcold.model.errors import PromptError
+from hotcold.model.sampling import SamplingParams
 
 FACTS = Facts("words", "exact", "cpu", 1000)
 ANSWER = """# A title
@@ -78,7 +78,7 @@ def main() -> None:
     if "plain" in sys.argv:
         screen = PlainScreen()
     else:
-        from jobs.chat.terminal import TerminalScreen
+        from hotcold.jobs.chat.terminal import TerminalScreen
 
         screen = TerminalScreen(talk, settings)
     Session(talk, screen, settings).run()

@@ -11,7 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ui.api.errors import unavailable
+from hotcold.ui.api.errors import unavailable
 
 _LOOK_S = 1.0
 

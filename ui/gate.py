@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ui.api.errors import ApiError
-from ui.headers import with_headers
-from ui.keys import Keys
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.headers import with_headers
+from hotcold.ui.keys import Keys
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health",)

@@ -10,20 +10,26 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ui.api import sse
-from ui.api import text as api_text
-from ui.api.chat import ChatRoute
-from ui.api.completions import CompletionRoute
-from ui.api.embeddings.route import EmbeddingsRoute
-from ui.api.embeddings.schemas import EmbeddingsRequest
-from ui.api.errors import ApiError, as_api_error
-from ui.api.ollama import routes as ollama
-from ui.api.responses.route import ResponsesRoute
-from ui.api.responses.schemas import ResponsesRequest
-from ui.api.route import JsonAnswer, answered
-from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
-from ui.described import add_description, body_of
-from ui.models.served import ServedModels
+from hotcold.ui.api import sse
+from hotcold.ui.api import text as api_text
+from hotcold.ui.api.chat import ChatRoute
+from hotcold.ui.api.completions import CompletionRoute
+from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
+from hotcold.ui.api.embeddings import EmbeddingsRoute
+from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.ollama import routes as ollama
+from hotcold.ui.api.responses.route import ResponsesRoute
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.route import JsonAnswer, answered
+from hotcold.ui.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from hotcold.ui.described import add_description, body_of
+from hotcold.ui.served_models import ServedModels
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or had half asked
 _CLIENT_GONE = 499  # nobody reads it
@@ -60,7 +66,7 @@ def create_app(
     if page is None:
         _add_root(app)
     else:
-        from ui.page.page import mount_page  # Gradio takes seconds to import
+        from hotcold.ui.page.page import mount_page  # Gradio takes seconds to import
 
         for path, another in (more_pages or {}).items():
             app = mount_page(app, another, path.rstrip("/"))

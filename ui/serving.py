@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.protocol.messages import LoadProgress
-from ui.access_log import AccessLog
-from ui.api.errors import unavailable
-from ui.connections import ConnectionLimits, Connections
-from ui.gate import Gate
+from hotcold.actors.protocol.messages import LoadProgress
+from hotcold.ui.access_log import AccessLog
+from hotcold.ui.api.errors import unavailable
+from hotcold.ui.connections import ConnectionLimits, Connections
+from hotcold.ui.gate import Gate
 
 _END_S = 10.0
 OwnServer = tuple[uvicorn.Server, socket.socket]  # at a Unix socket

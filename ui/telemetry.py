@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.telemetry.snapshot import NeuronMap, Telemetry
+from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
 
 def map_json(neurons: NeuronMap) -> dict[str, Any]:

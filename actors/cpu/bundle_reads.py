@@ -8,17 +8,16 @@ import time
 
 import numpy as np
 
-from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES
-from model.bundles.bundle_file import BundleFile
-from model.bundles.direct import PAGE_BYTES, open_direct
-from model.errors import ServiceError
-from model.weights.ffn import FfnWeights
-from model.weights.memory import aligned_empty
-from numba_kernels.storage.neuron_slots import NeuronSlots
-from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
-from numba_kernels.storage.reads.direct_file import SHORT
-from numba_kernels.storage.reads.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
-from numba_kernels.storage.reads.neuron_file import (
+from hotcold.actors.protocol.offloaded_neurons import MOST_GAP, READ_BYTES
+from hotcold.model.bundles.bundle_file import BundleFile
+from hotcold.model.bundles.direct import PAGE_BYTES, open_direct
+from hotcold.model.errors import ServiceError
+from hotcold.model.weights.ffn import FfnWeights
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage.direct_file import SHORT
+from hotcold.numba_kernels.storage.io_ring import close_ring, keep_for_ever, keep_mapped, new_ring
+from hotcold.numba_kernels.storage.neuron_file import (
     DAMAGED,
     KEEPS_PAGES,
     NUM_FACTS,
@@ -27,7 +26,8 @@ from numba_kernels.storage.reads.neuron_file import (
     RowBytes,
     staging_bytes,
 )
-from numba_kernels.storage.reads.read_queue import (
+from hotcold.numba_kernels.storage.neuron_slots import NeuronSlots
+from hotcold.numba_kernels.storage.read_queue import (
     HAS_BEGUN,
     NOW,
     new_queue,
@@ -36,7 +36,7 @@ from numba_kernels.storage.reads.read_queue import (
     stop_readers,
     wanted_of,
 )
-from numba_kernels.storage.reads.ring_reads import go_on_without_ring, serve_ring
+from hotcold.numba_kernels.storage.ring_reads import go_on_without_ring, serve_ring
 
 _LOOK_S = 0.001
 

@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from actors.cpu.late_products import LateProducts
-from actors.exchange.service import Service
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.neuron_bundles import BundleLayout, write_count
-from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from actors.telemetry.snapshot import bucket_of
-from model.config.model_config import ModelConfig
-from model.files.checkpoint import Checkpoint
-from model.weights.ffn import load_ffn
-from model.weights.tensor_reader import Touch
-from numba_kernels.decode.activations import Activation, activation
-from numba_kernels.decode.rows import split_range
-from numba_kernels.load.convert import row_lengths
-from numba_kernels.serve.dense_ffn import DenseFfnArrays, DenseFfnScratch
-from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, FfnScratch, new_scratch
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.cpu.lazy_matmul import LateProducts
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.tensor_reader import Touch
+from hotcold.numba_kernels.decode.activations import Activation, activation
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, DenseFfnScratch
+from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays, FfnScratch, new_scratch
+from hotcold.numba_kernels.serve.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
@@ -34,7 +34,7 @@ from numba_kernels.serve.mailbox import (
     SHIP,
     told_thresholds,
 )
-from numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
+from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 
 
 class CpuService(Service):
@@ -86,7 +86,7 @@ class CpuService(Service):
 
     def prepare_prompts(self) -> None:
         """See `Service.prepare_prompts`."""
-        import actors.cpu.prompt_ffn  # noqa: F401
+        import hotcold.actors.cpu.prompt_ffn  # noqa: F401
 
         self._products.get()
 
@@ -140,7 +140,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from actors.cpu.prompt_ffn import prompt_ffn  # it imports torch
+        from hotcold.actors.cpu.prompt_ffn import prompt_ffn  # it imports torch
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)

@@ -4,21 +4,17 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.cpu.cpu_service import CpuService
-from actors.telemetry.snapshot import bucket_of
-from model.config.model_config import ModelConfig
-from model.files.checkpoint import Checkpoint
-from model.weights.down_outputs import down_lengths, read_down_outputs
-from model.weights.ffn import read_ffn
-from model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from numba_kernels.decode.activations import activation
-from numba_kernels.serve.dense_ffn import (
-    DenseFfnArrays,
-    new_dense_scratch,
-    serve_dense_ffn,
-)
-from numba_kernels.serve.layer_ffn import NO_NORMS
-from numba_kernels.serve.mailbox import FFN, NUM_IDS, OPERATION
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
+from hotcold.model.weights.ffn import read_ffn
+from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays, new_dense_scratch, serve_dense_ffn
+from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS
+from hotcold.numba_kernels.serve.mailbox import FFN, NUM_IDS, OPERATION
 
 
 class DenseCpuService(CpuService):

@@ -7,28 +7,28 @@ from itertools import pairwise
 
 import numpy as np
 
-from actors.cpu.bundle_reads import BundleReads
-from actors.protocol.stored_neurons import MOST_GAP, READ_BYTES, StoredShare
-from model.bundles.bundle_file import BundleFile
-from model.config.weight_formats import numpy_dtype
-from model.errors import ServiceError
-from model.weights.ffn import FfnWeights
-from model.weights.memory import aligned_empty
-from numba_kernels.decode.rows import split_range
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
-from numba_kernels.serve.predict_team import SignPredictors
-from numba_kernels.storage.layer_slots import (
+from hotcold.actors.cpu.bundle_reads import BundleReads
+from hotcold.actors.protocol.offloaded_neurons import MOST_GAP, READ_BYTES, StoredShare
+from hotcold.model.bundles.bundle_file import BundleFile
+from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.model.errors import ServiceError
+from hotcold.model.weights.ffn import FfnWeights
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
+from hotcold.numba_kernels.serve.predict_team import SignPredictors
+from hotcold.numba_kernels.storage.layer_slots import (
     ask_for_layer,
     await_layer,
     copy_layer,
     settle_reads,
 )
-from numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
-from numba_kernels.storage.read_ahead import new_read_ahead
-from numba_kernels.storage.reads.neuron_file import GATE, REST, RowBytes
-from numba_kernels.storage.stored_neurons import NUM_COUNTERS, NUM_OPTIONS, StoredNeurons
-from placement.storage import LISTED, listed_rates
+from hotcold.numba_kernels.storage.neuron_file import GATE, REST, RowBytes
+from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
+from hotcold.numba_kernels.storage.offloaded_neurons import NUM_COUNTERS, NUM_OPTIONS, StoredNeurons
+from hotcold.numba_kernels.storage.read_ahead import new_read_ahead
+from hotcold.placement.storage import LISTED, listed_rates
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from actors.cpu.matrix_products import MatrixProducts
-from model.torch_activations import activated, activated_up
-from numba_kernels.checks import ACTIVATION_NAMES, DRELU
-from numba_kernels.decode.activations import Activation
-from numba_kernels.decode.rows import split_range
-from numba_kernels.ir.operands import PART_COLUMNS
-from numba_kernels.prompt.prompt_ffn import (
+from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.model.torch_activations import activated, activated_up
+from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
+from hotcold.numba_kernels.decode.activations import Activation
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ir.operands import PART_COLUMNS
+from hotcold.numba_kernels.prompt.prompt_ffn import (
     empty_fired,
     list_fired,
     num_blocks,
@@ -23,8 +23,8 @@ from numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
-from numba_kernels.serve.dense_ffn import DenseFfnArrays
-from numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.dense_ffn import DenseFfnArrays
+from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
 
 # Up to this share of neurons that fire, one by one is faster than products over all
 # (docs/lab_log.md).

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.driver.engine import Engine
-from actors.driver.text.grammar import Constraint, Grammars
-from actors.driver.text.penalties import Penalties
-from actors.driver.text.pooling import StateMean
-from actors.driver.text.prompts import Prompts
-from actors.driver.text.stop_strings import StopStrings
-from actors.driver.text.token_logprobs import AnswerLogprobs, PromptLogprobs, token_logprob
-from actors.protocol.failures import NotFiniteError
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from actors.protocol.step_sizes import chunk_sizes
-from actors.telemetry.step_times import StepTimes
-from model.config.model_config import ModelConfig
-from model.sampling import eos_ids
-from numba_kernels.decode.sampling import sample
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.grammar import Constraint, Grammars
+from hotcold.actors.driver.penalties import Penalties
+from hotcold.actors.driver.pooling import StateMean
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.driver.stop_strings import StopStrings
+from hotcold.actors.driver.token_logprobs import AnswerLogprobs, PromptLogprobs, token_logprob
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.step_sizes import chunk_sizes
+from hotcold.actors.telemetry.step_times import StepTimes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.sampling import eos_ids
+from hotcold.numba_kernels.decode.sampling import sample
 
 
 @dataclass(eq=False)

@@ -13,24 +13,24 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from actors.driver.active_request import ActiveRequest, Generator, Stream
-from actors.driver.engine import Engine
-from actors.driver.profiling import ProfilingEngine
-from actors.driver.readers import LOOK_S, Reader, Readers
-from actors.driver.request_events import OpenStreams, RequestEvent
-from actors.driver.request_queue import RequestQueue
-from actors.driver.scheduler import Scheduler
-from actors.driver.scoring import ThresholdTrials, WindowScores, score_window
-from actors.exchange.doorbell_exchange import Exchange
-from actors.protocol.failures import (
+from hotcold.actors.driver.active_request import ActiveRequest, Generator, Stream
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.profiling import ProfilingEngine
+from hotcold.actors.driver.readers import LOOK_S, Reader, Readers
+from hotcold.actors.driver.request_events import OpenStreams, RequestEvent
+from hotcold.actors.driver.request_queue import RequestQueue
+from hotcold.actors.driver.scheduler import Scheduler
+from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.protocol.failures import (
     CacheLost,
     RequestError,
     SystemLost,
     cause_of,
     first_line,
 )
-from actors.protocol.kv_pool import KvPool
-from actors.protocol.messages import (
+from hotcold.actors.protocol.kv_pool import KvPool
+from hotcold.actors.protocol.messages import (
     PREDICTED_MODES,
     DriverLoad,
     GenerateRequest,
@@ -38,24 +38,24 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.setup.auto_mode import trial_key
-from actors.setup.choose import default_mode
-from actors.setup.neurons.hot_neurons import hot_counts
-from actors.setup.neurons.shards import num_kv_pages
-from actors.setup.threshold_mode import system_thresholds
-from actors.telemetry.kept_trial import kept_trial
-from actors.telemetry.mode_trial import ModeTrial, compare_modes
-from actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError, ServiceError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.weights.embedding import load_embedding
-from numba_kernels.serve.layer_walk import GPU
-from predictors.magnitude.thresholds import LayerThresholds
-from predictors.predictor import NeuronPredictor
-from predictors.predictor_file import read_predictors
+from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.setup.choose import default_mode
+from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.shards import num_kv_pages
+from hotcold.actors.setup.threshold_mode import system_thresholds
+from hotcold.actors.telemetry.kept_trial import kept_trial
+from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
+from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.serve.layer_loop import GPU
+from hotcold.predictors.magnitude_thresholds import LayerThresholds
+from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.predictor_file import read_predictors
 
 _Result = TypeVar("_Result")
 

@@ -1,6 +1,6 @@
 """One step of the model: token ids in, logits out, two exchanges a layer.
 
-The layers' order is told in `numba_kernels.serve.layer_walk`, which comes back to the engine for
+The layers' order is told in `numba_kernels.serve.layer_loop`, which comes back to the engine for
 what compiled code cannot do. A step may be run layer by layer: `place`, then `run_layer` for each,
 then `logits`.
 """
@@ -10,20 +10,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from actors.driver.neuron_upload import ffn_with_upload
-from actors.driver.not_finite import bad_embedding, bad_layer, bad_logits
-from actors.exchange.doorbell_exchange import Exchange
-from actors.protocol.messages import THRESHOLD
-from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
-from actors.telemetry.step_times import StepTimes
-from model.config.model_config import ModelConfig
-from model.weights.embedding import EmbeddingWeights
-from numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
-from numba_kernels.decode.finite import finite_rows
-from numba_kernels.decode.norm import norm_kind
-from numba_kernels.serve import layer_walk
-from numba_kernels.serve.layer_walk import GPU, LayerFacts, begin_walk, new_walk, walk_layers
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.driver.neuron_upload import ffn_with_upload
+from hotcold.actors.driver.not_finite import bad_embedding, bad_layer, bad_logits
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
+from hotcold.actors.telemetry.step_times import StepTimes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.embedding import EmbeddingWeights
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
+from hotcold.numba_kernels.decode.finite import finite_rows
+from hotcold.numba_kernels.decode.norm import norm_kind
+from hotcold.numba_kernels.serve import layer_loop
+from hotcold.numba_kernels.serve.layer_loop import (
+    GPU,
+    LayerFacts,
+    begin_walk,
+    new_walk,
+    walk_layers,
+)
+from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
     BYTES_READ,
     FIRST_LOGIT,
@@ -37,9 +43,9 @@ from numba_kernels.serve.mailbox import (
     PARTS_MISSED,
     threshold_words,
 )
-from numba_kernels.serve.predict_team import NO_TEAM
-from predictors.predictor import NeuronPredictor
-from predictors.sign_team import INPUTS
+from hotcold.numba_kernels.serve.predict_team import NO_TEAM
+from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.sign_team import INPUTS
 
 
 class Engine:
@@ -178,37 +184,37 @@ class Engine:
     def _run_layers(self, layers: range, num_tokens: int) -> None:
         walk, exchange = self._walk, self.exchange
         team = NO_TEAM if self.predictor is None else self.predictor.team
-        predicts = layer_walk.NOBODY
+        predicts = layer_loop.NOBODY
         if self._predicts(num_tokens):
-            predicts = layer_walk.IN_TEAM if team.num_threads else layer_walk.IN_PYTHON
+            predicts = layer_loop.IN_TEAM if team.num_threads else layer_loop.IN_PYTHON
         own_ffn, read = self._asks_ffn(num_tokens), INPUTS[self._predictor_input()]
         begin_walk(walk, layers, num_tokens, predicts, own_ffn, read)
         while reason := walk_layers(walk, exchange.asking, exchange.wires, self._facts, team):
-            self._come_back(reason, int(walk[layer_walk.AT_LAYER]), num_tokens)
+            self._come_back(reason, int(walk[layer_loop.AT_LAYER]), num_tokens)
         self.times.add_layers(walk)
 
     def _come_back(self, reason: int, layer: int, num_tokens: int) -> None:
         """Do what a walk leaves to Python."""
         walk, exchange = self._walk, self.exchange
-        if reason == layer_walk.ASK:
-            walk[layer_walk.ASK_WAITED_NS] = exchange.ask(self._asked())
-        elif reason == layer_walk.RESUME:
-            walk[layer_walk.ASK_WAITED_NS] += exchange.resume(self._asked())
-        elif reason == layer_walk.ANNOUNCE:
+        if reason == layer_loop.ASK:
+            walk[layer_loop.ASK_WAITED_NS] = exchange.ask(self._asked())
+        elif reason == layer_loop.RESUME:
+            walk[layer_loop.ASK_WAITED_NS] += exchange.resume(self._asked())
+        elif reason == layer_loop.ANNOUNCE:
             name, number = self._predictor_input(), exchange.next_number
             assert self.predictor is not None
             self.predictor.announce(layer, num_tokens, name, number)
-        elif reason == layer_walk.CHOOSE:
+        elif reason == layer_loop.CHOOSE:
             self._choose(layer, num_tokens)
-        elif reason == layer_walk.COMPUTE:
+        elif reason == layer_loop.COMPUTE:
             self._ffn(layer, num_tokens)
         else:
-            first = int(walk[layer_walk.FIRST])
+            first = int(walk[layer_loop.FIRST])
             raise bad_layer(exchange.wires, layer, num_tokens, first)
 
     def _asked(self) -> range:
         """The services that the walk asks."""
-        return range(int(self._walk[layer_walk.FIRST]), int(self._walk[layer_walk.END]))
+        return range(int(self._walk[layer_loop.FIRST]), int(self._walk[layer_loop.END]))
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
@@ -235,7 +241,7 @@ class Engine:
             return
         ffn_with_upload(self.exchange, self.times, layer, num_tokens)
         self.times.count_neurons(*[self.config.ffn_size] * 3)
-        self._walk[layer_walk.FIRST], self._walk[layer_walk.END] = GPU, GPU + 1
+        self._walk[layer_loop.FIRST], self._walk[layer_loop.END] = GPU, GPU + 1
 
     def _ask_ffn(self, num_gates: int) -> tuple[int, int]:
         """Ask `_asked`; returns how many neurons were computed, and how many neurons' up was."""

@@ -7,9 +7,9 @@ already it does not add twice.
 
 from __future__ import annotations
 
-from actors.exchange.doorbell_exchange import Exchange
-from actors.telemetry.step_times import StepTimes
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.telemetry.step_times import StepTimes
+from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
     LAYER,
     NUM_COMPUTED,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from actors.protocol.failures import NotFiniteError
-from numba_kernels.serve.mailbox import Wires
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.numba_kernels.serve.mailbox import Wires
 
 _GPU = 0
 

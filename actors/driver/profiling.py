@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.driver.engine import Engine
-from actors.exchange.doorbell_exchange import Exchange
-from actors.protocol.messages import ServiceSpec
-from model.config.model_config import ModelConfig
-from model.weights.embedding import EmbeddingWeights
-from numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.embedding import EmbeddingWeights
+from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION
 
 
 class ProfilingEngine(Engine):

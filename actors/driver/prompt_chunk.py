@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from actors.driver.active_request import ActiveRequest
-from actors.driver.engine import Engine
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.engine import Engine
 
 
 class PromptChunk:

@@ -8,10 +8,10 @@ new epoch: what it asked for before is cancelled too, and nothing of it is hande
 import threading
 from contextlib import suppress
 
-from actors.driver.active_request import Stream
-from actors.driver.request_events import EventQueue, RequestEvent
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import ReaderEpoch
+from hotcold.actors.driver.active_request import Stream
+from hotcold.actors.driver.request_events import EventQueue, RequestEvent
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import ReaderEpoch
 
 LOOK_S = 1.0  # between two looks
 # Silent looks at which a reader counts as gone. Looks are counted, not seconds: time in which all

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from actors.driver.active_request import Stream
-from actors.protocol.messages import TokenEvent
+from hotcold.actors.driver.active_request import Stream
+from hotcold.actors.protocol.messages import TokenEvent
 
 # The least time between two handings out: what comes sooner rides along with the next one.
 PACE_S = 0.04

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from actors.driver.active_request import ActiveRequest
-from actors.driver.scheduler import Scheduler
-from actors.protocol.failures import CacheLost, NotFiniteError, SystemLost, first_line
-from model.errors import ServiceError
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.scheduler import Scheduler
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, SystemLost, first_line
+from hotcold.model.errors import ServiceError
 
 _Result = TypeVar("_Result")
 

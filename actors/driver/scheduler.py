@@ -17,14 +17,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from actors.driver.active_request import ActiveRequest
-from actors.driver.engine import Engine
-from actors.driver.prompt_chunk import PromptChunks
-from actors.driver.token_batch import Batch
-from actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
-from actors.protocol.kv_pool import KvPool
-from actors.telemetry.step_times import StepRecord, StepTimes
-from model.errors import HotcoldError, ServiceError
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.prompt_chunk import PromptChunks
+from hotcold.actors.driver.token_batch import Batch
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
+from hotcold.actors.protocol.kv_pool import KvPool
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.model.errors import HotcoldError, ServiceError
 
 _MOST_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.driver.engine import Engine
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import THRESHOLD
-from actors.protocol.step_sizes import KERNEL_TOKENS
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
-from numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
+from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS
 
 
 @dataclass(frozen=True)

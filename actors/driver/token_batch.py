@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.driver.active_request import ActiveRequest
-from actors.driver.engine import Engine
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.engine import Engine
 
 NO_LOGITS = np.empty(0, np.float32)
 

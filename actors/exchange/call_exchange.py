@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.exchange.doorbell_exchange import Watch
-from actors.exchange.watch import LOOK_S
-from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
-from actors.protocol.kv_pool import num_pages_of
-from model.errors import HotcoldError
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.exchange.doorbell_exchange import Watch
+from hotcold.actors.exchange.watch import LOOK_S
+from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.model.errors import HotcoldError
+from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
     FFN,

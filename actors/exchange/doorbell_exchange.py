@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.protocol.failures import AnswerFailed, ServiceLost
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.protocol.failures import AnswerFailed, ServiceLost
+from hotcold.numba_kernels.serve.mailbox import (
     FAILED,
     FIRST_NUMBER,
     LOOK_NS,

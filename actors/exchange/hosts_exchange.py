@@ -12,13 +12,13 @@ from typing import Any
 
 import ray
 
-from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.service_process import ServiceProcess
-from actors.exchange.watch import LOOK_S, RELAY_LOOKS, STARTING_LOOKS, Pulse
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import RequestError, ServiceLost, service_error
-from numba_kernels.serve.mailbox import NO_DOORBELLS, Wires
+from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.exchange.watch import LOOK_S, RELAY_LOOKS, STARTING_LOOKS, Pulse
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import RequestError, ServiceLost, service_error
+from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, Wires
 
 _OF_ALL = "ffn_input"  # what every service of a request reads
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from actors.exchange.service_process import ServiceProcess
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import DONE, REQUEST, Wires, cell
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, Wires, cell
 
 
 class Place(Protocol):

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.exchange.doorbell_exchange import Exchange
-from actors.exchange.recovery import RecoveryPolicy
-from actors.protocol.failures import (
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.protocol.failures import (
     AnswerFailed,
     CacheLost,
     ServiceLost,
@@ -20,7 +20,7 @@ from actors.protocol.failures import (
     is_lost_device,
     is_want_of_memory,
 )
-from numba_kernels.serve.mailbox import OPERATION, Wires
+from hotcold.numba_kernels.serve.mailbox import OPERATION, Wires
 
 _GPU = 0
 

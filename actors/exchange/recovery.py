@@ -5,8 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from actors.protocol.failures import is_killed_for_memory
-from model.errors import ServiceError
+from hotcold.actors.protocol.failures import is_killed_for_memory
+from hotcold.model.errors import ServiceError
 
 MOST_FAILURES = 10
 WINDOW_S = 60.0

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.exchange.places import Place
-from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.service_process import KillNotes, ServiceProcess
-from actors.exchange.watch import LOOK_S, ActorWatch
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import ServiceLost, cause_of, service_error
-from actors.protocol.messages import ServiceSpec
-from model.errors import HotcoldError, ServiceError
+from hotcold.actors.exchange.places import Place
+from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
+from hotcold.actors.exchange.watch import LOOK_S, ActorWatch
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import ServiceLost, cause_of, service_error
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.model.errors import HotcoldError, ServiceError
 
 # Unanswered looks at which a process that starts, loads or compiles counts as stuck.
 _PATIENCE_LOOKS = 100

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.step_sizes import ProductChoice
-from model.errors import ServiceError
-from numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
+from hotcold.numba_kernels.serve.mailbox import (
     ARRIVED,
     BARRIER_COUNT,
     DELAYED_US,
@@ -33,8 +33,8 @@ from numba_kernels.serve.mailbox import (
     cell,
     finish_request,
 )
-from placement.threads.core_keeper import CoreKeeper, Delays
-from placement.threads.pinning import pin_thread
+from hotcold.placement.machine.core_affinity import CoreKeeper, Delays
+from hotcold.placement.machine.pinning import pin_thread
 
 
 class Service(ABC):

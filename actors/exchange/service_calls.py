@@ -5,8 +5,8 @@ from typing import Any
 
 import ray
 
-from actors.exchange.watch import LOOK_S, ActorWatch
-from actors.protocol.failures import ServiceLost, service_error
+from hotcold.actors.exchange.watch import LOOK_S, ActorWatch
+from hotcold.actors.protocol.failures import ServiceLost, service_error
 
 
 def await_each(calls: Mapping[int, Any], watch: ActorWatch) -> list[Any]:

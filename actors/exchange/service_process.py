@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import psutil
 
-from actors.protocol.failures import KILLED_FOR_MEMORY
-from actors.protocol.ray_memory import MONITOR_EVERY_MS
+from hotcold.actors.protocol.failures import KILLED_FOR_MEMORY
+from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
 
 _GONE_S = 30.0
 _NOTE_S = 1.0

@@ -5,9 +5,9 @@ from typing import Any
 
 import ray
 
-from actors.exchange.service_process import ServiceProcess
-from actors.protocol.failures import ServiceLost, service_error
-from model.errors import HotcoldError, ServiceError
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.protocol.failures import ServiceLost, service_error
+from hotcold.model.errors import HotcoldError, ServiceError
 
 LOOK_S = 0.1  # between two looks
 # Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,

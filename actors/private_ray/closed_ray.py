@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from model.errors import ServiceError
+from hotcold.model.errors import ServiceError
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 32

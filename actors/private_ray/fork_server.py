@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from model.current_folder import environment_of_python
+from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
 _WORKER = "ray._private.workers.default_worker"
@@ -30,11 +30,11 @@ _WORKER = "ray._private.workers.default_worker"
 # then draw the same ones from there on.
 _PRELOADED: tuple[str, ...] = (
     _WORKER,
-    "actors.processes.driver_actor",
-    "actors.processes.service_actor",
-    "actors.driver.driver",
-    "actors.cpu.cpu_service",
-    "actors.gpu.gpu_service",
+    "hotcold.actors.processes.driver_actor",
+    "hotcold.actors.processes.service_actor",
+    "hotcold.actors.driver.driver",
+    "hotcold.actors.cpu.cpu_service",
+    "hotcold.actors.attention.attention_service",
     "numba.np.arraymath",  # Numba would import it, and SciPy's BLAS, with the first kernel
 )
 # With a later one the server ends, and workers start as that Ray starts them.
@@ -200,7 +200,7 @@ def _become_worker(asked: socket.socket, server: int, added: dict[str, str]) -> 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(added | environment)
-    from actors.private_ray.closed_ray import read_anew
+    from hotcold.actors.private_ray.closed_ray import read_anew
 
     read_anew()
     worker = sys.modules[_WORKER].__file__ or ""

@@ -12,10 +12,10 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from model.current_folder import own_folders
-from model.errors import HotcoldError, ServiceError, UsageError
-from placement.threads.numa import slots_of
-from placement.threads.pinning import HostShare
+from hotcold.model.current_folder import own_folders
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.placement.machine.numa import slots_of
+from hotcold.placement.machine.pinning import HostShare
 
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.processes.freed_memory import give_back_freed_memory
-from actors.processes.load_progress import LoadingServices
-from actors.processes.neuron_counts import NeuronCounts
-from actors.processes.scaling import scale
-from actors.processes.system_health import SystemHealth
-from actors.processes.system_services import SystemServices
-from actors.protocol.messages import (
+from hotcold.actors.processes.freed_memory import give_back_freed_memory
+from hotcold.actors.processes.load_progress import LoadingServices
+from hotcold.actors.processes.neuron_counts import NeuronCounts
+from hotcold.actors.processes.scaling import scale
+from hotcold.actors.processes.system_health import SystemHealth
+from hotcold.actors.processes.system_services import SystemServices
+from hotcold.actors.protocol.messages import (
     DriverLoad,
     GenerateRequest,
     LoadProgress,
@@ -25,16 +25,16 @@ from actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from actors.setup.hosts import SpawnRelay
-from actors.setup.memory.needs import loaded_bytes
-from actors.setup.neurons.partition import neuron_owners
-from actors.telemetry.snapshot import WATCH_S, Telemetry
-from numba_kernels.serve.mailbox import OPERATION, PING
+from hotcold.actors.setup.hosts import SpawnRelay
+from hotcold.actors.setup.memory_needs import loaded_bytes
+from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
+from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
 
 if TYPE_CHECKING:
-    from actors.driver.request_events import RequestEvent
-    from actors.driver.scoring import WindowScores
-    from predictors.magnitude.thresholds import LayerThresholds
+    from hotcold.actors.driver.request_events import RequestEvent
+    from hotcold.actors.driver.scoring import WindowScores
+    from hotcold.predictors.magnitude_thresholds import LayerThresholds
 
 # Seconds after which a thread that computes in Python gives way to the engine's, which wants to go
 # on after each exchange (docs/lab_log.md). Python's own 5 ms are several steps of a small model.
@@ -143,7 +143,7 @@ class DriverActor:
         return self.services.system
 
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
-        """Which service holds each neuron; see `actors.setup.neurons.partition.neuron_owners`."""
+        """Which service holds each neuron; see `actors.setup.partition.neuron_owners`."""
         return neuron_owners(self.services.config, self.services.connection.specs)
 
     def processes(self) -> dict[str, int]:

@@ -13,14 +13,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from actors.processes.rehearsal import begin_process, end_with_parent, rehearse_once
-from actors.protocol.messages import SystemConfig
-from actors.setup.memory.storage import has_bundles, pack_model
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError, HotcoldError
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
+from hotcold.actors.processes.rehearsal import begin_process, end_with_parent, rehearse_once
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.storage import has_bundles, pack_model
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError, HotcoldError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
 
 _NOT_MADE = "the file of neurons was not made"
 

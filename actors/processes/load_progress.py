@@ -5,13 +5,13 @@ from contextlib import suppress
 
 import ray
 
-from actors.protocol.messages import (
+from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     WRITING_NEURONS,
     LoadProgress,
     ServiceProgress,
 )
-from actors.setup.connection import Connection
+from hotcold.actors.setup.connection import Connection
 
 STARTING = "starting services"
 # Before any process takes memory, and what of it is made.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.processes.system_services import SystemServices
-from actors.protocol.failures import RequestError
-from actors.setup.connection import Connection
+from hotcold.actors.processes.system_services import SystemServices
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.setup.connection import Connection
 
 
 class NeuronCounts:
@@ -31,7 +31,7 @@ class NeuronCounts:
 
         Errors:  RequestError where some are lost
         """
-        from actors.driver.profiling import counts_by_neuron
+        from hotcold.actors.driver.profiling import counts_by_neuron
 
         def gather() -> np.ndarray:
             self._require_whole()

@@ -24,27 +24,27 @@ from typing import NamedTuple
 import llvmlite.binding
 import numpy as np
 
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.service import Service
-from actors.processes.freed_memory import give_back_freed_memory
-from actors.protocol.failures import NotFiniteError
-from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.protocol.step_sizes import MATRIX_TOKENS
-from actors.protocol.system_json import system_as_json, system_of_json
-from actors.setup.memory.storage import stored_share
-from actors.setup.neurons.shards import arena_layout, served_config, service_specs
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.current_folder import environment_of_python
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.files.whole_file import write_whole
-from model.weights.check import stored_config
-from numba_kernels.kernel_cache import cache_folder
-from numba_kernels.own_cache import own_folder
-from numba_kernels.serve.mailbox import Wires
-from placement.threads.core_keeper import CoreKeeper
-from placement.threads.pinning import find_cores
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.processes.freed_memory import give_back_freed_memory
+from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.protocol.system_json import system_as_json, system_of_json
+from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
+from hotcold.actors.setup.storage import stored_share
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.current_folder import environment_of_python
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.whole_file import write_whole
+from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.serve.mailbox import Wires
+from hotcold.placement.machine.core_affinity import CoreKeeper
+from hotcold.placement.machine.pinning import find_cores
 
 _SET_DEATH_SIGNAL = 1  # of prctl(2)
 
@@ -123,11 +123,15 @@ class _Services(NamedTuple):
 
 def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """The GPU service of one row of each matrix; all others are zeros that take no memory."""
-    from actors.gpu.gpu_service import GpuService, attention_arrays, attention_shape
-    from model.config.weight_formats import requested_dtype
-    from model.weights.attention import read_attention
-    from model.weights.embedding import read_head
-    from model.weights.tensor_reader import TensorReader
+    from hotcold.actors.attention.attention_service import (
+        GpuService,
+        attention_arrays,
+        attention_shape,
+    )
+    from hotcold.model.config.weight_formats import requested_dtype
+    from hotcold.model.weights.attention import read_attention
+    from hotcold.model.weights.embedding import read_head
+    from hotcold.model.weights.tensor_reader import TensorReader
 
     assert spec.cache is not None
     checkpoint = Checkpoint(Path(spec.model_path), keeps_pages=False)
@@ -140,7 +144,7 @@ def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """A CPU service that has as little in memory as one can: neurons of a layer's number."""
-    from actors.cpu.stored_service import load_stored_service
+    from hotcold.actors.cpu.offloaded_service import load_stored_service
 
     assert spec.storage is not None and spec.neuron_ids is not None
     path, predictors = Path(spec.model_path), spec.storage.predictors
@@ -184,8 +188,8 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
 
 def rehearse(system: SystemConfig) -> None:
     """Go through what the processes of such a system will. Errors: HotcoldError."""
-    from actors.cpu.product_choice import choose_products
-    from actors.driver.driver import Driver
+    from hotcold.actors.cpu.matmul_choice import choose_products
+    from hotcold.actors.driver.driver import Driver
 
     services, shards, wires = _begun(system)
 

@@ -4,14 +4,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.places import withdraw_request
-from actors.exchange.service_process import KillNotes, ServiceProcess
-from actors.exchange.watch import ActorWatch
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.shared_memory import put_arena
-from model.errors import ServiceError
+from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.places import withdraw_request
+from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
+from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.model.errors import ServiceError
 
 
 class RelayActor:

@@ -11,20 +11,20 @@ from dataclasses import replace
 import numpy as np
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from actors.exchange.doorbell_exchange import Exchange
-from actors.processes.cluster import await_actors
-from actors.processes.system_services import SystemServices
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import ServiceLost, cause_of
-from actors.protocol.messages import SystemConfig
-from actors.protocol.ray_memory import free_bytes
-from actors.setup.connection import Connection
-from actors.setup.neurons.shards import arena_layout, changed_specs
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from model.weights.down_outputs import num_units
-from numba_kernels.serve.mailbox import OPERATION, STOP
-from placement.memory import memory_need
+from hotcold.actors.exchange.doorbell_exchange import Exchange
+from hotcold.actors.processes.cluster import await_actors
+from hotcold.actors.processes.system_services import SystemServices
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import ServiceLost, cause_of
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.ray_memory import free_bytes
+from hotcold.actors.setup.connection import Connection
+from hotcold.actors.setup.shards import arena_layout, changed_specs
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
+from hotcold.model.weights.down_outputs import num_units
+from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
+from hotcold.placement.memory import memory_need
 
 _START_S = 60.0
 _JOIN_S = 10.0

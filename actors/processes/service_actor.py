@@ -13,27 +13,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from actors.exchange.call_exchange import Answer, Question
-from actors.exchange.service import Service
-from actors.processes.freed_memory import give_back_freed_memory
-from actors.processes.host_setup import HostSetup
-from actors.processes.service_loading import Loader, service_loader
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
-from actors.protocol.step_sizes import ProductChoice
-from actors.setup.host_files import named_host, require_room, require_same_model, weight_bytes
-from actors.telemetry.compiling import CompileCounter
-from actors.telemetry.vitals import ServiceVitals, resident_bytes
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError, ServiceError
-from placement.threads.core_keeper import CoreKeeper
-from placement.threads.first_touch import FirstTouch
-from placement.threads.pinning import find_cores, find_place, pin_process, settle_thread
+from hotcold.actors.exchange.call_exchange import Answer, Question
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.processes.freed_memory import give_back_freed_memory
+from hotcold.actors.processes.host_setup import HostSetup
+from hotcold.actors.processes.service_loading import Loader, service_loader
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.setup.host_files import (
+    named_host,
+    require_room,
+    require_same_model,
+    weight_bytes,
+)
+from hotcold.actors.telemetry.compiling import CompileCounter
+from hotcold.actors.telemetry.vitals import ServiceVitals, resident_bytes
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.placement.machine.core_affinity import CoreKeeper
+from hotcold.placement.machine.first_touch import FirstTouch
+from hotcold.placement.machine.pinning import find_cores, find_place, pin_process, settle_thread
 
 if TYPE_CHECKING:
-    from actors.gpu.cuda.device import Device
-    from actors.gpu.cuda.load import CudaLoading
+    from hotcold.actors.attention.cuda.device import Device
+    from hotcold.actors.attention.cuda.load import CudaLoading
 
 
 class ServiceActor:
@@ -62,7 +67,7 @@ class ServiceActor:
 
         Errors:  HotcoldError; where the system can do without a GPU it is then one without
         """
-        from actors.gpu.cuda.fit import fit_system
+        from hotcold.actors.attention.cuda.fit import fit_system
 
         try:
             device = self._open_device()
@@ -76,7 +81,7 @@ class ServiceActor:
         return fitted
 
     def _open_device(self) -> Device:
-        from actors.gpu.cuda.fit import open_device
+        from hotcold.actors.attention.cuda.fit import open_device
 
         return open_device()
 
@@ -111,7 +116,7 @@ class ServiceActor:
 
     def choose_products(self) -> ProductChoice:
         """How this process would best multiply long prompts; it tries."""
-        from actors.cpu.product_choice import choose_products
+        from hotcold.actors.cpu.matmul_choice import choose_products
 
         return choose_products()
 
@@ -138,7 +143,7 @@ class ServiceActor:
 
     def _gpu_loading(self, config: ModelConfig) -> CudaLoading:
         """What `fit` took, or the same taken by a process that comes in another's place."""
-        from actors.gpu.cuda.load import CudaLoading
+        from hotcold.actors.attention.cuda.load import CudaLoading
 
         loading, self._loading = self._loading, None
         if loading is None or not loading.is_of(self.spec):

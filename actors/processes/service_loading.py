@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.exchange.service import Service
-from actors.protocol.messages import ServiceSpec
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.host_files import own_predictors
-from actors.setup.memory.storage import stored_share
-from model.config.model_config import ModelConfig
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
-from placement.threads.first_touch import FirstTouch
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.host_files import own_predictors
+from hotcold.actors.setup.storage import stored_share
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.placement.machine.first_touch import FirstTouch
 
 # Reads a service's own part of the checkpoint; is told of bytes as they are read.
 Loader = Callable[[Callable[[int], None]], Service]
@@ -36,7 +36,7 @@ def service_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | N
 
 
 def _attention_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None) -> Loader:
-    from actors.gpu.gpu_service import load_gpu_service
+    from hotcold.actors.attention.attention_service import load_gpu_service
 
     cache = spec.cache
     assert cache is not None
@@ -56,7 +56,7 @@ def _attention_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch 
 
 
 def _cold_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None) -> Loader:
-    from actors.cpu.cpu_service import load_cpu_service
+    from hotcold.actors.cpu.cpu_service import load_cpu_service
 
     return lambda on_bytes: load_cpu_service(
         Path(spec.model_path),
@@ -73,7 +73,7 @@ def _cold_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | Non
 
 
 def _dense_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None) -> Loader:
-    from actors.cpu.dense_service import load_dense_service
+    from hotcold.actors.cpu.dense_service import load_dense_service
 
     assert spec.neuron_ids is not None
     neurons = spec.neuron_ids[0]
@@ -91,7 +91,7 @@ def _dense_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | No
 
 
 def _stored_loader(spec: ServiceSpec, config: ModelConfig, storage: NeuronStorage) -> Loader:
-    from actors.cpu.stored_service import load_stored_service
+    from hotcold.actors.cpu.offloaded_service import load_stored_service
 
     path = Path(spec.model_path)
     share = stored_share(spec, stored_config(Checkpoint(path), config, spec.weight_dtype))

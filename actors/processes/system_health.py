@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
-from actors.processes.system_services import SystemServices
-from actors.telemetry.snapshot import NeuronWatch, Telemetry
-from actors.telemetry.vitals import VitalSigns
+from hotcold.actors.processes.system_services import SystemServices
+from hotcold.actors.telemetry.snapshot import NeuronWatch, Telemetry
+from hotcold.actors.telemetry.vitals import VitalSigns
 
 
 class SystemHealth:

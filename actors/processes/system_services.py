@@ -15,34 +15,34 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from actors.exchange.recovering_exchange import RecoveringExchange
-from actors.exchange.recovery import RecoveryPolicy
-from actors.processes.cluster import await_actors
-from actors.processes.load_progress import LOADING_KERNELS, PREPARING, STARTING
-from actors.protocol.failures import ServiceLost, cause_of
-from actors.protocol.messages import (
+from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
+from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.processes.cluster import await_actors
+from hotcold.actors.processes.load_progress import LOADING_KERNELS, PREPARING, STARTING
+from hotcold.actors.protocol.failures import ServiceLost, cause_of
+from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     PREDICTED_MODES,
     Fitted,
     ServiceSpec,
     SystemConfig,
 )
-from actors.protocol.ray_memory import kept_bytes
-from actors.setup.auto_mode import AUTO_RECALL
-from actors.setup.connection import Connection
-from actors.setup.hosts import SpawnRelay, service_nodes
-from actors.setup.memory.needs import system_need
-from actors.setup.memory.storage import storage_beside_gpu
-from actors.setup.neurons.shards import arena_layout, served_config, service_specs
-from actors.setup.threshold_mode import threshold_note
-from model.config.build import read_config
-from model.errors import HotcoldError, ServiceError
-from model.files.checkpoint import Checkpoint
-from numba_kernels.serve.mailbox import OPERATION, STOP
-from placement.memory import require_memory
+from hotcold.actors.protocol.ray_memory import kept_bytes
+from hotcold.actors.setup.auto_mode import AUTO_RECALL
+from hotcold.actors.setup.connection import Connection
+from hotcold.actors.setup.hosts import SpawnRelay, service_nodes
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
+from hotcold.actors.setup.storage import storage_beside_gpu
+from hotcold.actors.setup.threshold_mode import threshold_note
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
+from hotcold.placement.memory import require_memory
 
 if TYPE_CHECKING:
-    from actors.driver.driver import Driver
+    from hotcold.actors.driver.driver import Driver
 
 _IDLE_S = 0.5  # between two looks; whoever has just started a system asks it at once
 _START_S = 60.0  # for a service's process to start
@@ -138,7 +138,7 @@ class SystemServices:
             self.connection.attach(self.connection.services)
             replacer = self.connection.replacer
             self.exchange = RecoveringExchange(self.connection.exchange, replacer, self.policy)
-            from actors.driver.driver import Driver
+            from hotcold.actors.driver.driver import Driver
 
             shards = self.connection.shards
             self._driver = Driver(self.system, self.exchange, shards, self.prepare_products)
@@ -244,4 +244,4 @@ class SystemServices:
 
 
 def _import_driver() -> None:
-    import actors.driver.driver  # noqa: F401
+    import hotcold.actors.driver.driver  # noqa: F401

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.protocol.step_sizes import ProductChoice
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
     CELLS_A_SERVICE,
     NUM_BUCKETS,
     NUM_COUNTS,

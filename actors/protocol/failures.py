@@ -2,8 +2,8 @@
 
 import ray
 
-from cuda_kernels.device import GPU_FAILED
-from model.errors import HotcoldError, ServiceError
+from hotcold.cuda_kernels.device import GPU_FAILED
+from hotcold.model.errors import HotcoldError, ServiceError
 
 KILLED_FOR_MEMORY = "was killed for want of memory"
 _WANT_OF_MEMORY = (

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 
 def num_pages_of(num_positions: int) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from model.sampling import SamplingParams
+from hotcold.model.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from actors.protocol.arena import ArenaLayout
-    from actors.protocol.step_sizes import ProductChoice
-    from actors.protocol.stored_neurons import NeuronStorage
-    from placement.threads.pinning import HostShare
+    from hotcold.actors.protocol.arena import ArenaLayout
+    from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+    from hotcold.actors.protocol.step_sizes import ProductChoice
+    from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
 THRESHOLD = "threshold"  # neurons fire where their activation is not small

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.formats import is_quantized
 
 _ALIGNMENT, _PAGE_BYTES = 256, 4096
 _HEADER_BYTES = _ALIGNMENT  # an int64: how many neurons follow

@@ -7,7 +7,7 @@ import os
 
 import ray
 
-from model.weights.memory import available_bytes, usable_bytes
+from hotcold.model.weights.memory import available_bytes, usable_bytes
 
 MONITOR_EVERY_MS = "RAY_memory_monitor_refresh_ms"  # "0": there is no monitor
 _THRESHOLD, _USUAL_THRESHOLD = "RAY_memory_usage_threshold", "0.95"  # of all memory, in use

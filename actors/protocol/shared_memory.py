@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from model.errors import MemoryBudgetError, ServiceError
-from model.weights.memory import SHARED_MEMORY, free_shared_memory
+from hotcold.model.errors import MemoryBudgetError, ServiceError
+from hotcold.model.weights.memory import SHARED_MEMORY, free_shared_memory
 
 _MOUNTS = Path("/proc/self/mounts")
 _RAYLET_PID = "RAY_RAYLET_PID"  # what a raylet tells its workers

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import NeuronStorage
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.step_sizes import ProductChoice
 
 
 def system_as_json(system: SystemConfig) -> bytes:

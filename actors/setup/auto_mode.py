@@ -10,12 +10,12 @@ from typing import Any
 
 import llvmlite.binding
 
-from actors.protocol.messages import PREDICTED_MODES, SystemConfig
-from model.config.model_config import ModelConfig
-from model.files.artifact import ModelIdentity
-from numba_kernels.kernel_cache import cache_folder
-from placement.solver.cost import RowBytes
-from predictors.predictor_file import Predictors, predictors_path, read_predictors
+from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.numba_kernels.kernel_cache import cache_folder
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.predictor_file import Predictors, predictors_path, read_predictors
 
 AUTO_RECALL = 0.99  # that they were made for
 _INSTRUCTIONS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")

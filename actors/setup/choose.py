@@ -5,7 +5,7 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-from actors.protocol.messages import (
+from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     EXCHANGES,
     MODES,
@@ -13,22 +13,22 @@ from actors.protocol.messages import (
     THRESHOLD,
     SystemConfig,
 )
-from actors.protocol.options import SystemOptions
-from actors.protocol.step_sizes import KERNEL_TOKENS
-from actors.setup.auto_mode import auto_mode
-from actors.setup.gpu_choice import choose_device, neuron_upload_tokens
-from actors.setup.memory.needs import KV_ITEM_BYTES
-from actors.setup.threshold_mode import thresholds_file
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.files.artifact import ModelIdentity, check_artifact
-from model.files.locate import resolved_model
-from model.limits import num_cpus
-from placement.machine.survey import usable_cores
-from placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
-from placement.threads.numa import nodes_with_memory
-from predictors.in_checkpoint import checkpoint_predictors, has_predictors
-from predictors.predictor_file import predictors_path, write_predictors
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.auto_mode import auto_mode
+from hotcold.actors.setup.gpu_choice import choose_device, neuron_upload_tokens
+from hotcold.actors.setup.memory_needs import KV_ITEM_BYTES
+from hotcold.actors.setup.threshold_mode import thresholds_file
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.model.files.locate import resolved_model
+from hotcold.model.limits import num_cpus
+from hotcold.placement.machine.numa import nodes_with_memory
+from hotcold.placement.machine.survey import usable_cores
+from hotcold.placement.machine.sysfs import missing_features, read_cpu, read_numa_nodes
+from hotcold.predictors.in_checkpoint import checkpoint_predictors, has_predictors
+from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
 # Below which proc and sys tell of NUMA nodes; tests have fake ones there.
 NUMA_ROOT = "HOTCOLD_NUMA_ROOT"

@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.exchange.call_exchange import CallExchange
-from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from actors.exchange.hosts_exchange import HostsExchange, Relay
-from actors.exchange.places import OwnPlace, Place
-from actors.exchange.recovery import RecoveryPolicy
-from actors.exchange.replacement import ServiceReplacer
-from actors.exchange.service_calls import await_each
-from actors.exchange.watch import ActorWatch
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import RequestError, ServiceLost
-from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.protocol.shared_memory import put_arena
-from actors.protocol.step_sizes import ProductChoice
-from actors.setup.hosts import SpawnRelay, start_relays
-from actors.setup.neurons.partition import require_partition
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError
-from numba_kernels.serve.mailbox import OPERATION, PING
+from hotcold.actors.exchange.call_exchange import CallExchange
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
+from hotcold.actors.exchange.places import OwnPlace, Place
+from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.replacement import ServiceReplacer
+from hotcold.actors.exchange.service_calls import await_each
+from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import RequestError, ServiceLost
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.shared_memory import put_arena
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.setup.hosts import SpawnRelay, start_relays
+from hotcold.actors.setup.partition import require_partition
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError
+from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
 
 
 class Connection:

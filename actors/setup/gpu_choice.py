@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from actors.protocol.options import DEVICES
-from cuda_kernels.device import first_gpu
-from model.errors import UsageError
-from placement.crossover import upload_tokens
-from placement.machine.this_machine import measured_before
+from hotcold.actors.protocol.options import DEVICES
+from hotcold.cuda_kernels.device import first_gpu
+from hotcold.model.errors import UsageError
+from hotcold.placement.crossover import upload_tokens
+from hotcold.placement.machine.this_machine import measured_before
 
 
 def choose_device(device: str, gpu_memory_bytes: int | None) -> str:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.protocol.messages import ServiceSpec
-from actors.protocol.ray_memory import free_bytes
-from model.bundles.geometry import BundleGeometry
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import CheckpointError, HotcoldError, MemoryBudgetError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.ray_memory import free_bytes
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import CheckpointError, HotcoldError, MemoryBudgetError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 
 def require_same_model(spec: ServiceSpec) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 
-from actors.exchange.hosts_exchange import Relay
-from actors.protocol.messages import SystemConfig
-from model.errors import UsageError
+from hotcold.actors.exchange.hosts_exchange import Relay
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.model.errors import UsageError
 
 SpawnRelay = Callable[[list[str], list[Any], str], Any]
 

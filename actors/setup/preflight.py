@@ -4,23 +4,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.options import SystemOptions
-from actors.protocol.ray_memory import free_bytes, kept_bytes
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.choose import choose_system
-from actors.setup.memory.needs import expected_gpu, memory_beside_gpu, system_need
-from actors.setup.memory.storage import fit_storage, has_bundles
-from actors.setup.neurons.placement_choice import find_plan
-from actors.setup.neurons.shards import can_keep_outputs, served_config
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import QUANTIZED_NAMES
-from model.errors import UsageError
-from model.files.checkpoint import Checkpoint
-from model.sampling import eos_ids
-from model.weights.check import check_tensors, stored_config
-from placement.memory import MemoryNeed, require_memory
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
+from hotcold.actors.setup.placement_choice import find_plan
+from hotcold.actors.setup.shards import can_keep_outputs, served_config
+from hotcold.actors.setup.storage import fit_storage, has_bundles
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import QUANTIZED_NAMES
+from hotcold.model.errors import UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.sampling import eos_ids
+from hotcold.model.weights.check import check_tensors, stored_config
+from hotcold.placement.memory import MemoryNeed, require_memory
 
 
 def prepare_system(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.protocol.messages import THRESHOLD, SystemConfig
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.files.artifact import ModelIdentity, check_artifact
-from placement.solver.cost import RowBytes
-from predictors.magnitude.thresholds import Calibrated, read_thresholds, thresholds_path
+from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_thresholds import Calibrated, read_thresholds, thresholds_path
 
 
 def has_thresholds(config: ModelConfig) -> bool:

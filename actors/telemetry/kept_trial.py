@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.telemetry.mode_trial import ModeTrial
-from model.files.whole_file import write_first
-from numba_kernels.own_cache import own_folder
+from hotcold.actors.telemetry.mode_trial import ModeTrial
+from hotcold.model.files.whole_file import write_first
+from hotcold.numba_kernels.own_cache import own_folder
 
 
 def kept_trial(

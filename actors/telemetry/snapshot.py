@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.telemetry.step_times import StepRecord, StepTimes
-from model.config.model_config import ModelConfig
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
     ALL_GATES,
     LAST_FIRED,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from numba_kernels.serve.layer_walk import (
+from hotcold.numba_kernels.serve.layer_loop import (
     ATTENTION_BUSY_NS,
     ATTENTION_WAITED_NS,
     FFN_BUSY_NS,
@@ -57,7 +57,7 @@ class StepTimes:
         self.exchange += waited_ns - int(busy_ns)
 
     def add_layers(self, walk: np.ndarray) -> None:
-        """Count what a walk through layers has counted; see `numba_kernels.serve.layer_walk`."""
+        """Count what a walk through layers has counted; see `numba_kernels.serve.layer_loop`."""
         self.add("attention", int(walk[ATTENTION_WAITED_NS]), int(walk[ATTENTION_BUSY_NS]))
         self.add("ffn", int(walk[FFN_WAITED_NS]), int(walk[FFN_BUSY_NS]))
         self.add_predictor(int(walk[PREDICTOR_NS]))

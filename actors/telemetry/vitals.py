@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.telemetry.snapshot import ActorHealth
+from hotcold.actors.telemetry.snapshot import ActorHealth
 
 _ASK_S = 2.0  # between two questions to one actor
 _SILENT_S = 3.0  # unanswered for so long, an actor is shown as silent

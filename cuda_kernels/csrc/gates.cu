@@ -8,7 +8,7 @@
 // relu.
 #include "products.cuh"
 
-// As in numba_kernels.checks.
+// As in hotcold.numba_kernels.checks.
 enum Activation { RELU = 0, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU };
 
 // A NaN stays NaN. gelu by erfc: 1 + erf(v) has no digits left where v is far below zero.

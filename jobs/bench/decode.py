@@ -9,24 +9,24 @@ from typing import Any, TypeVar
 
 import click
 
-from actors.protocol.kv_pool import num_pages_of
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
-from actors.setup.choose import require_one_mode
-from actors.setup.preflight import prepare_system
-from actors.system import System
-from jobs.settings.shared_option import GroupedCommand
-from jobs.support.console import json_option, print_json
-from jobs.support.loading import running_system
-from jobs.support.options import split_system_options, system_options
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.files.locate import locate_model
-from model.sampling import SamplingParams
-from model.weights.sizes import attention_bytes, head_bytes
-from numba_kernels.decode.attention import PAGE_POSITIONS
-from placement.machine.bandwidth import measure_read_bandwidth
-from placement.solver.cost import RowBytes
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
+from hotcold.actors.setup.choose import require_one_mode
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.system import System
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.options import split_system_options, system_options
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import locate_model
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.weights.sizes import attention_bytes, head_bytes
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.solver.cost import RowBytes
 
 _READ_BYTES = 1 << 30
 _Measured = TypeVar("_Measured")

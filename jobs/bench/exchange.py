@@ -6,11 +6,11 @@ from typing import Any
 import click
 import numpy as np
 
-from actors.setup.preflight import prepare_system
-from jobs.support.console import json_option, print_json
-from jobs.support.loading import running_system
-from jobs.support.options import split_system_options, system_options
-from model.files.locate import locate_model
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.options import split_system_options, system_options
+from hotcold.model.files.locate import locate_model
 
 _IDLE_S = 2.0
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from model.weights.memory import aligned_empty
-from numba_kernels.checks import read_only
-from numba_kernels.decode.rows import split_range
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import ROW_FORMATS, row_items
-from numba_kernels.measure.parts import dense_part, sparse_part
-from numba_kernels.measure.plain_reads import read_listed, read_row
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
-from numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.formats import ROW_FORMATS, row_items
+from hotcold.numba_kernels.measure.parts import dense_part, sparse_part
+from hotcold.numba_kernels.measure.plain_reads import read_listed, read_row
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from jobs.bench.kernel_timing import (
+from hotcold.jobs.bench.kernel_timing import (
     DTYPES,
     Comparison,
     KernelBench,
@@ -18,9 +18,9 @@ from jobs.bench.kernel_timing import (
     has_width,
     is_summed,
 )
-from jobs.settings.shared_option import shared_option
-from jobs.support.console import json_option, print_json, stderr_console
-from placement.machine.survey import usable_cores
+from hotcold.jobs.support.console import json_option, print_json, stderr_console
+from hotcold.jobs.support.shared_option import shared_option
+from hotcold.placement.machine.survey import usable_cores
 
 
 @click.command()

@@ -12,10 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs.chat.conversation import Conversation
-from jobs.chat.files import load_conversation, read_attachment, save_conversation
-from model.errors import UsageError, shown
-from model.sampling import SamplingParams
+from hotcold.jobs.chat.conversation import Conversation
+from hotcold.jobs.chat.files import load_conversation, read_attachment, save_conversation
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.sampling import SamplingParams
 
 _OLLAMAS = {"num_predict": "max_tokens"}
 _WITHOUT = ("max_tokens", "seed")  # whole numbers that may be none

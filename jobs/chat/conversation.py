@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.model.sampling import SamplingParams
 
 Message = dict[str, str]
 _JOINT = "\n\n"  # between a question and what is attached to it

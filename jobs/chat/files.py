@@ -9,9 +9,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from jobs.chat.conversation import Message
-from model.errors import UsageError, shown
-from model.files.whole_file import replace_whole
+from hotcold.jobs.chat.conversation import Message
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files.whole_file import replace_whole
 
 _MOST_ATTACHED = 1 << 20  # bytes of one file
 _MOST_SAVED = 16 << 20

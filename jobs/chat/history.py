@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from model.errors import UsageError
+from hotcold.model.errors import UsageError
 
 _MOST_BYTES = 1 << 20  # beyond that the older half is forgotten
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600

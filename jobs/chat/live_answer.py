@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from jobs.chat.markdown import block_begins, lines_of, plain, rendered
+from hotcold.jobs.chat.markdown import block_begins, lines_of, plain, rendered
 
 _PACE = 4.0  # after painting, so many times as long as it took is not painted
 # The last line, where it may yet become a list's item, a fence, a heading's underline.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import click
 
-from actors.protocol.messages import TokenEvent
+from hotcold.actors.protocol.messages import TokenEvent
 
 _QUOTES = '"""'
 

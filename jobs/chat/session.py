@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 
-from jobs.chat.commands import Ask, Commands, Edit, End, Settings, last_answer
-from jobs.chat.conversation import Conversation
-from jobs.chat.files import mentioned, read_attachment
-from jobs.chat.screen import Screen
-from jobs.support.console import cut_short
-from jobs.support.until_stopped import on_interrupt
-from model.errors import PromptError, UsageError
+from hotcold.jobs.chat.commands import Ask, Commands, Edit, End, Settings, last_answer
+from hotcold.jobs.chat.conversation import Conversation
+from hotcold.jobs.chat.files import mentioned, read_attachment
+from hotcold.jobs.chat.screen import Screen
+from hotcold.jobs.support.console import cut_short
+from hotcold.jobs.support.until_stopped import on_interrupt
+from hotcold.model.errors import PromptError, UsageError
 
 HELP = (
     "/help lists commands, /clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops "

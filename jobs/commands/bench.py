@@ -2,13 +2,19 @@
 
 import click
 
-from jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 
 _COMMANDS = {
-    "exchange": LazyCommand("jobs.bench.exchange:exchange", "A round trip to the CPU services."),
-    "kernels": LazyCommand("jobs.bench.kernels:kernels", "Kernels beside a plain read of memory."),
-    "decode": LazyCommand("jobs.bench.decode:decode", "Tokens a second, and where the time goes."),
-    "prefill": LazyCommand("jobs.bench.decode:prefill", "Prompt tokens a second."),
+    "exchange": LazyCommand(
+        "hotcold.jobs.bench.exchange:exchange", "A round trip to the CPU services."
+    ),
+    "kernels": LazyCommand(
+        "hotcold.jobs.bench.kernels:kernels", "Kernels beside a plain read of memory."
+    ),
+    "decode": LazyCommand(
+        "hotcold.jobs.bench.decode:decode", "Tokens a second, and where the time goes."
+    ),
+    "prefill": LazyCommand("hotcold.jobs.bench.decode:prefill", "Prompt tokens a second."),
 }
 
 

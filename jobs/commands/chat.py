@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.protocol.options import SystemOptions
-from jobs.chat.commands import Settings
-from jobs.chat.conversation import Conversation, Facts, Running
-from jobs.chat.screen import PlainScreen, Screen
-from jobs.chat.session import Session
-from jobs.kept.client import GONE, GoneError, KeptSystem
-from jobs.kept.find import find_system
-from jobs.settings.shared_option import GroupedCommand
-from jobs.support.options import (
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.chat.commands import Settings
+from hotcold.jobs.chat.conversation import Conversation, Facts, Running
+from hotcold.jobs.chat.screen import PlainScreen, Screen
+from hotcold.jobs.chat.session import Session
+from hotcold.jobs.kept.client import GONE, GoneError, KeptSystem
+from hotcold.jobs.kept.find import find_system
+from hotcold.jobs.support.options import (
     kept_options,
     sampling_options,
     split_sampling,
     split_system_options,
     system_options,
 )
-from model.errors import PromptError
-from model.files.locate import locate_model, model_name
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.model.errors import PromptError
+from hotcold.model.files.locate import locate_model, model_name
 
 if TYPE_CHECKING:
-    from actors.system import System
+    from hotcold.actors.system import System
 
-_TERMINAL = "jobs.chat.terminal"
+_TERMINAL = "hotcold.jobs.chat.terminal"
 
 
 @click.command(cls=GroupedCommand)
@@ -83,7 +83,7 @@ def _has_cursor() -> bool:
 
 
 def _terminal(conversation: Conversation, settings: Settings) -> Screen:
-    from jobs.chat.terminal import TerminalScreen
+    from hotcold.jobs.chat.terminal import TerminalScreen
 
     return TerminalScreen(conversation, settings)
 
@@ -112,9 +112,9 @@ def _attended(path: Path, kept: KeptSystem, name: str) -> Iterator[tuple[KeptSys
 @contextmanager
 def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[System, Facts]]:
     """A system of this command's own."""
-    from actors.driver.text.prompts import Prompts
-    from actors.setup.preflight import prepare_system
-    from jobs.support.loading import running_system
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.preflight import prepare_system
+    from hotcold.jobs.support.loading import running_system
 
     system, config = prepare_system(path, options)
     tokenizer = Prompts(path, config, system.context_length).tokenizer

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.settings.shared_option import GroupedCommand, shared_option
-from jobs.support.console import json_option, print_json, stderr_console, transient_progress
-from jobs.support.options import dtype_option
-from model.errors import CheckpointError, UsageError
+from hotcold.jobs.support.console import json_option, print_json, stderr_console, transient_progress
+from hotcold.jobs.support.options import dtype_option
+from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.model.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jobs.support.doctor_checks import Finding
-    from model.config.model_config import ModelConfig
-    from placement.machine.description import Machine
-    from placement.machine.survey import MachineSurvey
-    from placement.memory import MemoryNeed
+    from hotcold.jobs.support.doctor_checks import Finding
+    from hotcold.model.config.model_config import ModelConfig
+    from hotcold.placement.machine.description import Machine
+    from hotcold.placement.machine.survey import MachineSurvey
+    from hotcold.placement.memory import MemoryNeed
 
 _READ_SIZES = 4 << 10, 16 << 10, 64 << 10, 1 << 20
 _LEAST_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
@@ -58,15 +58,15 @@ def doctor(
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
     loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
     """
-    from jobs.support.doctor_checks import (
+    from hotcold.jobs.support.doctor_checks import (
         check_machine,
         check_measured,
         check_model,
         check_services,
         check_thresholds,
     )
-    from placement.machine.survey import survey
-    from placement.threads.locality import running_services
+    from hotcold.placement.machine.locality import running_services
+    from hotcold.placement.machine.survey import survey
 
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
@@ -91,8 +91,8 @@ def doctor(
 
 
 def _measured(measure: bool, fresh: bool) -> Machine | None:
-    from placement.machine.sysfs import missing_features, read_cpu
-    from placement.machine.this_machine import measured_before, this_machine
+    from hotcold.placement.machine.sysfs import missing_features, read_cpu
+    from hotcold.placement.machine.this_machine import measured_before, this_machine
 
     if not measure or missing_features(read_cpu(), platform.machine()):
         return measured_before()  # to compile kernels without those features would end the process
@@ -108,9 +108,9 @@ def _disk(path: Path) -> dict[str, list[float]]:
     from rich.markup import escape
     from rich.progress import BarColumn, TextColumn
 
-    from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
-    from numba_kernels.storage.reads.io_ring import has_rings
-    from placement.machine.measure_disk import measure_disk
+    from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+    from hotcold.numba_kernels.storage.io_ring import has_rings
+    from hotcold.placement.machine.measure_disk import measure_disk
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -132,7 +132,7 @@ def _disk(path: Path) -> dict[str, list[float]]:
 
 
 def _write(path: Path, measured: Machine | None) -> None:
-    from placement.machine.description import write_machine
+    from hotcold.placement.machine.description import write_machine
 
     if measured is None:
         raise UsageError("--machine-out: nothing is measured yet; leave --no-measure out")
@@ -160,8 +160,8 @@ def _print_json(
 
 
 def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
-    from actors.setup.preflight import read_model
-    from model.files.locate import locate_model
+    from hotcold.actors.setup.preflight import read_model
+    from hotcold.model.files.locate import locate_model
 
     path = locate_model(model)
     return path, read_model(path, weight_dtype)
@@ -170,9 +170,9 @@ def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
 def _need(
     path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
 ) -> MemoryNeed:
-    from actors.setup.choose import choose_system
-    from actors.setup.memory.needs import system_need
-    from actors.setup.preflight import SystemOptions, in_memory
+    from hotcold.actors.setup.choose import choose_system
+    from hotcold.actors.setup.memory_needs import system_need
+    from hotcold.actors.setup.preflight import SystemOptions, in_memory
 
     options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
     return system_need(*in_memory(path, choose_system(path, config, options), config))

@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from actors.protocol.options import SystemOptions
-from jobs.kept.client import GONE, GoneError, KeptSystem
-from jobs.kept.find import find_system
-from jobs.settings.shared_option import GroupedCommand
-from jobs.support.console import cut_short, json_option, print_json
-from jobs.support.options import (
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.kept.client import GONE, GoneError, KeptSystem
+from hotcold.jobs.kept.find import find_system
+from hotcold.jobs.support.console import cut_short, json_option, print_json
+from hotcold.jobs.support.options import (
     TokenIds,
     kept_options,
     sampling_options,
@@ -27,8 +26,9 @@ from jobs.support.options import (
     split_system_options,
     system_options,
 )
-from model.errors import PromptError, require_something
-from model.files.locate import locate_model
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.model.errors import PromptError, require_something
+from hotcold.model.files.locate import locate_model
 
 _LONGER = "a larger --max-tokens lets it be longer"
 _ROOM = "a larger --context has more room"
@@ -88,9 +88,9 @@ def _answer_here(
     path: Path, options: SystemOptions, request_of: Callable[[], GenerateRequest]
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
-    from actors.driver.text.prompts import Prompts
-    from actors.setup.preflight import prepare_system
-    from jobs.support.loading import running_system
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.preflight import prepare_system
+    from hotcold.jobs.support.loading import running_system
 
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, system.context_length)

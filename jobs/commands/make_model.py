@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from jobs.support.console import json_option, print_json, progress_bar
-from model.errors import UsageError
-from model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
+from hotcold.jobs.support.console import json_option, print_json, progress_bar
+from hotcold.model.errors import UsageError
+from hotcold.model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
 
 _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 
@@ -57,7 +57,7 @@ def make_model(
     A few neurons fire nearly always and most seldom: their rates follow a power law whose mean is
     the density. There is no tokenizer; prompts are given as ids.
     """
-    from model.synthetic.make import make_model as write_model  # imports torch
+    from hotcold.model.synthetic.make import make_model as write_model  # imports torch
 
     if seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")

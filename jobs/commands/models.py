@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from jobs.support.console import json_option, print_json
-from model.errors import UsageError, shown
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.errors import UsageError, shown
 
 
 @click.command()
@@ -22,7 +22,7 @@ def pull(model: str, as_json: bool) -> None:
     fetched, and a download that was stopped goes on. HF_TOKEN opens what is not public, HF_ENDPOINT
     names a mirror, and HF_HOME where models are kept.
     """
-    from model.files import hub
+    from hotcold.model.files import hub
 
     asked = hub.REPOSITORY.fullmatch(model)
     if asked is None:
@@ -46,7 +46,7 @@ def list_models(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from model.files import hub
+    from hotcold.model.files import hub
 
     models = hub.kept_models()
     if models:
@@ -75,8 +75,8 @@ def show(model: str | None, as_json: bool) -> None:
 
     Nothing is loaded, and nothing is fetched that `generate` would not fetch.
     """
-    from jobs.support.model_facts import facts_of, lines_of
-    from model.files.locate import locate_model
+    from hotcold.jobs.support.model_facts import facts_of, lines_of
+    from hotcold.model.files.locate import locate_model
 
     path = locate_model(model)
     facts: dict[str, Any] = facts_of(path)
@@ -96,7 +96,7 @@ def rm(model: str, yes: bool) -> None:
     org/repo stands for all that is there of a repository, profiles and predictors included, and
     org/repo:FILE for that file in all revisions that are there.
     """
-    from model.files import hub
+    from hotcold.model.files import hub
 
     removal = hub.removal_of(model)
     gb, number = removal.num_bytes / 1e9, removal.num_revisions

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from actors.protocol.messages import THRESHOLD, SystemConfig
-from actors.protocol.options import SystemOptions
-from jobs.settings.shared_option import GroupedCommand
-from jobs.support.console import json_option, print_json, transient_progress
-from jobs.support.options import split_system_options, system_options
-from model.errors import UsageError
-from model.files.locate import locate_model
+from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.support.console import json_option, print_json, transient_progress
+from hotcold.jobs.support.options import split_system_options, system_options
+from hotcold.jobs.support.shared_option import GroupedCommand
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import locate_model
 
 if TYPE_CHECKING:
-    from actors.driver.scoring import WindowScores
-    from actors.driver.text.prompts import Prompts
-    from actors.system import System
-    from model.config.model_config import ModelConfig
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.driver.scoring import WindowScores
+    from hotcold.actors.system import System
+    from hotcold.model.config.model_config import ModelConfig
 
 _WINDOW = 512
 _LEAST_WINDOW = 32
@@ -69,10 +69,10 @@ def perplexity(
 ) -> None:
     """Score MODEL on a text, and compare the mode with dense (the embedded model without MODEL)."""
     path = locate_model(model)
-    from actors.driver.text.prompts import Prompts
-    from actors.setup.choose import require_one_mode
-    from jobs.support.loading import running_system
-    from model.config.build import read_config
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.choose import require_one_mode
+    from hotcold.jobs.support.loading import running_system
+    from hotcold.model.config.build import read_config
 
     config = read_config(path)
     options = split_system_options(values)
@@ -115,7 +115,7 @@ def _window_size(window: int | None, context_length: int | None, config: ModelCo
 
 def _windows(text_path: Path, prompts: Prompts, size: int) -> list[list[int]]:
     """Whole windows of `size` ids; a text shorter than one is one window of its own length."""
-    from jobs.support.text_file import read_text_ids
+    from hotcold.jobs.support.text_file import read_text_ids
 
     ids = read_text_ids(text_path, prompts).ids.tolist()
     bos = prompts.opening_id
@@ -139,7 +139,7 @@ def _windows(text_path: Path, prompts: Prompts, size: int) -> list[list[int]]:
 
 def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfig, ModelConfig]:
     """As `prepare_system`, with a KV cache for the window and memory for the dense logits."""
-    from actors.setup.preflight import prepare_system
+    from hotcold.actors.setup.preflight import prepare_system
 
     if options.context_length is None:
         options = replace(options, context_length=size)

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.protocol.messages import MODES
-from jobs.profile.files import PLOT_SUFFIXES
-from jobs.settings.shared_option import GroupedCommand, shared_option
-from jobs.support.console import json_option, print_json, stderr_console
-from jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
-from model.errors import MemoryBudgetError, UsageError
-from model.files.locate import resolved_model
+from hotcold.actors.protocol.messages import MODES
+from hotcold.jobs.profile.files import PLOT_SUFFIXES
+from hotcold.jobs.support.console import json_option, print_json, stderr_console
+from hotcold.jobs.support.options import QUANTIZED, Bytes, dtype_option, split_system_options
+from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.files.locate import resolved_model
 
 if TYPE_CHECKING:
-    from actors.protocol.messages import SystemConfig
-    from actors.setup.preflight import SystemOptions
-    from jobs.support.planned_model import PlannedModel
-    from placement.machine.description import Machine
-    from placement.plan import PlacementPlan
-    from placement.profile import ActivationProfile
+    from hotcold.actors.protocol.messages import SystemConfig
+    from hotcold.actors.setup.preflight import SystemOptions
+    from hotcold.jobs.support.planned_model import PlannedModel
+    from hotcold.placement.machine.description import Machine
+    from hotcold.placement.plan import PlacementPlan
+    from hotcold.placement.profile import ActivationProfile
 
 _PLOTTED = 17  # sizes of memory in a plot
 _ROOMY = 1 << 50  # bytes of a node in which every model fits
@@ -82,9 +82,9 @@ def plan(
     plan is written beside the model; one for another machine (--machine) only with --out. --shape
     and --config say what a model that is not here would need, and how fast it would be.
     """
-    from jobs.support.plan_tables import plan_json, print_plan
-    from jobs.support.planned_model import planned_model, planned_profile
-    from placement.plan import plan_path, write_plan
+    from hotcold.jobs.support.plan_tables import plan_json, print_plan
+    from hotcold.jobs.support.planned_model import planned_model, planned_profile
+    from hotcold.placement.plan import plan_path, write_plan
 
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {plot}: give a name that ends in {', '.join(PLOT_SUFFIXES)}")
@@ -137,8 +137,8 @@ def _plans_storage(
 
     Errors:  MemoryBudgetError naming the least that would do
     """
-    from jobs.profile.plot import plot_stored
-    from jobs.support.stored_model import stored_json, stored_plans, stored_text
+    from hotcold.jobs.profile.plot import plot_stored
+    from hotcold.jobs.support.stored_model import stored_json, stored_plans, stored_text
 
     assert model.path is not None
     roomy = replace(machine, nodes=tuple(replace(n, free_bytes=_ROOMY) for n in machine.nodes))
@@ -167,14 +167,14 @@ def _make_plan(
     has_plan: bool = False,
 ) -> tuple[PlacementPlan, SystemConfig]:
     """A plan, and the system that it is of; `has_plan`: --plan will name it."""
-    from actors.setup.memory.needs import system_need
-    from actors.setup.neurons.placement_choice import plan_request
-    from jobs.support.planned_model import (
+    from hotcold.actors.setup.memory_needs import system_need
+    from hotcold.actors.setup.placement_choice import plan_request
+    from hotcold.jobs.support.planned_model import (
         planned_in_memory,
         planned_predictors,
         planned_system,
     )
-    from placement.planner import make_plan
+    from hotcold.placement.planner import make_plan
 
     budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
     uses_gpu = bool(machine.gpus) and options.gpu_memory_bytes != 0
@@ -201,7 +201,7 @@ def _fitting_dtype(
     profile: ActivationProfile | None,
 ) -> str:
     """What to add to the error of a model that is not here: the most precise --dtype that fits."""
-    from model.config.weight_formats import loaded_config
+    from hotcold.model.config.weight_formats import loaded_config
 
     if model.path is not None or options.weight_dtype is not None:
         return ""
@@ -215,7 +215,7 @@ def _fitting_dtype(
 
 
 def _machine(file: Path | None, on_stage: Callable[[str], None]) -> Machine:
-    from placement.machine.description import read_machine
-    from placement.machine.this_machine import this_machine
+    from hotcold.placement.machine.description import read_machine
+    from hotcold.placement.machine.this_machine import this_machine
 
     return this_machine(on_stage=on_stage) if file is None else read_machine(file)

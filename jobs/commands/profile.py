@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actors.protocol.messages import EXCHANGES
-from actors.protocol.options import SystemOptions
-from jobs.profile.files import ProfileFiles
-from jobs.settings.shared_option import GroupedCommand, shared_option
-from jobs.support.console import json_option, print_json
-from model.errors import UsageError
-from model.files.locate import locate_model
+from hotcold.actors.protocol.messages import EXCHANGES
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.profile.files import ProfileFiles
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.shared_option import GroupedCommand, shared_option
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import locate_model
 
 if TYPE_CHECKING:
-    from jobs.profile.state import ProfileState, ProfileTask
-    from jobs.support.text_file import TextIds
-    from model.config.model_config import ModelConfig
-    from placement.profile import ActivationProfile
+    from hotcold.jobs.profile.state import ProfileState, ProfileTask
+    from hotcold.jobs.support.text_file import TextIds
+    from hotcold.model.config.model_config import ModelConfig
+    from hotcold.placement.profile import ActivationProfile
 
 _DEFAULT_KLD = 0.03  # nats a token; quantizing the same small models to q4 costs 0.2 to 0.5
 _WINDOW = 512
@@ -98,16 +98,16 @@ def profile(
     Where a gated model's activation is never exactly zero (SwiGLU, GeGLU), thresholds are
     calibrated first, for --mode threshold; neurons that pass them are counted.
     """
-    from actors.driver.text.prompts import Prompts
-    from actors.setup.preflight import prepare_system, read_model
-    from actors.setup.threshold_mode import has_thresholds
-    from jobs.profile.calibrate import calibrate
-    from jobs.profile.report import LayerSummary, print_summary
-    from jobs.profile.run import run_profile
-    from jobs.profile.state import ProfileState
-    from jobs.support.text_file import read_text
-    from model.files.artifact import ModelIdentity
-    from predictors.magnitude.thresholds import thresholds_path
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.preflight import prepare_system, read_model
+    from hotcold.actors.setup.threshold_mode import has_thresholds
+    from hotcold.jobs.profile.calibrate import calibrate
+    from hotcold.jobs.profile.report import LayerSummary, print_summary
+    from hotcold.jobs.profile.run import run_profile
+    from hotcold.jobs.profile.state import ProfileState
+    from hotcold.jobs.support.text_file import read_text
+    from hotcold.model.files.artifact import ModelIdentity
+    from hotcold.predictors.magnitude_thresholds import thresholds_path
 
     reading = _Reading(**{name: values.pop(name) for name in _Reading.__dataclass_fields__})
     path = locate_model(model)
@@ -183,7 +183,7 @@ def _window(config: ModelConfig, window: int | None) -> int:
 
 
 def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading) -> ProfileTask:
-    from jobs.profile.state import ProfileTask
+    from hotcold.jobs.profile.state import ProfileTask
 
     num_tokens = min(text.ids.size, reading.max_tokens or text.ids.size)
     num_inputs = reading.num_inputs
@@ -206,8 +206,8 @@ def _remark(config: ModelConfig, resumed_at: int) -> None:
 
 def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> ActivationProfile:
     """Write all files; the state goes when all but the figure are there."""
-    from placement.profile import ActivationProfile, write_profile
-    from predictors.fitting.inputs import LayerInputs, write_inputs
+    from hotcold.placement.profile import ActivationProfile, write_profile
+    from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
 
     identity, num_tokens = state.identity, state.task.num_tokens
     found = ActivationProfile(state.counts, num_tokens, text.name, text.digest)
@@ -216,7 +216,7 @@ def _write(files: ProfileFiles, state: ProfileState, text: TextIds) -> Activatio
         write_inputs(files.inputs, identity, LayerInputs(state.inputs(), num_tokens, text.digest))
     state.remove()
     if files.plot is not None:
-        from jobs.profile.plot import plot_profile
+        from hotcold.jobs.profile.plot import plot_profile
 
         plot_profile(files.plot, found, identity.name)
     return found

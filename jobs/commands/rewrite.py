@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.support.console import json_option, print_json, progress_bar
-from jobs.support.options import QUANTIZED, dtype_option
-from model.errors import ArtifactError
+from hotcold.jobs.support.console import json_option, print_json, progress_bar
+from hotcold.jobs.support.options import QUANTIZED, dtype_option
+from hotcold.model.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from model.bundles.geometry import BundleGeometry
+    from hotcold.model.bundles.geometry import BundleGeometry
 
 
 @click.command()
@@ -34,9 +34,9 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
     it as a model. Norms, biases and token embeddings stay as they are; profile and predictors are
     not copied, as they belong to the original.
     """
-    from model.config.weight_formats import QUANTIZED_NAMES
-    from model.files.locate import locate_model
-    from model.weights.quantized_checkpoint import write_quantized
+    from hotcold.model.config.weight_formats import QUANTIZED_NAMES
+    from hotcold.model.files.locate import locate_model
+    from hotcold.model.weights.quantized_checkpoint import write_quantized
 
     path = locate_model(model)
     wanted = next(name for name in QUANTIZED_NAMES if name == dtype)
@@ -66,12 +66,12 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
     A model that is larger than --cpu-memory makes it by itself. Where a profile is there, neurons
     that fire often come first. A run that was stopped goes on where it was.
     """
-    from actors.setup.memory.storage import has_bundles
-    from actors.setup.preflight import read_model
-    from jobs.support.stored_model import make_bundles
-    from model.bundles.bundle_file import bundle_path
-    from model.bundles.geometry import BundleGeometry
-    from model.files.locate import locate_model
+    from hotcold.actors.setup.preflight import read_model
+    from hotcold.actors.setup.storage import has_bundles
+    from hotcold.jobs.support.stored_model import make_bundles
+    from hotcold.model.bundles.bundle_file import bundle_path
+    from hotcold.model.bundles.geometry import BundleGeometry
+    from hotcold.model.files.locate import locate_model
 
     path = locate_model(model)
     config = read_model(path, weight_dtype)
@@ -92,9 +92,9 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
 
 def _verify(path: Path, geometry: BundleGeometry) -> int:
     """How many neurons are damaged: none. Errors: ArtifactError where some are."""
-    from model.bundles.bundle_file import bundle_path, read_bundle_file
-    from model.bundles.verify import damaged_bundles
-    from model.files.artifact import ModelIdentity
+    from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
+    from hotcold.model.bundles.verify import damaged_bundles
+    from hotcold.model.files.artifact import ModelIdentity
 
     found = read_bundle_file(bundle_path(path, geometry), geometry, ModelIdentity.of(path))
     with progress_bar(str(found.path)) as on_bytes:

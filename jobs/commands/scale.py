@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option, print_json
 
 
 @click.command()
@@ -17,9 +17,9 @@ def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
     The system's threads are dealt again, and neurons move. Where the new services cannot be loaded
     the old ones go on.
     """
-    from actors.processes.cluster import connect
-    from actors.system import System
-    from model.errors import UsageError
+    from hotcold.actors.processes.cluster import connect
+    from hotcold.actors.system import System
+    from hotcold.model.errors import UsageError
 
     connect("auto")
     name = name or _only_system()
@@ -46,7 +46,7 @@ def scale(cpu_actors: int, name: str | None, as_json: bool) -> None:
 def _only_system() -> str:
     import ray
 
-    from model.errors import UsageError
+    from hotcold.model.errors import UsageError
 
     names = sorted(ray.util.list_named_actors())
     if len(names) == 1:

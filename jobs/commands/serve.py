@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.settings.shared_option import GroupedCommand, ModelsArgument
-from jobs.support.listening import listen, require_server_packages, url_of
-from jobs.support.options import split_system_options, system_options
-from jobs.support.until_stopped import Signals
-from model.errors import ServiceError, UsageError
+from hotcold.jobs.support.listening import listen, require_server_packages, url_of
+from hotcold.jobs.support.options import split_system_options, system_options
+from hotcold.jobs.support.shared_option import GroupedCommand, ModelsArgument
+from hotcold.jobs.support.until_stopped import Signals
+from hotcold.model.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
-    from jobs.serve.starter import SystemStarter
-    from ui.api.backend import Backend
-    from ui.models.loading import ModelLoader
-    from ui.models.served import ServedModels
-    from ui.serving import ServerThread
+    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.ui.api.backend import Backend
+    from hotcold.ui.model_loading import ModelLoader
+    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.serving import ServerThread
 
 _LAST_BYTES_S = 2.0  # for what was answered to be sent; an open page would wait for ever
 _KEY_VARIABLE = "HOTCOLD_API_KEY"
@@ -103,16 +103,16 @@ def serve(
     """
     os.environ.pop(_KEY_VARIABLE, None)  # it is no business of the processes that are started now
     require_server_packages("serve")
-    from actors.protocol.ray_memory import free_bytes
-    from jobs.serve.plans import model_plans
-    from jobs.serve.starter import SystemStarter
-    from ui.access_log import event_line
-    from ui.api.backend import Backend, ServerSettings
-    from ui.connections import ConnectionLimits
-    from ui.gate import is_loopback
-    from ui.models.loading import ModelLoader, Need
-    from ui.models.served import ServedModels
-    from ui.serving import LoadingGate, ServerThread
+    from hotcold.actors.protocol.ray_memory import free_bytes
+    from hotcold.jobs.support.served_plans import model_plans
+    from hotcold.jobs.support.system_starter import SystemStarter
+    from hotcold.ui.access_log import event_line
+    from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.connections import ConnectionLimits
+    from hotcold.ui.gate import is_loopback
+    from hotcold.ui.model_loading import ModelLoader, Need
+    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.serving import LoadingGate, ServerThread
 
     _check_keys(host, keys, is_loopback(host))
     options = split_system_options(values)
@@ -166,7 +166,7 @@ def _serve(
     Errors:  ServiceError where the only system ends by itself, or all can: then there is nothing
              left to serve
     """
-    from ui.server import create_app
+    from hotcold.ui.server import create_app
 
     pages = {} if no_page else _pages(models)
     server.use(create_app(models, pages.pop("/", None), pages))
@@ -221,7 +221,7 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
             f"at {host} other machines can connect: give --api-key or HOTCOLD_API_KEY, or listen "
             "at 127.0.0.1"
         )
-    from ui.keys import LEAST_KEY_CHARS
+    from hotcold.ui.keys import LEAST_KEY_CHARS
 
     if any(len(key) < LEAST_KEY_CHARS for key in keys):
         raise UsageError(
@@ -235,10 +235,10 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
 def _pages(models: ServedModels) -> dict[str, Any]:
     """The chat pages by their paths, or none where what they need is not installed."""
     if (
-        importlib.util.find_spec("ui.page.page") is None
+        importlib.util.find_spec("hotcold.ui.page.page") is None
         or importlib.util.find_spec("gradio") is None
     ):
         return {}
-    build_page = importlib.import_module("ui.page.page").build_page
+    build_page = importlib.import_module("hotcold.ui.page.page").build_page
     paths = models.page_paths
     return {paths[backend.name]: build_page(backend, paths) for backend in models.backends}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.support.console import json_option, print_json, transient_progress
-from jobs.support.options import QUANTIZED
+from hotcold.jobs.support.console import json_option, print_json, transient_progress
+from hotcold.jobs.support.options import QUANTIZED
 
 if TYPE_CHECKING:
-    from model.config.model_config import ModelConfig
-    from model.files.artifact import ModelIdentity
-    from predictors.predictor_file import AnyLayer, Predictors
-    from predictors.quality import Quality
+    from hotcold.model.config.model_config import ModelConfig
+    from hotcold.model.files.artifact import ModelIdentity
+    from hotcold.predictors.predictor_file import AnyLayer, Predictors
+    from hotcold.predictors.quality import Quality
 
 KINDS = ("lowrank", "sign", "best")
 
@@ -73,11 +73,11 @@ def train_predictors(
     as_json: bool,
 ) -> None:
     """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
-    from actors.setup.preflight import read_model
-    from jobs.profile.files import require_writable
-    from model.files.artifact import ModelIdentity
-    from model.files.locate import locate_model
-    from predictors.predictor_file import predictors_path, write_predictors
+    from hotcold.actors.setup.preflight import read_model
+    from hotcold.jobs.profile.files import require_writable
+    from hotcold.model.files.artifact import ModelIdentity
+    from hotcold.model.files.locate import locate_model
+    from hotcold.predictors.predictor_file import predictors_path, write_predictors
 
     path = locate_model(model)
     config = read_model(path, weight_dtype)
@@ -89,7 +89,7 @@ def train_predictors(
     require_writable("--out", target)
     if folder is not None:
         _refuse_fitting_options()
-        from predictors.powerinfer import import_powerinfer
+        from hotcold.predictors.powerinfer import import_powerinfer
 
         predictors = import_powerinfer(folder, config)
         share = None
@@ -109,7 +109,7 @@ def train_predictors(
 
 
 def _refuse_fitting_options() -> None:
-    from model.errors import UsageError
+    from hotcold.model.errors import UsageError
 
     context = click.get_current_context()
     options = {
@@ -134,11 +134,11 @@ def _train(
     """The predictors, and what they and the gates that they let through take, of all gates."""
     import torch
 
-    from model.files.artifact import artifact_path
-    from placement.machine.survey import usable_cores
-    from predictors.fitting.inputs import read_inputs
-    from predictors.fitting.read_prices import measure_prices
-    from predictors.fitting.training import Fitted, gather, train_predictors
+    from hotcold.model.files.artifact import artifact_path
+    from hotcold.placement.machine.survey import usable_cores
+    from hotcold.predictors.fitting.inputs import read_inputs
+    from hotcold.predictors.fitting.read_prices import measure_prices
+    from hotcold.predictors.fitting.training import Fitted, gather, train_predictors
 
     source = inputs_file or artifact_path(path, "inputs.safetensors")
     inputs = read_inputs(source, identity, config)
@@ -156,7 +156,7 @@ def _train(
 
 
 def _ffn_bytes(config: ModelConfig) -> int:
-    from model.weights.sizes import ffn_bytes
+    from hotcold.model.weights.sizes import ffn_bytes
 
     return ffn_bytes(config, config.num_layers * config.ffn_size)
 

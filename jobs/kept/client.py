@@ -16,9 +16,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from jobs.kept.records import Record, socket_path
-from model.errors import HotcoldError, PromptError, ServiceError, UsageError
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.jobs.kept.records import Record, socket_path
+from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
 GONE = "it has just ended, so this command starts its own"  # said where one falls back
 _ASK_S = 10.0

@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
-from jobs.kept import records
-from jobs.kept.client import GoneError, KeptSystem
-from jobs.kept.folder import found_folder, own_folder, systems_folder
-from jobs.support.console import json_option, print_json
-from model.errors import ServiceError, UsageError
+from hotcold.jobs.kept import records
+from hotcold.jobs.kept.client import GoneError, KeptSystem
+from hotcold.jobs.kept.folder import found_folder, own_folder, systems_folder
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.errors import ServiceError, UsageError
 
 _LOOK_S = 0.05
 _PATIENCE_S = 60.0  # for what is being answered

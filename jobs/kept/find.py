@@ -17,14 +17,14 @@ from typing import IO, Any
 
 import click
 
-from actors.protocol.options import SystemOptions
-from jobs.kept import records
-from jobs.kept.client import GoneError, KeptSystem
-from jobs.kept.folder import found_folder, may_be_running, own_folder
-from jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
-from jobs.kept.records import Record
-from model.current_folder import environment_of_python
-from model.errors import ServiceError
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.kept import records
+from hotcold.jobs.kept.client import GoneError, KeptSystem
+from hotcold.jobs.kept.folder import found_folder, may_be_running, own_folder
+from hotcold.jobs.kept.identity import Identity, absolute, identity_of, is_same, model_text
+from hotcold.jobs.kept.records import Record
+from hotcold.model.current_folder import environment_of_python
+from hotcold.model.errors import ServiceError
 
 _LOOK_S = 0.05
 _MOST_SILENT = 12  # times ten seconds: a keeper imports much before it answers
@@ -96,8 +96,8 @@ def _state(system: KeptSystem, keeper: _Keeper | None) -> dict[str, Any]:
 
 def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
     """Wait until it has loaded, and show how far it is. Errors: as above."""
-    from actors.protocol.messages import LoadProgress
-    from jobs.support.loading_bar import loading_bar
+    from hotcold.actors.protocol.messages import LoadProgress
+    from hotcold.jobs.support.loading_bar import loading_bar
 
     with loading_bar() as show:
         num_silent = 0
@@ -184,7 +184,7 @@ def _spawn(
     }
     shown = {name: text for name, text in os.environ.items() if name != "HOTCOLD_API_KEY"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.keeper"],
+        [sys.executable, "-m", "hotcold.jobs.daemon"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=log,

@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from model.errors import UsageError
+from hotcold.model.errors import UsageError
 
 _LONGEST = 60  # bytes; with more, a socket's path could be too long for the system
 _MODE = 0o700

@@ -7,14 +7,14 @@ import socket
 from dataclasses import asdict
 from typing import Any
 
-from actors.protocol.messages import LoadProgress, SystemConfig
-from actors.protocol.options import SystemOptions
-from jobs.kept import records
-from jobs.kept.folder import own_folder
-from jobs.kept.identity import identity_of, resolved_options
-from ui.api.backend import Backend
-from ui.own import OwnDoor, Stay, create_own_app
-from ui.serving import LoadingGate
+from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.kept import records
+from hotcold.jobs.kept.folder import own_folder
+from hotcold.jobs.kept.identity import identity_of, resolved_options
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.control_api import OwnDoor, Stay, create_own_app
+from hotcold.ui.serving import LoadingGate
 
 
 class Holder:

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.options import SystemOptions
-from model.file_state import file_state
-from model.files import hub
-from model.files.hub import REPOSITORY
-from model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
-from model.gguf.names import are_parts
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.model.file_state import file_state
+from hotcold.model.files import hub
+from hotcold.model.files.hub import REPOSITORY
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
+from hotcold.model.gguf.names import are_parts
 
 _CODE = Path(__file__).resolve().parents[2]
 _BESIDE = "hotcold"  # a model's folder of predictors, thresholds and plans

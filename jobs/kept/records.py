@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jobs.kept.identity import Identity
-from model.files.whole_file import part_of, remove_old_parts
+from hotcold.jobs.kept.identity import Identity
+from hotcold.model.files.whole_file import part_of, remove_old_parts
 
 _SUFFIX, _SOCKET = ".json", ".sock"
 _LONGEST_NAME = 32

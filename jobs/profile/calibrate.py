@@ -8,18 +8,18 @@ from pathlib import Path
 
 import click
 
-from actors.driver.text.prompts import Prompts
-from actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
-from actors.setup.threshold_mode import ffn_share, require_memory_to_calibrate
-from jobs.profile.files import ProfileFiles
-from jobs.support.console import print_json
-from jobs.support.loading import running_system
-from jobs.support.text_file import read_text
-from model.config.model_config import ModelConfig
-from model.files.artifact import ModelIdentity
-from placement.profile import ActivationProfile, write_profile
-from placement.solver.cost import RowBytes
-from predictors.magnitude.thresholds import Calibrated, write_thresholds
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
+from hotcold.actors.setup.threshold_mode import ffn_share, require_memory_to_calibrate
+from hotcold.jobs.profile.files import ProfileFiles
+from hotcold.jobs.support.console import print_json
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.text_file import read_text
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.profile import ActivationProfile, write_profile
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_thresholds import Calibrated, write_thresholds
 
 
 def calibrate(
@@ -32,7 +32,12 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
-    from jobs.profile.calibration import WINDOW, Calibration, Windows, calibration_bar  # torch
+    from hotcold.jobs.profile.calibration import (  # torch
+        WINDOW,
+        Calibration,
+        Windows,
+        calibration_bar,
+    )
 
     length = min(WINDOW, read_model(path).max_positions)
     options = replace(options, context_length=length)
@@ -54,7 +59,7 @@ def calibrate(
     write_profile(files.profile, identity, found)
     write_thresholds(files.thresholds, identity, calibrated)
     if files.plot is not None:
-        from jobs.profile.plot import plot_profile
+        from hotcold.jobs.profile.plot import plot_profile
 
         plot_profile(files.plot, found, identity.name)
     _report(calibrated, found, served, files, time.monotonic() - started, as_json)

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.driver.text.prompts import Prompts
-from actors.system import System
-from jobs.support.console import transient_progress
-from jobs.support.text_file import TextIds
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.files.checkpoint import Checkpoint
-from numba_kernels.decode.activations import Thresholds
-from placement.profile import ActivationProfile
-from placement.solver.cost import RowBytes
-from predictors.magnitude.allocation import Choice, alike, allocate
-from predictors.magnitude.curve import LayerCurve, layer_magnitudes
-from predictors.magnitude.thresholds import Calibrated, LayerThresholds
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.system import System
+from hotcold.jobs.support.console import transient_progress
+from hotcold.jobs.support.text_file import TextIds
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.placement.profile import ActivationProfile
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_allocation import Choice, alike, allocate
+from hotcold.predictors.magnitude_curve import LayerCurve, layer_magnitudes
+from hotcold.predictors.magnitude_thresholds import Calibrated, LayerThresholds
 
 WINDOW = 256  # positions, an opening token included
 _MOST_WINDOWS = 4

@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.errors import UsageError
-from model.files.artifact import artifact_path
-from placement.profile import PROFILE_FILE
-from predictors.fitting.inputs import INPUTS_FILE
+from hotcold.model.errors import UsageError
+from hotcold.model.files.artifact import artifact_path
+from hotcold.placement.profile import PROFILE_FILE
+from hotcold.predictors.fitting.inputs import INPUTS_FILE
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jobs.support.stored_model import StoredPlan
-from model.errors import UsageError
-from model.files.whole_file import write_whole
-from model.hot_share import ACTIVATION_SHARE, hot_share
-from placement.profile import ActivationProfile
+from hotcold.jobs.support.stored_model import StoredPlan
+from hotcold.model.errors import UsageError
+from hotcold.model.files.whole_file import write_whole
+from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.placement.profile import ActivationProfile
 
 _MOST_POINTS = 1000
 _MOST_IN_LEGEND = 8

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model.hot_share import ACTIVATION_SHARE, hot_share
-from placement.profile import ActivationProfile
+from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
+from hotcold.placement.profile import ActivationProfile
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,12 +10,12 @@ from types import FrameType
 
 import click
 
-from actors.protocol.messages import SystemConfig
-from actors.system import System
-from jobs.profile.state import ProfileState
-from jobs.support.console import transient_progress
-from jobs.support.loading import running_system
-from jobs.support.text_file import windows
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.system import System
+from hotcold.jobs.profile.state import ProfileState
+from hotcold.jobs.support.console import transient_progress
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.text_file import windows
 
 
 def run_profile(system: SystemConfig, ids: list[int], state: ProfileState, every_s: float) -> float:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 
 _KIND = "profile"
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from model.errors import HotcoldError
+from hotcold.model.errors import HotcoldError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-    from actors.protocol.messages import Generation
+    from hotcold.actors.protocol.messages import Generation
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."

@@ -10,19 +10,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from placement.machine.description import Machine
-from placement.machine.huge_pages import probe_huge_pages
-from placement.machine.survey import MachineSurvey
-from placement.machine.sysfs import Cpu, missing_features
-from placement.memory import MemoryNeed
-from placement.threads.locality import ServiceMemory
-from placement.threads.pinning import may_bind_memory
+from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.machine.huge_pages import probe_huge_pages
+from hotcold.placement.machine.locality import ServiceMemory
+from hotcold.placement.machine.pinning import may_bind_memory
+from hotcold.placement.machine.survey import MachineSurvey
+from hotcold.placement.machine.sysfs import Cpu, missing_features
+from hotcold.placement.memory import MemoryNeed
 
 if TYPE_CHECKING:
-    from numba_kernels.ir.tile_ir import Tiles
+    from hotcold.numba_kernels.ir.tile_ir import Tiles
 
 Level = Literal["ok", "note", "problem"]
 _NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
@@ -144,7 +144,7 @@ def _processor(machine: MachineSurvey) -> Finding:
 
 def kernel_instructions() -> str:
     """Which instructions kernels are compiled to, as far as their code differs."""
-    from numba_kernels.ir.target import has_feature
+    from hotcold.numba_kernels.ir.target import has_feature
 
     if has_feature("avx512f"):
         return "AVX-512 with VNNI" if has_feature("avx512vnni") else "AVX-512"
@@ -153,10 +153,10 @@ def kernel_instructions() -> str:
 
 def kernel_paths() -> str:
     """Which way this CPU's kernels go, where there are several."""
-    from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
-    from numba_kernels.ir.prompt.int16_ir import has_word_products
-    from numba_kernels.ir.target import has_feature
-    from numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
+    from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
+    from hotcold.numba_kernels.ir.int16_ir import has_word_products
+    from hotcold.numba_kernels.ir.target import has_feature
+    from hotcold.numba_kernels.ir.tile_ir import FLOAT_TILES, NEVER, QUANTIZED_TILES, UNPACKED_TILES
 
     def tiles(shape: Tiles) -> str:
         if shape.fewest_tokens == NEVER:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from jobs.settings.settings import check_top, let_settings_decide, read_settings
-from jobs.support.until_stopped import interrupts_after
+from hotcold.jobs.support.settings import check_top, let_settings_decide, read_settings
+from hotcold.jobs.support.until_stopped import interrupts_after
 
 
 @dataclass

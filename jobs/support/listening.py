@@ -5,7 +5,7 @@ import importlib.util
 import json
 import socket
 
-from model.errors import UsageError
+from hotcold.model.errors import UsageError
 
 _ASK_S = 2.0
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")

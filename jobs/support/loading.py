@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from actors.protocol.messages import LoadProgress, SystemConfig
-from actors.system import System
-from jobs.support.loading_bar import loading_bar
-from jobs.support.stored_model import require_bundles
-from numba_kernels.own_cache import tell_if_full
+from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.system import System
+from hotcold.jobs.support.loading_bar import loading_bar
+from hotcold.jobs.support.stored_model import require_bundles
+from hotcold.numba_kernels.own_cache import tell_if_full
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS, LoadProgress
-from jobs.support.console import transient_progress
+from hotcold.actors.protocol.messages import LOADING_WEIGHTS, WRITING_NEURONS, LoadProgress
+from hotcold.jobs.support.console import transient_progress
 
 
 class BytesColumn(DownloadColumn):

@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.messages import PREDICTED_MODES
-from actors.setup.choose import default_mode
-from actors.setup.preflight import read_model
-from actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import QUANTIZED_NAMES
-from model.errors import ArtifactError, HotcoldError
-from model.files.artifact import ModelIdentity, artifact_path
-from model.files.checkpoint import Checkpoint
-from model.published_sparsity import published_firing_share
-from model.text.tokenizer import Tokenizer
-from model.weights.check import stored_config
-from model.weights.down_outputs import has_down_outputs
-from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
-from placement.memory import weight_bytes
-from placement.profile import PROFILE_FILE, read_profile
-from predictors.in_checkpoint import has_predictors
-from predictors.predictor_file import predictors_path
+from hotcold.actors.protocol.messages import PREDICTED_MODES
+from hotcold.actors.setup.choose import default_mode
+from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.threshold_mode import has_thresholds, own_thresholds, promise
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import QUANTIZED_NAMES
+from hotcold.model.errors import ArtifactError, HotcoldError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
+from hotcold.placement.memory import weight_bytes
+from hotcold.placement.profile import PROFILE_FILE, read_profile
+from hotcold.predictors.in_checkpoint import has_predictors
+from hotcold.predictors.predictor_file import predictors_path
 
 _KV_BYTES = 2  # float16
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
-from actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
-from jobs.settings.shared_option import shared_option as _option
-from model.errors import shown
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import AUTO_MODE, EXCHANGES, MODES
+from hotcold.actors.protocol.options import DEVICES, PIN_CHOICES, SystemOptions
+from hotcold.jobs.support.shared_option import shared_option as _option
+from hotcold.model.errors import shown
+from hotcold.model.sampling import SamplingParams
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _TIME = re.compile(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9}(?:\.\d{1,9})?)s?)?")

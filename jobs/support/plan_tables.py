@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from placement.plan import PlacementPlan
+from hotcold.placement.plan import PlacementPlan
 
 _CONTENTS = {
     "attention": "attention",

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.protocol.messages import PREDICTED_MODES, SystemConfig
-from actors.setup.choose import choose_system
-from actors.setup.neurons.placement_choice import own_profile, predictor_cost
-from actors.setup.preflight import SystemOptions, in_memory, read_model
-from model.config.build import build_config, read_config
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import loaded_config
-from model.errors import UsageError, shown
-from model.files import hub
-from model.files.artifact import ModelIdentity
-from model.files.locate import locate_model
-from model.published_sparsity import published_firing_share
-from model.synthetic.shape import DTYPES, config_json, resolve_shape
-from placement.machine.description import Machine
-from placement.profile import ActivationProfile, read_profile
-from placement.solver.cost import PredictorCost
-from placement.stated import assumed_predictors, stated_profile
+from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.placement_choice import own_profile, predictor_cost
+from hotcold.actors.setup.preflight import SystemOptions, in_memory, read_model
+from hotcold.model.config.build import build_config, read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import loaded_config
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files import hub
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.locate import locate_model
+from hotcold.model.published_sparsity import published_firing_share
+from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.profile import ActivationProfile, read_profile
+from hotcold.placement.solver.cost import PredictorCost
+from hotcold.placement.stated import assumed_predictors, stated_profile
 
 
 @dataclass(frozen=True)

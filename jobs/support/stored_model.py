@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.memory.gpu_share import num_cold_neurons
-from actors.setup.memory.needs import expected_gpu, memory_beside_gpu
-from actors.setup.memory.storage import has_bundles, pack_model
-from actors.setup.memory.storage_shares import bytes_in_memory, token_reads
-from actors.setup.preflight import SystemOptions, prepare_system
-from jobs.support.console import progress_bar, stderr_console
-from model.bundles.bundle_file import bundle_path
-from model.bundles.direct import PAGE_BYTES
-from model.bundles.geometry import BundleGeometry
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
-from placement.machine.measure_disk import measure_disk
-from placement.storage import Disk, token_seconds
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.gpu_share import num_cold_neurons
+from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.storage import has_bundles, pack_model
+from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.jobs.support.console import progress_bar, stderr_console
+from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.model.bundles.direct import PAGE_BYTES
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.placement.machine.measure_disk import measure_disk
+from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
 _MOST_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured

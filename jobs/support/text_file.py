@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.driver.text.prompts import Prompts
-from jobs.support.console import transient_progress
-from model.errors import HotcoldError, UsageError, shown
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.jobs.support.console import transient_progress
+from hotcold.model.errors import HotcoldError, UsageError, shown
+from hotcold.model.text.tokenizer import Tokenizer
 
 _PIECE_CHARS = 100_000  # one encode of a long text takes memory and time beyond its share
 _LAST_CHARS = 10_000  # of a piece: where its end is looked for

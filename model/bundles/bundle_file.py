@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
 
 _MAGIC = b"hotcold bundles\n"
 _HEAD = len(_MAGIC) + 8  # then the length and the CRC-32 of the facts, JSON

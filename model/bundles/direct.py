@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from model.weights.memory import aligned_empty
-from numba_kernels.storage.reads.neuron_file import PART_UNIT
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
 PAGE_BYTES = 4096
 

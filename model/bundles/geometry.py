@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.config.model_config import ModelConfig, WeightDtype
-from model.config.weight_formats import row_bytes
-from numba_kernels.storage.reads.neuron_file import PART_UNIT
+from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.config.weight_formats import row_bytes
+from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
 VERSION = 2
 BLOCK_BYTES = 4096  # what tables and data begin at multiples of

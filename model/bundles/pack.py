@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from model.bundles.bundle_file import bundle_path, header_block, header_facts, tables_crc
-from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import requested_dtype
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.files.whole_file import sync_folder
-from model.weights.ffn import FfnWeights, ffn_layers
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.load.convert import row_lengths
-from numba_kernels.storage.reads.bundle_sums import bundle_sums
+from hotcold.model.bundles.bundle_file import bundle_path, header_block, header_facts, tables_crc
+from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.whole_file import sync_folder
+from hotcold.model.weights.ffn import FfnWeights, ffn_layers
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
 _WRITTEN_BYTES = 16 << 20  # at once

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from model.bundles.bundle_file import BundleFile
-from model.bundles.geometry import BundleGeometry
-from model.config.weight_formats import numpy_dtype
-from numba_kernels.load.convert import row_lengths
-from numba_kernels.storage.reads.bundle_sums import bundle_sums
+from hotcold.model.bundles.bundle_file import BundleFile
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
 
 _READ_BYTES = 16 << 20
 _NORM_ERROR = 1e-5  # of a CPU that rounds otherwise

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.config.families import FAMILIES
-from model.config.families.family import Family, max_positions, num_layers
-from model.config.gguf.values import gguf_values
-from model.config.json_reader import ConfigReader, read_json_object
-from model.config.model_config import ModelConfig, RopeConfig, WeightDtype
-from model.config.quantization import quantized_dtype
-from model.errors import shown
-from model.gguf.names import is_gguf
+from hotcold.model.config.families import FAMILIES
+from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.gguf_values import gguf_values
+from hotcold.model.config.json_reader import ConfigReader, read_json_object
+from hotcold.model.config.model_config import ModelConfig, RopeConfig, WeightDtype
+from hotcold.model.config.quantization import quantized_dtype
+from hotcold.model.errors import shown
+from hotcold.model.gguf.names import is_gguf
 
 DTYPES: dict[str, WeightDtype] = {
     "float32": "float32",

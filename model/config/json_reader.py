@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.errors import LONGEST_POINTER, ConfigError, HotcoldError, refuse_pointer, shown
+from hotcold.model.errors import LONGEST_POINTER, ConfigError, HotcoldError, refuse_pointer, shown
 
 MAX_JSON_BYTES = 256 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config.layer_order import (
+from hotcold.model.config.layer_order import (
     OUTPUT_NORM,
     PARALLEL,
     PARALLEL_SHARED_NORM,
@@ -14,7 +14,7 @@ from model.config.layer_order import (
     PRE_NORM,
     LayerOrder,
 )
-from model.config.rope_config import RopeConfig
+from hotcold.model.config.rope_config import RopeConfig
 
 ActivationFn = Literal["relu", "silu", "gelu", "gelu_tanh", "relu2", "fatrelu", "drelu"]
 # Exactly zero for some inputs: a neuron fires where it is not.

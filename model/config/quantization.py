@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from model.config.json_reader import ConfigReader
-from model.config.model_config import WeightDtype
-from model.errors import shown
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import WeightDtype
+from hotcold.model.errors import shown
 
 KEY = "quantization_config"
 METHOD = "hotcold"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from model.config.json_reader import ConfigReader
-from model.config.model_config import RopeConfig
-from model.errors import shown
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import RopeConfig
+from hotcold.model.errors import shown
 
 KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0

@@ -7,9 +7,9 @@ from typing import cast
 
 import numpy as np
 
-from model.config.model_config import MatrixKind, ModelConfig, WeightDtype
-from model.errors import UsageError, shown
-from numba_kernels.formats import QUANT_GROUP, QUANTIZED, is_quantized, row_items
+from hotcold.model.config.model_config import MatrixKind, ModelConfig, WeightDtype
+from hotcold.model.errors import UsageError, shown
+from hotcold.numba_kernels.formats import QUANT_GROUP, QUANTIZED, is_quantized, row_items
 
 QUANTIZED_NAMES: tuple[WeightDtype, ...] = ("q8", "q4_1", "q4")  # the most precise first
 CAST_NAMES: dict[str, WeightDtype] = {"f16": "float16", "bf16": "bfloat16"}  # by --dtype's names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from model.config.json_reader import ConfigReader
-from model.errors import shown
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.errors import shown
 
 _KINDS = ("full_attention", "sliding_attention")
 _MOST_WINDOW = 1 << 26

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from model.config.build import config_values
-from model.errors import ArtifactError, shown
-from model.files.checkpoint import Checkpoint
-from model.files.content import ModelFiles, weights_digest
-from model.files.locate import resolved_model
-from model.files.whole_file import write_whole
-from model.gguf.names import is_gguf
+from hotcold.model.config.build import config_values
+from hotcold.model.errors import ArtifactError, shown
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.content import ModelFiles, weights_digest
+from hotcold.model.files.locate import resolved_model
+from hotcold.model.files.whole_file import write_whole
+from hotcold.model.gguf.names import is_gguf
 
 VERSION = 1
 _KEY = "hotcold"

@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from model.config.families import FAMILIES
-from model.config.json_reader import ConfigReader, read_json_object
-from model.config.quantization import quantized_dtype
-from model.config.weight_formats import numpy_dtype
-from model.errors import CheckpointError, shown
-from model.files.gguf_weights import GgufWeights
-from model.files.other_kinds import refuse_folder
-from model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
-from model.files.torch_file import TorchFile
-from model.gguf.names import is_gguf
-from model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
-from model.mapped_file import forget_pages
-from numba_kernels.formats import is_quantized
+from hotcold.model.config.families import FAMILIES
+from hotcold.model.config.json_reader import ConfigReader, read_json_object
+from hotcold.model.config.quantization import quantized_dtype
+from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.model.errors import CheckpointError, shown
+from hotcold.model.files.gguf_weights import GgufWeights
+from hotcold.model.files.other_kinds import refuse_folder
+from hotcold.model.files.safetensors_file import BIT_DTYPES, SafetensorsFile, TensorEntry
+from hotcold.model.files.torch_file import TorchFile
+from hotcold.model.gguf.names import is_gguf
+from hotcold.model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
+from hotcold.model.mapped_file import forget_pages
+from hotcold.numba_kernels.formats import is_quantized
 
 WeightFile = SafetensorsFile | TorchFile | GgufWeights
 # The same tensor is called with any of these by the checkpoints of one family.

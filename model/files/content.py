@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.errors import CheckpointError
-from model.file_state import file_state
-from numba_kernels.own_cache import own_folder
+from hotcold.model.errors import CheckpointError
+from hotcold.model.file_state import file_state
+from hotcold.numba_kernels.own_cache import own_folder
 
 if TYPE_CHECKING:
-    from model.files.checkpoint import Checkpoint
+    from hotcold.model.files.checkpoint import Checkpoint
 
 OnBytes = Callable[[int, int], None]
 _PIECE_BYTES = 4 << 20  # hashed by one thread; another number makes other digests
@@ -106,7 +106,7 @@ def _hashed(files: ModelFiles) -> str:
     """SHA-256 of the pieces' SHA-256, tensor by tensor in the order of their names."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from model.files.checkpoint import Checkpoint
+    from hotcold.model.files.checkpoint import Checkpoint
 
     wait_ns = files.changed_ns + _SETTLED_NS - time.time_ns()
     if 0 < wait_ns <= _SETTLED_NS:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from model.config.build import build_config
-from model.config.families import tensor_names
-from model.config.families.tensor_names import LayerNames, TensorNames
-from model.config.gguf.values import architecture_of, gguf_values
-from model.config.model_config import ModelConfig
-from model.errors import CheckpointError, shown
-from model.files.safetensors_file import TensorEntry
-from model.gguf.file import open_gguf
-from model.gguf.tensor_types import TensorType
-from numba_kernels.formats import (
+from hotcold.model.config.build import build_config
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.gguf_values import architecture_of, gguf_values
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import CheckpointError, shown
+from hotcold.model.files.safetensors_file import TensorEntry
+from hotcold.model.gguf.file import open_gguf
+from hotcold.model.gguf.tensor_types import TensorType
+from hotcold.numba_kernels.formats import (
     Q4,
     Q4_1,
     Q4_K,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from model.errors import HotcoldError, UsageError, shown
-from model.gguf.names import SUFFIX, is_later_part
+from hotcold.model.errors import HotcoldError, UsageError, shown
+from hotcold.model.gguf.names import SUFFIX, is_later_part
 
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<name>[\w.-]+))?")
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")

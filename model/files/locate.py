@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.errors import UsageError, shown
-from model.files import hub, ollama
-from model.files.other_kinds import refuse_file, refuse_folder
-from model.gguf.names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files import hub, ollama
+from hotcold.model.files.other_kinds import refuse_file, refuse_folder
+from hotcold.model.gguf.names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
 
 _PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from model.config.json_reader import read_json_object
-from model.errors import CheckpointError, UsageError, shown
+from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.errors import CheckpointError, UsageError, shown
 
 PREFIX = "ollama:"
 _HOST, _SPACE, _TAG = "registry.ollama.ai", "library", "latest"

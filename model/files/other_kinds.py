@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.config.json_reader import read_json_object
-from model.errors import (
+from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.errors import (
     LONGEST_POINTER,
     CheckpointError,
     ConfigError,

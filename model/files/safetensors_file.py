@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from model.config.json_reader import parse_json
-from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
-from model.mapped_file import MappedFile
+from hotcold.model.config.json_reader import parse_json
+from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
+from hotcold.model.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from model.config.model_config import WeightDtype
+from hotcold.model.config.model_config import WeightDtype
 
 _FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
-from model.files.safetensors_file import TensorEntry
+from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
+from hotcold.model.files.safetensors_file import TensorEntry
 
 _FORMAT_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
-from model.gguf.names import MAGICS
-from model.gguf.tensor_types import TENSOR_TYPES, TensorType
+from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
+from hotcold.model.gguf.names import MAGICS
+from hotcold.model.gguf.tensor_types import TENSOR_TYPES, TensorType
 
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import BLOCK_FORMATS, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, block_dtype
+from hotcold.numba_kernels.formats import (
+    BLOCK_FORMATS,
+    Q4,
+    Q4_1,
+    Q4_K,
+    Q5,
+    Q5_K,
+    Q6,
+    Q8,
+    block_dtype,
+)
 
 _F32, _F16, _BF16 = (np.dtype(kind) for kind in (np.float32, np.uint16, np.int16))
 

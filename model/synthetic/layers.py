@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from model.config.families.tensor_names import LayerNames
-from model.config.model_config import ModelConfig
-from model.hot_share import hot_share
-from model.synthetic.gate import make_gate_rows
-from model.synthetic.random_source import NormalSource
-from model.synthetic.rates import MAX_DENSITY
-from model.torch_activations import activated, activated_up
+from hotcold.model.config.families.tensor_names import LayerNames
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.hot_share import hot_share
+from hotcold.model.synthetic.gate import make_gate_rows
+from hotcold.model.synthetic.random_source import NormalSource
+from hotcold.model.synthetic.rates import MAX_DENSITY
+from hotcold.model.torch_activations import activated, activated_up
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.

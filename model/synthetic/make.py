@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from model.config.build import build_config
-from model.config.families.tensor_names import TensorNames
-from model.config.model_config import ModelConfig, WeightDtype
-from model.errors import HotcoldError, UsageError
-from model.files.safetensors_writer import SafetensorsWriter
-from model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
-from model.synthetic.random_source import NormalSource
-from model.synthetic.rates import MAX_DENSITY, MIN_DENSITY
-from model.synthetic.shape import SyntheticShape, config_json, generation_config_json
-from model.synthetic.tensor_specs import tensor_specs, written_names
+from hotcold.model.config.build import build_config
+from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.safetensors_writer import SafetensorsWriter
+from hotcold.model.synthetic.layers import NUM_TOKENS, FiringStats, LayerMaker
+from hotcold.model.synthetic.random_source import NormalSource
+from hotcold.model.synthetic.rates import MAX_DENSITY, MIN_DENSITY
+from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
+from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
 
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's

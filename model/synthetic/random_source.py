@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from model.limits import num_cpus
+from hotcold.model.limits import num_cpus
 
 _BLOCK_ITEMS = 1 << 21
 

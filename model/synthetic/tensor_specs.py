@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from model.config.families import FAMILIES, tensor_names
-from model.config.families.tensor_names import LayerNames, TensorNames
-from model.config.model_config import ModelConfig
-from model.files.safetensors_writer import TensorSpec
+from hotcold.model.config.families import FAMILIES, tensor_names
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.safetensors_writer import TensorSpec
 
 
 def written_names(config: ModelConfig) -> TensorNames:

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from model.current_folder import environment_of_python
+from hotcold.model.current_folder import environment_of_python
 
-_MAIN = "from model.text.apart import serve; serve()"
+_MAIN = "from hotcold.model.text.apart import serve; serve()"
 # All that its process is told of this one's environment, in which there may be keys.
 _ENVIRONMENT = ["HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME"]
 _ENVIRONMENT += ["PYTHONUSERBASE", "TZ", "XDG_CACHE_HOME"]

@@ -11,11 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model.config.json_reader import read_json_object
-from model.errors import ConfigError, PromptError, shown
-from model.text.apart import Apart, FailedError, RefusedError
-from model.text.thinking import Thinking, thinking_of
-from model.text.tools import TAGGED, CallSyntax, Tools, syntax_of, told_in_words, without_system
+from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.errors import ConfigError, PromptError, shown
+from hotcold.model.text.apart import Apart, FailedError, RefusedError
+from hotcold.model.text.thinking import Thinking, thinking_of
+from hotcold.model.text.tools import (
+    TAGGED,
+    CallSyntax,
+    Tools,
+    syntax_of,
+    told_in_words,
+    without_system,
+)
 
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_TIMEOUT_S = 5
@@ -41,7 +48,7 @@ class ChatTemplate:
                 f"{source}: its chat template is larger than {MAX_TEMPLATE_BYTES} bytes; "
                 "download it again"
             )
-        self._process = Apart("model.text.template_sandbox", given, _MAX_MEMORY_BYTES)
+        self._process = Apart("hotcold.model.text.template_sandbox", given, _MAX_MEMORY_BYTES)
 
     def check(self) -> None:
         """Look whether it is one. Errors: ConfigError."""

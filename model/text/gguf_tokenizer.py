@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from model.errors import ConfigError, shown
-from model.gguf.file import GgufFile, open_gguf
-from model.text.bpe import (
+from hotcold.model.errors import ConfigError, shown
+from hotcold.model.gguf.file import GgufFile, open_gguf
+from hotcold.model.text.bpe import (
     CONTROL,
     GPT2,
     NORMAL,
@@ -27,8 +27,8 @@ from model.text.bpe import (
     byte_bpe,
     tokenizer_of_pieces,
 )
-from model.text.chat_template import ChatTemplate
-from model.text.kept_tokenizer import kept_tokenizer
+from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.kept_tokenizer import kept_tokenizer
 
 _NO_VOCABULARY = ("none", "no_vocab")
 _LARGE = 100_000  # tokens: their merges take over a second to find

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import tokenizers
 
-from model.files.whole_file import write_whole
-from numba_kernels.own_cache import own_folder
+from hotcold.model.files.whole_file import write_whole
+from hotcold.numba_kernels.own_cache import own_folder
 
 _VERSION = 1  # another way to build gets another number
 

@@ -7,8 +7,8 @@ import os
 import threading
 from pathlib import Path
 
-from model.errors import HotcoldError, PromptError, ServiceError
-from model.text.apart import Answer, Apart, FailedError, RefusedError
+from hotcold.model.errors import HotcoldError, PromptError, ServiceError
+from hotcold.model.text.apart import Answer, Apart, FailedError, RefusedError
 
 _LIMIT_S = 600
 _IDLE_S = 60  # of the process, which has a tokenizer in its memory
@@ -42,7 +42,7 @@ class LongTexts:
 
 def begin(path: bytes) -> tuple[Answer, bytes]:
     """What encodes texts with the tokenizer of the model at `path`."""
-    from model.text.tokenizer import Tokenizer
+    from hotcold.model.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_model(os.fsdecode(path))
     if tokenizer is None:

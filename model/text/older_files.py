@@ -15,9 +15,9 @@ from typing import Any
 
 import tokenizers
 
-from model.config.json_reader import read_json_object
-from model.errors import ConfigError, shown
-from model.text.bpe import (
+from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.errors import ConfigError, shown
+from hotcold.model.text.bpe import (
     GPT2,
     NORMAL,
     Pieces,
@@ -26,7 +26,7 @@ from model.text.bpe import (
     byte_bpe,
     tokenizer_of_pieces,
 )
-from model.text.chat_template import special_tokens
+from hotcold.model.text.chat_template import special_tokens
 
 MAX_BYTES = 64 << 20
 _BPE = 2  # trainer_spec.model_type

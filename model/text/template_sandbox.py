@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
-from model.text.apart import Answer, RefusedError
+from hotcold.model.text.apart import Answer, RefusedError
 
 MAX_TEXT = 1 << 24  # characters of a conversation
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import tokenizers
 
-from model.errors import LONGEST_POINTER, ConfigError, PromptError, refuse_pointer, shown
-from model.gguf.names import is_gguf
-from model.text.chat_template import ChatTemplate, Messages
-from model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
-from model.text.older_files import older_tokenizer
-from model.text.thinking import Thinking
-from model.text.tools import CallSyntax, Tools
+from hotcold.model.errors import LONGEST_POINTER, ConfigError, PromptError, refuse_pointer, shown
+from hotcold.model.gguf.names import is_gguf
+from hotcold.model.text.chat_template import ChatTemplate, Messages
+from hotcold.model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
+from hotcold.model.text.older_files import older_tokenizer
+from hotcold.model.text.thinking import Thinking
+from hotcold.model.text.tools import CallSyntax, Tools
 
 # Characters or ids. The library takes over a millisecond for more, and lets other threads run
 # meanwhile only in functions that take several texts.

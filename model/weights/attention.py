@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.families.tensor_names import LayerNames
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import requested_dtype
-from model.files.checkpoint import Checkpoint
-from model.weights.layer_rows import empty_rows, tensor_places
-from model.weights.norms import norm_weight
-from model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from numba_kernels.layer_rows import LayerRows
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.families.tensor_names import LayerNames
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.layer_rows import empty_rows, tensor_places
+from hotcold.model.weights.norms import norm_weight
+from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.numba_kernels.layer_rows import LayerRows
 
 
 @dataclass

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.model_config import MatrixKind, ModelConfig
-from model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
-from model.files.checkpoint import Checkpoint
-from model.weights.attention import AttentionWeights, empty_projections, read_attention
-from model.weights.down_outputs import empty_down_outputs
-from model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
-from model.weights.ffn import FfnWeights, read_ffn
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import row_width
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import MatrixKind, ModelConfig
+from hotcold.model.config.weight_formats import dtype_name, requested_dtype, require_whole_groups
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.attention import AttentionWeights, empty_projections, read_attention
+from hotcold.model.weights.down_outputs import empty_down_outputs
+from hotcold.model.weights.embedding import HeadWeights, head_name, read_embedding, read_head
+from hotcold.model.weights.ffn import FfnWeights, read_ffn
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import row_width
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
-from model.files.checkpoint import Checkpoint
-from model.weights.layer_rows import empty_rows, tensor_places
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import is_blocks
-from numba_kernels.layer_rows import LayerRows
-from numba_kernels.load.convert import to_float32
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.layer_rows import empty_rows, tensor_places
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import is_blocks
+from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.load.convert import to_float32
 
 UNIT = 256  # neurons, at multiples of which rows are cut: whole blocks of every format
 _ROWS_AT_ONCE = 64

@@ -8,13 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import requested_dtype
-from model.files.checkpoint import Checkpoint
-from model.weights.norms import norm_weight
-from model.weights.tensor_reader import OnBytes, TensorReader, Touch
-from numba_kernels.load.convert import to_float32
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.norms import norm_weight
+from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.numba_kernels.load.convert import to_float32
 
 
 @dataclass

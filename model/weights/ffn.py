@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import requested_dtype
-from model.files.checkpoint import Checkpoint
-from model.weights.tensor_reader import OnBytes, TensorReader, Touch
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 
 
 @dataclass

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import is_quantized
-from numba_kernels.layer_rows import LayerRows
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.layer_rows import LayerRows
 
 # Of one layer, the tensors whose rows follow each other, and how many each has.
 Tensors = Sequence[tuple[str, int]]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from model.errors import MemoryBudgetError
-from model.limits import group_folders, memory_nodes
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.limits import group_folders, memory_nodes
 
 HUGE_PAGE_BYTES = 2 << 20
 SHARED_MEMORY = Path("/dev/shm")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.weights.tensor_reader import TensorReader
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.tensor_reader import TensorReader
 
 
 def norm_weight(reader: TensorReader, config: ModelConfig, name: str, size: int) -> np.ndarray:

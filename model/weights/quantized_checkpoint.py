@@ -16,21 +16,21 @@ from pathlib import Path
 
 import numpy as np
 
-from model.config.build import read_config
-from model.config.families import tensor_names
-from model.config.json_reader import read_json_object
-from model.config.model_config import ModelConfig, WeightDtype
-from model.config.quantization import KEY, quantization_config
-from model.config.weight_formats import requested_dtype
-from model.errors import HotcoldError, UsageError
-from model.files.checkpoint import Checkpoint
-from model.files.safetensors_writer import SafetensorsWriter, TensorSpec
-from model.files.whole_file import part_of, sync_folder
-from model.gguf.names import is_gguf
-from model.weights.check import check_tensors, stored_config
-from model.weights.embedding import head_name
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import row_items
+from hotcold.model.config.build import read_config
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.json_reader import read_json_object
+from hotcold.model.config.model_config import ModelConfig, WeightDtype
+from hotcold.model.config.quantization import KEY, quantization_config
+from hotcold.model.config.weight_formats import requested_dtype
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
+from hotcold.model.files.whole_file import part_of, sync_folder
+from hotcold.model.gguf.names import is_gguf
+from hotcold.model.weights.check import check_tensors, stored_config
+from hotcold.model.weights.embedding import head_name
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import row_items
 
 _SPARE_DISK_BYTES = 64 << 20
 _MOST_FILE_BYTES = 256 << 20

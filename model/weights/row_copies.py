@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from numba_kernels.formats import is_blocks, is_quantized
-from numba_kernels.load import blocks, loading, quantize
-from numba_kernels.load.convert import from_float32, to_float32
+from hotcold.numba_kernels.formats import is_blocks, is_quantized
+from hotcold.numba_kernels.load import blocks, loading, quantize
+from hotcold.numba_kernels.load.convert import from_float32, to_float32
 
 # Copies the destination's rows start..end-1; returns what became of them: DONE or a key of FAULTS.
 Copy = Callable[[int, int], int]

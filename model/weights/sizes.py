@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import mean_row_bytes, row_bytes
-from model.files.checkpoint import Checkpoint
-from numba_kernels.formats import row_width
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.formats import row_width
 
 _HEAD, _PREDICTOR = "lm_head", ".predictor."
 

@@ -12,12 +12,12 @@ from types import TracebackType
 
 import numpy as np
 
-from model.config.weight_formats import dtype_name, option_name, require_whole_groups
-from model.errors import CheckpointError, UsageError, shown
-from model.files.checkpoint import Checkpoint
-from model.limits import num_cpus
-from model.weights.memory import aligned_empty
-from model.weights.row_copies import (
+from hotcold.model.config.weight_formats import dtype_name, option_name, require_whole_groups
+from hotcold.model.errors import CheckpointError, UsageError, shown
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.limits import num_cpus
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.model.weights.row_copies import (
     FAULTS,
     Copy,
     finite_status,
@@ -26,13 +26,13 @@ from model.weights.row_copies import (
     quantized_columns,
     quantized_rows,
 )
-from numba_kernels.formats import is_blocks, is_quantized, row_items, row_width
-from numba_kernels.load import loading, quantize
-from numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
-from numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.formats import is_blocks, is_quantized, row_items, row_width
+from hotcold.numba_kernels.load import loading, quantize
+from hotcold.numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
+from hotcold.numba_kernels.load.convert import to_float32
 
 OnBytes = Callable[[int], None]
-# Takes new matrices (R, C) before anything is written to them; see `placement.threads.first_touch`.
+# Takes new matrices (R, C) before anything is written to them; see `placement.machine.first_touch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
 BLOCK_BYTES = 16 << 20
 _RELEASED_BYTES = 64 << 20  # of a tensor at a time, where no pages are kept

@@ -5,8 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.checks import DRELU, FATRELU, GELU, GELU_TANH, RELU, SILU, activation_code
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.checks import (
+    DRELU,
+    FATRELU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    SILU,
+    activation_code,
+)
+from hotcold.numba_kernels.compiler import njit
 
 _SQRT_HALF = 0.7071067811865476
 _TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)

@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.checks import float_array, require
-from numba_kernels.compiler import njit
-from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4, dot1, dot4
-from numba_kernels.load.convert import widen_kernel
+from hotcold.numba_kernels.checks import float_array, require
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.ir.vector_ir import add_scaled1, add_scaled4, dot1, dot4
+from hotcold.numba_kernels.load.convert import widen_kernel
 
 # Positions in a page: a multiple of four, because so many are read side by side, and few enough
 # that the last page of a short sequence wastes little.

@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import activate, activate_up, passes
-from numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
-from numba_kernels.ir.bit_ir import lowest_bit
-from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4_ahead, dot_ahead, prefetch_row
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
+from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
+from hotcold.numba_kernels.ir.bit_ir import lowest_bit
+from hotcold.numba_kernels.ir.vector_ir import (
+    add_scaled1,
+    add_scaled4_ahead,
+    dot_ahead,
+    prefetch_row,
+)
 
 _BLOCK_BYTES = 1 << 19  # of one matrix's rows
 _MOST_NEURONS = 240  # of a block

@@ -12,11 +12,11 @@ then has no rows.
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import activate, activate_up, passes
-from numba_kernels.decode.batch_ffn import contribution, up_down_of_some
-from numba_kernels.decode.rows import rows_ahead
-from numba_kernels.ir.vector_ir import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
+from hotcold.numba_kernels.decode.batch_ffn import contribution, up_down_of_some
+from hotcold.numba_kernels.decode.rows import rows_ahead
+from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
     add_scaled4_ahead,
     dot_ahead,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import njit
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)  # infinities and NaN have all exponent bits set

@@ -1,7 +1,7 @@
 """The driver's sum of partial outputs."""
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.norm import norm_kernel
 
 
 @njit(nogil=True, cache=True)

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from numba_kernels.checks import float_array, optional_floats
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.checks import float_array, optional_floats
+from hotcold.numba_kernels.compiler import njit
 
 _REORDER = {"reassoc", "contract", "nsz", "arcp"}  # not full fastmath, which breaks NaN checks
 RMS_NORM, LAYER_NORM = 0, 1

@@ -14,16 +14,16 @@ import math
 
 import numpy as np
 
-from numba_kernels.checks import float_array, require
-from numba_kernels.compiler import njit
-from numba_kernels.decode.rows import rows_kernel
-from numba_kernels.ir.bit_ir import (
+from hotcold.numba_kernels.checks import float_array, require
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.rows import rows_kernel
+from hotcold.numba_kernels.ir.bit_ir import (
     INPUT_PLANES,
     MAX_WEIGHT_PLANES,
     weighted_count1,
     weighted_count2,
 )
-from numba_kernels.ir.vector_ir import add_scaled1, add_scaled4
+from hotcold.numba_kernels.ir.vector_ir import add_scaled1, add_scaled4
 
 _LEVELS_SPAN = 2.5  # the largest level stands for so many root mean squares of the input
 _LARGE = 0.9957  # root mean squares

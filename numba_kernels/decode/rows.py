@@ -6,10 +6,10 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from numba_kernels.checks import float_array, optional_floats, weight_rows
-from numba_kernels.compiler import njit
-from numba_kernels.decode.vectors import empty_vectors, prepared
-from numba_kernels.formats import (
+from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
     QUANT_GROUP,
@@ -17,8 +17,8 @@ from numba_kernels.formats import (
     row_width,
     steps_side_by_side,
 )
-from numba_kernels.ir.quantized_ir import format_of
-from numba_kernels.ir.tile_ir import (
+from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.ir.tile_ir import (
     FLOAT_THREES,
     HAS_STREAMS,
     NEVER,
@@ -36,7 +36,7 @@ from numba_kernels.ir.tile_ir import (
     tile_wide,
     tiles_of,
 )
-from numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
+from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
 
 _PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
 _MOST_ROWS = 192

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from numba_kernels.checks import float_array, require
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.checks import float_array, require
+from hotcold.numba_kernels.compiler import njit
 
 
 @njit(nogil=True, cache=True)

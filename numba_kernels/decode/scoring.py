@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.checks import float_array, require
-from numba_kernels.compiler import njit
-from numba_kernels.decode.sampling import argmax_kernel
+from hotcold.numba_kernels.checks import float_array, require
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.sampling import argmax_kernel
 
 
 class Comparison(NamedTuple):

@@ -8,11 +8,11 @@ from numba.core import types
 from numba.extending import overload
 from numpy.typing import DTypeLike
 
-from numba_kernels.compiler import njit
-from numba_kernels.formats import QUANT_GROUP
-from numba_kernels.ir.quantized_ir import format_of
-from numba_kernels.ir.target import LINE_BYTES
-from numba_kernels.ir.vector_ir import quantize_vector
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import QUANT_GROUP
+from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.ir.target import LINE_BYTES
+from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 
 NO_BIAS = np.empty(0, np.float32)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba.core import cgutils, types
 
-from numba_kernels.ir.vec import Ptr, Vec
+from hotcold.numba_kernels.ir.vec import Ptr, Vec
 
 
 class Array:

@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.ir.arguments import Arguments, codegen_of
-from numba_kernels.ir.vec import (
+from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
+from hotcold.numba_kernels.ir.vec import (
     F32,
     HALF,
     I16,

@@ -14,8 +14,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from numba_kernels.ir.target import LANES, LINE_BYTES
-from numba_kernels.ir.vec import (
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
+from hotcold.numba_kernels.ir.vec import (
     F32,
     HALF,
     I8,

@@ -7,9 +7,9 @@ room (`numba_kernels.decode.vectors`). Scales of those lanes are zeros, so they 
 
 from __future__ import annotations
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
-from numba_kernels.ir.byte_products import avx2_fours, avx2_pairs
-from numba_kernels.ir.quantized_ir import (
+from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
+from hotcold.numba_kernels.ir.byte_dot import avx2_fours, avx2_pairs
+from hotcold.numba_kernels.ir.quantized_ir import (
     CHUNK_BYTES,
     PACKED_STEPS,
     Row,
@@ -17,8 +17,8 @@ from numba_kernels.ir.quantized_ir import (
     unpacked,
     value_offset,
 )
-from numba_kernels.ir.target import LANES, has_feature
-from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
+from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, shaped
 
 _LANES = LANES // 2
 _INTS = shaped(I32, _LANES)

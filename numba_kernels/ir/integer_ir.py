@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
-from numba_kernels.ir.byte_products import ByteProducts
-from numba_kernels.ir.half_ir import Halves, takes_halves
-from numba_kernels.ir.quantized_ir import (
+from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
+from hotcold.numba_kernels.ir.byte_dot import ByteProducts
+from hotcold.numba_kernels.ir.half_ir import Halves, takes_halves
+from hotcold.numba_kernels.ir.quantized_ir import (
     CHUNK_BYTES,
     INTS,
     PACKED_STEPS,
@@ -32,8 +32,8 @@ from numba_kernels.ir.quantized_ir import (
     with_chunks,
     with_tops,
 )
-from numba_kernels.ir.target import LANES, LINE_BYTES
-from numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
+from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
 
 _MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers

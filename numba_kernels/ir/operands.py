@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from numba_kernels.formats import CHUNK, QUANT_GROUP
-from numba_kernels.ir.arguments import Array
-from numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
-from numba_kernels.ir.integer_ir import emit_products
-from numba_kernels.ir.quantize_ir import ScaledSum
-from numba_kernels.ir.quantized_ir import Row, Vector, format_of
-from numba_kernels.ir.target import FLOATS_AHEAD, QUANTIZED_AHEAD
-from numba_kernels.ir.vec import Ptr, Vec
+from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
+from hotcold.numba_kernels.ir.arguments import Array
+from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatProducts, add_scaled, item_bytes
+from hotcold.numba_kernels.ir.integer_ir import emit_products
+from hotcold.numba_kernels.ir.quantize_ir import ScaledSum
+from hotcold.numba_kernels.ir.quantized_ir import Row, Vector, format_of
+from hotcold.numba_kernels.ir.target import FLOATS_AHEAD, QUANTIZED_AHEAD
+from hotcold.numba_kernels.ir.vec import Ptr, Vec
 
 PART_COLUMNS = CHUNK  # of `add_part`: a chunk of quantized rows
 

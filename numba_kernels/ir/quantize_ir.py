@@ -7,9 +7,9 @@ from functools import partial
 
 from llvmlite import ir
 
-from numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
-from numba_kernels.ir.float_ir import round_to_bfloat16
-from numba_kernels.ir.quantized_ir import (
+from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
+from hotcold.numba_kernels.ir.float_ir import round_to_bfloat16
+from hotcold.numba_kernels.ir.quantized_ir import (
     BYTE_LANES,
     CHUNK_BYTES,
     PACKED_STEPS,
@@ -23,8 +23,8 @@ from numba_kernels.ir.quantized_ir import (
     value_offset,
     with_chunks,
 )
-from numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
-from numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
+from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
+from hotcold.numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec, for_range
 
 _FLOATS = ir.VectorType(F32, LANES)
 _QUARTER = 4  # lanes whose bytes fill a vector of 16

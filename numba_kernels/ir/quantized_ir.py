@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from numba_kernels.formats import (
+from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
     QUANT_GROUP,
@@ -22,8 +22,20 @@ from numba_kernels.formats import (
     SCALE_BYTES,
     RowFormat,
 )
-from numba_kernels.ir.target import LANES, has_feature
-from numba_kernels.ir.vec import F32, HALF, I8, I16, I32, I64, Ptr, Var, Vec, for_range, shaped
+from hotcold.numba_kernels.ir.target import LANES, has_feature
+from hotcold.numba_kernels.ir.vec import (
+    F32,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    Ptr,
+    Var,
+    Vec,
+    for_range,
+    shaped,
+)
 
 BYTE_LANES = 4 * LANES
 INTS = ir.VectorType(I32, LANES)

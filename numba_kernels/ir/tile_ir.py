@@ -14,16 +14,13 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from numba_kernels.formats import RowFormat
-from numba_kernels.ir.arguments import Arguments, codegen_of
-from numba_kernels.ir.float_ir import (
-    FloatPanel,
-    FloatStream,
-)
-from numba_kernels.ir.operands import Vectors, Weights
-from numba_kernels.ir.quantized_ir import format_of
-from numba_kernels.ir.target import has_feature
-from numba_kernels.ir.vec import I64, Vec
+from hotcold.numba_kernels.formats import RowFormat
+from hotcold.numba_kernels.ir.arguments import Arguments, codegen_of
+from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
+from hotcold.numba_kernels.ir.operands import Vectors, Weights
+from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.ir.vec import I64, Vec
 
 NEVER = 1 << 30  # so many tokens
 _MOST_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it

@@ -6,10 +6,10 @@ Source:  ggml-quants.c, dequantize_row_*; ggml-common.h, the blocks' layouts
 import numpy as np
 from numba import float32, int8, int32, uint8, uint16
 
-from numba_kernels.compiler import njit
-from numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
-from numba_kernels.ir.bit_ir import float32_of
-from numba_kernels.load.quantize_kernels import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import BLOCK_FORMATS, CHUNK_GROUPS, QUANT_GROUP, block_dtype
+from hotcold.numba_kernels.ir.bit_ir import float32_of
+from hotcold.numba_kernels.load.quantize_kernels import (
     DONE,
     NOT_FINITE,
     store_half,

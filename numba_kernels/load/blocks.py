@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.formats import (
+from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
@@ -25,7 +25,7 @@ from numba_kernels.formats import (
     row_items,
     row_width,
 )
-from numba_kernels.load.block_kernels import (
+from hotcold.numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     dequantize_kernel,
     repack_k_kernel,
@@ -33,8 +33,8 @@ from numba_kernels.load.block_kernels import (
     repack_q6_kernel,
     repack_with_min_kernel,
 )
-from numba_kernels.load.loading import flat_rows
-from numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
+from hotcold.numba_kernels.load.loading import flat_rows
+from hotcold.numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
 
 _EXACT: dict[np.dtype, tuple[np.dtype, ...]] = {
     block_dtype("Q4_0"): (Q4, Q8),

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from numba_kernels.checks import require, weight_rows
-from numba_kernels.compiler import njit
-from numba_kernels.formats import is_blocks, is_quantized, row_width
-from numba_kernels.ir.vector_ir import widen_row
-from numba_kernels.load.blocks import dequantize_rows
+from hotcold.numba_kernels.checks import require, weight_rows
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import is_blocks, is_quantized, row_width
+from hotcold.numba_kernels.ir.vector_ir import widen_row
+from hotcold.numba_kernels.load.blocks import dequantize_rows
 
 _ROWS_AT_ONCE = 256
 

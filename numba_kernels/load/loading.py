@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uint32, uint64
 
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import njit
 
 WEIGHT_DTYPES = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int16))
 # All exponent bits of a format: a value with all of them set is infinite or not a number.

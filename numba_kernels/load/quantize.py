@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.formats import (
+from hotcold.numba_kernels.formats import (
     FLOATS,
     Q4,
     Q4_1,
@@ -27,8 +27,8 @@ from numba_kernels.formats import (
     row_items,
     row_width,
 )
-from numba_kernels.load.loading import flat_rows
-from numba_kernels.load.quantize_kernels import (
+from hotcold.numba_kernels.load.loading import flat_rows
+from hotcold.numba_kernels.load.quantize_kernels import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,

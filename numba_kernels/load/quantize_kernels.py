@@ -3,14 +3,9 @@
 import numpy as np
 from numba import float32, int32, uint8, uint32
 
-from numba_kernels.compiler import njit
-from numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
-from numba_kernels.ir.bit_ir import (
-    float32_bits,
-    float32_from_bits,
-    float32_of,
-    half_bits,
-)
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.formats import CHUNK_GROUPS, QUANT_GROUP
+from hotcold.numba_kernels.ir.bit_ir import float32_bits, float32_from_bits, float32_of, half_bits
 
 # What became of rows; the largest of all rows' is returned.
 DONE, TOO_LARGE, NOT_FINITE = 0, 1, 2

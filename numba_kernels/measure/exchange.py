@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
     OPERATION,
     STOP,

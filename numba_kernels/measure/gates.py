@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.checks import RELU
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import Activation
-from numba_kernels.decode.ffn import gate_values_kernel
-from numba_kernels.decode.predict import (
+from hotcold.numba_kernels.checks import RELU
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import Activation
+from hotcold.numba_kernels.decode.ffn import gate_values_kernel
+from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
     pack_planes_kernel,
     sign_scores_kernel,
 )
-from numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.decode.vectors import prepared
 
 _NO_BIAS = np.empty(0, np.float32)
 

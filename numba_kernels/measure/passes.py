@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.checks import RELU
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import Activation, Thresholds
-from numba_kernels.decode.ffn import NO_MASKS
-from numba_kernels.decode.rows import rows_kernel
-from numba_kernels.measure.plain_reads import read_row
-from numba_kernels.serve.doorbell import barrier, now_ns
-from numba_kernels.serve.layer_ffn import layer_ffn
+from hotcold.numba_kernels.checks import RELU
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import Activation, Thresholds
+from hotcold.numba_kernels.decode.ffn import NO_MASKS
+from hotcold.numba_kernels.decode.rows import rows_kernel
+from hotcold.numba_kernels.measure.plain_reads import read_row
+from hotcold.numba_kernels.serve.doorbell import barrier, now_ns
+from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
 
 _NO_BIAS = np.empty(0, np.float32)
 

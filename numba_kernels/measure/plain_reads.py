@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.ir.vector_ir import prefetch_row
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.ir.vector_ir import prefetch_row
 
 
 @njit(nogil=True, cache=True)

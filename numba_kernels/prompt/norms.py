@@ -1,7 +1,7 @@
 """Norms of a prompt's tokens."""
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.norm import norm_kernel
 
 
 @njit(nogil=True, cache=True)

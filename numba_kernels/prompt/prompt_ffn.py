@@ -10,10 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.rows import add_in_order
-from numba_kernels.ir.operands import PART_COLUMNS
-from numba_kernels.ir.vector_ir import add_part1, add_part4, dot_lone_row, dot_rows4, prefetch_part
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.rows import add_in_order
+from hotcold.numba_kernels.ir.operands import PART_COLUMNS
+from hotcold.numba_kernels.ir.vector_ir import (
+    add_part1,
+    add_part4,
+    dot_lone_row,
+    dot_rows4,
+    prefetch_part,
+)
 
 _ZERO = np.float32(0)
 Empty = Callable[..., np.ndarray]

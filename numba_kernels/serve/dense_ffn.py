@@ -11,16 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import activate, activate_up, passes
-from numba_kernels.decode.batch_ffn import contribution
-from numba_kernels.decode.ffn import NO_IDS, NO_MASKS, drop_small, keep_fired_kernel, scale_by_up
-from numba_kernels.decode.rows import split_range
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.layer_rows import LayerRows
-from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.layer_ffn import NO_NORMS, part_of
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
+from hotcold.numba_kernels.decode.batch_ffn import contribution
+from hotcold.numba_kernels.decode.ffn import (
+    NO_IDS,
+    NO_MASKS,
+    drop_small,
+    keep_fired_kernel,
+    scale_by_up,
+)
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, part_of
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
     ALL_GATES,
     FFN,
@@ -39,7 +45,7 @@ from numba_kernels.serve.mailbox import (
     next_request,
     read_thresholds,
 )
-from numba_kernels.serve.work_stealing import (
+from hotcold.numba_kernels.serve.work_stealing import (
     new_block_counters,
     work_stealing_layer,
     work_stealing_rows,

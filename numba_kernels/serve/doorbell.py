@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import njit
 
 INTS_A_CELL = 16
 WAITED_US = 1  # word of a barrier's count cell

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.checks import (
+from hotcold.numba_kernels.checks import (
     float_array,
     optional_floats,
     read_only,
@@ -18,9 +18,9 @@ from numba_kernels.checks import (
     row_ids,
     weight_rows,
 )
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
-from numba_kernels.decode.batch_ffn import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
+from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
     block_size,
     empty_lists,
@@ -28,7 +28,7 @@ from numba_kernels.decode.batch_ffn import (
     keep_some_kernel,
     thread_lists,
 )
-from numba_kernels.decode.ffn import (
+from hotcold.numba_kernels.decode.ffn import (
     NO_IDS,
     NO_MASKS,
     by_neuron,
@@ -36,12 +36,12 @@ from numba_kernels.decode.ffn import (
     keep_fired_kernel,
     up_down_kernel,
 )
-from numba_kernels.decode.rows import add_in_order, split_range
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
-from numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
+from hotcold.numba_kernels.decode.rows import add_in_order, split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
+from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
 MOST_TOKENS = 32  # of a request: bits of a mask
 NO_NORMS = np.empty(0, np.float32)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.serve.doorbell import (
     CLOCK_US,
     INTS_A_CELL,
     RUNG_US,

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.predict import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.predict import (
     pack_planes_kernel,
     select_kernel,
     sign_scores_kernel,
 )
-from numba_kernels.decode.rows import split_range
-from numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.serve.doorbell import (
     INTS_A_CELL,
     atomic_add,
     atomic_load,
@@ -24,8 +24,8 @@ from numba_kernels.serve.doorbell import (
     sleep_change,
     wait_change,
 )
-from numba_kernels.serve.mailbox import DONE, IDLE_NS, NUM_IDS, SPINS, cell
-from numba_kernels.serve.work_stealing import block_rows, next_block
+from hotcold.numba_kernels.serve.mailbox import DONE, IDLE_NS, NUM_IDS, SPINS, cell
+from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
 
 _LOOK_NS = 50_000  # helpers leave without ringing
 

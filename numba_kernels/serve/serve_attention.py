@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.attention import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.attention import (
     attend_kernel,
     rope_kernel,
     softcap_kernel,
     store_kernel,
 )
-from numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
-from numba_kernels.decode.rows import split_range
-from numba_kernels.decode.vectors import QuantizedVectors, prepared
-from numba_kernels.layer_rows import LayerRows
-from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, prepared
+from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
     HEAD,
@@ -32,7 +32,11 @@ from numba_kernels.serve.mailbox import (
     meet,
     next_request,
 )
-from numba_kernels.serve.work_stealing import next_block, work_stealing_layer, work_stealing_rows
+from hotcold.numba_kernels.serve.work_stealing import (
+    next_block,
+    work_stealing_layer,
+    work_stealing_rows,
+)
 
 _QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD = range(6)
 NUM_COUNTERS = 6

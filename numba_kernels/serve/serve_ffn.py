@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.ffn import NO_IDS, NO_MASKS
-from numba_kernels.serve.doorbell import now_ns
-from numba_kernels.serve.layer_ffn import layer_ffn
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_FIRED,
     ALL_GATES,
     FFN,

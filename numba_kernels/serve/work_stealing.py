@@ -8,10 +8,10 @@ does not change the product.
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.rows import block_products, split_range
-from numba_kernels.decode.vectors import prepared
-from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.rows import block_products, split_range
+from hotcold.numba_kernels.decode.vectors import prepared
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES = 1 << 18
 _UNIT = 48  # rows; whole tiles of every format

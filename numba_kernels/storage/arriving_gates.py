@@ -5,14 +5,13 @@ Products of gates are the same whichever thread computes them, and when: threads
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.activations import activate
-from numba_kernels.decode.rows import rows_ahead
-from numba_kernels.ir.vector_ir import dot_ahead, prefetch_row
-from numba_kernels.serve.doorbell import INTS_A_CELL, atomic_load
-from numba_kernels.serve.work_stealing import block_rows, next_block
-from numba_kernels.storage.reads.read_queue import HERE
-from numba_kernels.storage.stored_neurons import (
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.activations import activate
+from hotcold.numba_kernels.decode.rows import rows_ahead
+from hotcold.numba_kernels.ir.vector_ir import dot_ahead, prefetch_row
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_load
+from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
+from hotcold.numba_kernels.storage.offloaded_neurons import (
     HERE_TAKEN,
     LATE_TAKEN,
     MOST_BYTES,
@@ -25,6 +24,7 @@ from numba_kernels.storage.stored_neurons import (
     want_gates,
     want_with_gates,
 )
+from hotcold.numba_kernels.storage.read_queue import HERE
 
 _LATE_TOGETHER = 8  # late gates that a thread takes at once
 

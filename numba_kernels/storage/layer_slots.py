@@ -6,11 +6,11 @@ and are as much in memory as any. A step that comes in between may take those sl
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.storage.neuron_slots import empty_slot, has_all, is_here, put_in
-from numba_kernels.storage.reads.neuron_file import GATE, REST, take_row
-from numba_kernels.storage.reads.read_queue import NOW, await_batch, settle
-from numba_kernels.storage.stored_neurons import ask_marked, claim_gate, claim_rest
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.storage.neuron_file import GATE, REST, take_row
+from hotcold.numba_kernels.storage.neuron_slots import empty_slot, has_all, is_here, put_in
+from hotcold.numba_kernels.storage.offloaded_neurons import ask_marked, claim_gate, claim_rest
+from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, settle
 
 
 @njit(nogil=True, cache=True)

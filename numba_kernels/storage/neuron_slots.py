@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.serve.doorbell import atomic_load, atomic_store
-from numba_kernels.storage.reads.read_queue import FAILED, HERE, NOTHING
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
+from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, NOTHING
 
 MEMORY = 1 / 64  # what one token more counts in how often a neuron is wanted
 LOOKED_AT = 16  # slots, of which the neuron that is wanted least leaves

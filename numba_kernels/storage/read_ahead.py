@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.compiler import njit
-from numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
-from numba_kernels.decode.rows import split_range
-from numba_kernels.ir.bit_ir import INPUT_PLANES
-from numba_kernels.serve.predict_team import SignPredictors, bit_rows
-from numba_kernels.storage.neuron_slots import was_used
-from numba_kernels.storage.reads.neuron_file import GATE
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
+from hotcold.numba_kernels.serve.predict_team import SignPredictors, bit_rows
+from hotcold.numba_kernels.storage.neuron_file import GATE
+from hotcold.numba_kernels.storage.neuron_slots import was_used
 
 LEAST_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64

@@ -20,8 +20,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from model.errors import UsageError, shown
-from model.files.whole_file import write_whole
+from hotcold.model.errors import UsageError, shown
+from hotcold.model.files.whole_file import write_whole
 
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60

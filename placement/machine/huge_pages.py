@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from model.errors import MemoryBudgetError
-from model.weights.memory import aligned_empty
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.weights.memory import aligned_empty
 
 PROBE_BYTES = 64 << 20
 _PAGE_BYTES = 4096

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from cuda_kernels.bandwidth import measure_gpu_bandwidth
-from cuda_kernels.device import Gpu
-from placement.machine.busy import BusyWatch
-from placement.machine.description import CpuNode, GpuDevice, Machine
-from placement.machine.measure_exchange import measure_exchange_us
-from placement.machine.measure_layout import MachineLayout, NodeLayout
-from placement.machine.measure_node import measure_node
+from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
+from hotcold.cuda_kernels.device import Gpu
+from hotcold.placement.machine.busy import BusyWatch
+from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
+from hotcold.placement.machine.measure_exchange import measure_exchange_us
+from hotcold.placement.machine.measure_layout import MachineLayout, NodeLayout
+from hotcold.placement.machine.measure_node import measure_node
 
 # For a GPU that cannot be measured, on the low side, so that a plan promises too little.
 # 504 GB/s: NVIDIA's data sheet of the GeForce RTX 4070. 31.5 GB/s a direction is what 16 lanes of

@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from model.errors import HotcoldError
-from model.files.whole_file import write_whole
-from numba_kernels.own_cache import own_folder
-from placement.machine.description import Machine
-from placement.machine.measure_layout import MachineLayout
+from hotcold.model.errors import HotcoldError
+from hotcold.model.files.whole_file import write_whole
+from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.machine.measure_layout import MachineLayout
 
 _VERSION = 3  # another way to measure gets another number
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
-from model.weights.memory import aligned_empty
-from numba_kernels.storage.reads.depths import NUM_THREADS, RING_DEPTH
-from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
-from numba_kernels.storage.reads.io_ring import (
+from hotcold.model.bundles.direct import PAGE_BYTES, DirectFile, open_direct
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.storage.depths import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage.disk_reads import read_places, read_places_by_ring
+from hotcold.numba_kernels.storage.io_ring import (
     IoRing,
     close_ring,
     keep_for_ever,

@@ -8,11 +8,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_kernels.device import Gpu, list_gpus
-from model.limits import parse_core_list
-from model.weights.memory import available_bytes
-from placement.machine.survey import nodes_of, usable_cores
-from placement.machine.sysfs import NumaNode, read_cpu, read_numa_nodes
+from hotcold.cuda_kernels.device import Gpu, list_gpus
+from hotcold.model.limits import parse_core_list
+from hotcold.model.weights.memory import available_bytes
+from hotcold.placement.machine.survey import nodes_of, usable_cores
+from hotcold.placement.machine.sysfs import NumaNode, read_cpu, read_numa_nodes
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from time import perf_counter
 
 import numpy as np
 
-from model.weights.memory import aligned_empty
-from numba_kernels.checks import read_only
-from numba_kernels.decode.rows import split_range
-from numba_kernels.measure.passes import gather_passes, read_passes, rows_passes
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
-from numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.measure.passes import gather_passes, read_passes, rows_passes
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.layer_ffn import FfnArrays, new_scratch
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
 _DENSITY = 0.1

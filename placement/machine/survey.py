@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_kernels.device import Gpu, list_gpus
-from model.limits import cpu_quota, num_cpus
-from model.weights.memory import available_bytes, memory_limit
-from placement.machine.sysfs import (
+from hotcold.cuda_kernels.device import Gpu, list_gpus
+from hotcold.model.limits import cpu_quota, num_cpus
+from hotcold.model.weights.memory import available_bytes, memory_limit
+from hotcold.placement.machine.sysfs import (
     NumaNode,
     performance_cores,
     read_cpu,

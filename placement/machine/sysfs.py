@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model.limits import memory_nodes, parse_core_list
+from hotcold.model.limits import memory_nodes, parse_core_list
 
 # What kernels here can make use of, as /proc/cpuinfo spells it.
 RELEVANT_FEATURES = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from placement.machine.description import Machine
-from placement.machine.measure import measure_machine
-from placement.machine.measure_cache import read_cached, write_cached
-from placement.machine.measure_layout import read_layout
+from hotcold.placement.machine.description import Machine
+from hotcold.placement.machine.measure import measure_machine
+from hotcold.placement.machine.measure_cache import read_cached, write_cached
+from hotcold.placement.machine.measure_layout import read_layout
 
 
 def this_machine(

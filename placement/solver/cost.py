@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import mean_row_bytes, row_bytes
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
 KV_ITEM_BYTES = {"float16": 2, "float32": 4}
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.solver.problem import ATTENTION, HEAD, HOST, Assignment, Problem
+from hotcold.placement.solver.problem import ATTENTION, HEAD, HOST, Assignment, Problem
 
 _PART_ORDER = (ATTENTION, HEAD)  # of what a GPU may hold
 

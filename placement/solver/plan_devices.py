@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.machine.description import GpuDevice, Machine
-from placement.solver.cost import PlanDevice
-from placement.solver.problem import shares
-from placement.threads.numa import node_groups, num_sharing
+from hotcold.placement.machine.description import GpuDevice, Machine
+from hotcold.placement.machine.numa import node_groups, num_sharing
+from hotcold.placement.solver.cost import PlanDevice
+from hotcold.placement.solver.problem import shares
 
 # Of a GPU's memory: the CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of
-# steps and prompts the rest (`actors/gpu/cuda/fit.py` knows it better, once the GPU is open).
+# steps and prompts the rest (`actors/attention/cuda/fit.py` knows it better, once the GPU is open).
 GPU_RESERVE_BYTES = 1 << 30
 
 
@@ -26,7 +26,7 @@ def make_plan_devices(
     """The GPUs that have room, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
     GPU: min(gpu_memory_bytes, free) - gpu_reserve_bytes, each GPU; none where nothing is left.
-    A CPU actor has the nodes of `placement.threads.numa.node_groups`: their memory and bandwidth
+    A CPU actor has the nodes of `placement.machine.numa.node_groups`: their memory and bandwidth
     together, or its part of them where nodes have several actors; cpu_memory_bytes and
     host_reserve_bytes are of all actors together, in shares of what they have free: min(share,
     free) - reserve. A None limit is what is free.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from placement.solver.problem import HOST, Assignment, Problem
+from hotcold.placement.solver.problem import HOST, Assignment, Problem
 
 if TYPE_CHECKING:
     from scipy.sparse import coo_array

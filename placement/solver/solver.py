@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from model.errors import MemoryBudgetError
-from placement.solver.greedy import assign_cold, hottest_first
-from placement.solver.problem import (
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.placement.solver.greedy import assign_cold, hottest_first
+from hotcold.placement.solver.problem import (
     ATTENTION,
     HEAD,
     PREDICTOR,
@@ -20,7 +20,7 @@ from placement.solver.problem import (
     objective_s,
     shortages,
 )
-from placement.solver.program import build_program, make_classes, read_solution
+from hotcold.placement.solver.program import build_program, make_classes, read_solution
 
 # A group is 1/448 of a layer of 28672 neurons: a smaller gap is below what a group can even out.
 MIP_GAP = 1e-3

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.hot_share import hot_share
-from predictors.fitting.layer_data import LayerData
-from predictors.fitting.thresholds import MarginFit, least_margin
-from predictors.lowrank import LowRankLayer
-from predictors.quality import Quality
+from hotcold.model.hot_share import hot_share
+from hotcold.predictors.fitting.layer_data import LayerData
+from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.quality import Quality
 
 _SHIFT = 2.5  # deviations by which a unit is lifted above zero
 _MOST_SPREAD = 0.3  # of m . x around 1, so that it lifts the others

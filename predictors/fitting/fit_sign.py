@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numba_kernels.decode.predict import pack_weights, sign_scores
-from predictors.fitting.layer_data import LayerData
-from predictors.fitting.thresholds import MarginFit, least_margin
-from predictors.quality import Quality
-from predictors.sign import SignLayer
+from hotcold.numba_kernels.decode.predict import pack_weights, sign_scores
+from hotcold.predictors.fitting.layer_data import LayerData
+from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
+from hotcold.predictors.quality import Quality
+from hotcold.predictors.sign import SignLayer
 
 
 def fit_sign(data: LayerData, target_recall: float) -> tuple[SignLayer, Quality]:

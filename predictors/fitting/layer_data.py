@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
-from model.errors import ArtifactError
-from model.files.checkpoint import Checkpoint
-from model.weights.ffn import load_gate, load_up
-from numba_kernels.load.convert import to_float32
-from predictors.fitting.read_prices import IN_BYTES, ReadPrices
-from predictors.lowrank import LowRankLayer
-from predictors.sign import SignLayer
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import row_bytes
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.ffn import load_gate, load_up
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.sign import SignLayer
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
 _LEAST_TOKENS = 64

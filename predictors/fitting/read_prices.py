@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import numpy_dtype
-from model.weights.memory import aligned_empty
-from numba_kernels.checks import read_only
-from numba_kernels.decode.vectors import empty_vectors
-from numba_kernels.formats import row_items
-from numba_kernels.ir.bit_ir import INPUT_PLANES
-from numba_kernels.measure.gates import gates_of, lowrank_of, signs_of
-from predictors.lowrank import LowRankLayer
-from predictors.sign import SignLayer
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.checks import read_only
+from hotcold.numba_kernels.decode.vectors import empty_vectors
+from hotcold.numba_kernels.formats import row_items
+from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
+from hotcold.numba_kernels.measure.gates import gates_of, lowrank_of, signs_of
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.sign import SignLayer
 
 _MOST_BYTES = 1 << 26  # of what is read in turn: more than a core's share of the caches
 _ROUNDS = 7

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.config.model_config import ModelConfig
-from model.errors import UsageError
-from model.files.checkpoint import Checkpoint
-from predictors.fitting.fit_lowrank import fit_lowrank
-from predictors.fitting.fit_sign import fit_sign
-from predictors.fitting.inputs import LayerInputs
-from predictors.fitting.layer_data import LayerData
-from predictors.fitting.read_prices import ReadPrices
-from predictors.predictor_file import AnyLayer, Predictors
-from predictors.quality import Quality
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
+from hotcold.predictors.fitting.fit_sign import fit_sign
+from hotcold.predictors.fitting.inputs import LayerInputs
+from hotcold.predictors.fitting.layer_data import LayerData
+from hotcold.predictors.fitting.read_prices import ReadPrices
+from hotcold.predictors.predictor_file import AnyLayer, Predictors
+from hotcold.predictors.quality import Quality
 
 _Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 _FITS: dict[str, tuple[_Fit, ...]] = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.driver.driver import Driver
-from actors.protocol.messages import THRESHOLD, GenerateRequest, Generation, SystemConfig
-from model.sampling import SamplingParams
-from numba_kernels.decode.activations import Thresholds
-from predictors.lowrank import LowRankLayer
-from predictors.predictor import NeuronPredictor
-from predictors.sign import SignLayer
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, Generation, SystemConfig
+from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE

@@ -12,25 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from actors.driver.driver import Driver
-from actors.gpu.cuda import fit as cuda_fit
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.kv_pool import num_pages_of
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.protocol.step_sizes import MATRIX_TOKENS
-from actors.setup.neurons.placement_choice import plan_request
-from model.config.build import read_config
-from model.errors import ServiceError
-from model.files.artifact import ModelIdentity
-from model.sampling import SamplingParams
-from placement.plan import plan_path, write_plan
-from placement.planner import make_plan
+from hotcold.actors.attention.cuda import fit as cuda_fit
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.plan import plan_path, write_plan
+from hotcold.placement.planner import make_plan
 from tests.actors.batching import Asking
 from tests.actors.numpy_device import NumpyDevice
-from tests.actors.stand_in_ray import (
-    StandInRay,
-    StandInSystem,
-)
+from tests.actors.stand_in_ray import StandInRay, StandInSystem
 from tests.actors.test_placement_choice import WITH_GPU
 
 CONTEXT = 256

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.exchange.service import Service
-from actors.gpu.cuda.load import CudaLoading
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.kv_pool import num_pages_of
-from actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
+from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.messages import CacheSpec, GpuShare, ServiceSpec
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 

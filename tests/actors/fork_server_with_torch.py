@@ -6,8 +6,8 @@ has nothing else to do. Commands' services still do so in `tests/e2e`.
 
 from __future__ import annotations
 
-from actors.private_ray import fork_server
-from actors.private_ray.fork_server import ForkServer
+from hotcold.actors.private_ray import fork_server
+from hotcold.actors.private_ray.fork_server import ForkServer
 
 
 class WithTorch(ForkServer):
@@ -23,7 +23,7 @@ def begin_with_torch() -> None:
 
 def main() -> None:
     """See `actors.private_ray.fork_server.main`."""
-    fork_server._PRELOADED += ("torch", "actors.cpu.matrix_products")
+    fork_server._PRELOADED += ("torch", "hotcold.actors.cpu.matmul")
     fork_server.main()
 
 

@@ -10,27 +10,27 @@ from typing import Self
 
 import numpy as np
 
-from actors.cpu.cpu_service import load_cpu_service
-from actors.cpu.dense_service import load_dense_service
-from actors.driver.engine import Engine
-from actors.exchange.call_exchange import Question
-from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from actors.exchange.service import Service
-from actors.gpu.gpu_service import CacheSpec, load_gpu_service
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.kv_pool import num_pages_of
-from actors.protocol.messages import ServiceSpec
-from actors.protocol.step_sizes import ProductChoice
-from actors.setup.neurons.dealing import deal_neurons
-from actors.setup.neurons.hot_neurons import hot_counts
-from actors.setup.neurons.partition import require_partition
-from model.config.build import read_config
-from model.errors import ServiceError
-from model.files.checkpoint import Checkpoint
-from model.weights.embedding import load_embedding
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.serve.mailbox import NO_DOORBELLS, OPERATION, STOP
-from predictors.predictor import NeuronPredictor
+from hotcold.actors.attention.attention_service import CacheSpec, load_gpu_service
+from hotcold.actors.cpu.cpu_service import load_cpu_service
+from hotcold.actors.cpu.dense_service import load_dense_service
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.exchange.call_exchange import Question
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.partition import require_partition
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, OPERATION, STOP
+from hotcold.predictors.predictor import NeuronPredictor
 
 _MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
 

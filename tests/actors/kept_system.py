@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.protocol.step_sizes import ProductChoice
-from actors.system import System
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.system import System
+from hotcold.model.sampling import SamplingParams
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
 CONTEXT = 60_000  # some ten seconds of decoding, for what happens meanwhile

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from cuda_kernels.device import DeviceMemoryError
-from cuda_kernels.matrix import DeviceMatrix
-from cuda_kernels.protocol import DeviceKernels
-from model import torch_activations
-from numba_kernels.checks import ACTIVATION_NAMES, DRELU
-from numba_kernels.formats import QUANTIZED
-from numba_kernels.load.convert import to_float32
+from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.model import torch_activations
+from hotcold.numba_kernels.checks import ACTIVATION_NAMES, DRELU
+from hotcold.numba_kernels.formats import QUANTIZED
+from hotcold.numba_kernels.load.convert import to_float32
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
 GARBAGE = 255  # what new memory holds: a NaN in every float format
@@ -234,7 +234,7 @@ class NumpyKernels:
 
 @dataclass
 class NumpyDevice:
-    """See `actors.gpu.cuda.device.Device`. Counts what is held, for as long as it is held."""
+    """See `actors.attention.cuda.device.Device`. Counts what is held, for as long as it is held."""
 
     memory_bytes: int = 1 << 40
     context_bytes: int = 0

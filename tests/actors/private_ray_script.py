@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import ray
 
-from actors import launch
-from actors.private_ray.session_folder import SessionFolder
-from actors.protocol.ray_memory import MONITOR_EVERY_MS
-from actors.protocol.shared_memory import is_reserved
+from hotcold.actors import launch
+from hotcold.actors.private_ray.session_folder import SessionFolder
+from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
+from hotcold.actors.protocol.shared_memory import is_reserved
 
 
 @ray.remote(num_cpus=0)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.protocol.messages import GenerateRequest
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.choose import choose_system
-from actors.setup.memory.needs import system_need
-from actors.setup.preflight import SystemOptions, read_model
-from actors.system import System
-from model.bundles.bundle_file import bundle_path
-from model.bundles.geometry import BundleGeometry
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import SystemOptions, read_model
+from hotcold.actors.system import System
+from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.sampling import SamplingParams
 
 _PROMPTS = (1, 9, 40)  # tokens: a token, some at once, matrix products
 

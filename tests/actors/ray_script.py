@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from actors.processes.cluster import connect
-from actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
-from actors.system import System
-from model.sampling import SamplingParams
+from hotcold.actors.processes.cluster import connect
+from hotcold.actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.sampling import SamplingParams
 
 
 def shared_files(pids: list[int]) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from actors.launch import RemoteDriver, spawn_relay, spawn_service
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.system import System
+from hotcold.actors.launch import RemoteDriver, spawn_relay, spawn_service
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.system import System
 from tests.actors.numpy_device import NumpyDevice
 
 

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 import ray
 
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.recovering_exchange import RecoveringExchange
-from actors.exchange.service import Service
-from actors.processes.driver_actor import DriverActor
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.failures import ServiceLost
-from actors.protocol.messages import ServiceSpec, SystemConfig
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.processes.driver_actor import DriverActor
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.failures import ServiceLost
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
     DONE,
     NO_DOORBELLS,
     OPERATION,
@@ -40,7 +40,8 @@ from numba_kernels.serve.mailbox import (
 _NODE = "this node"
 _END_NS = 60 * 10**9
 _LEFT_ALONE = {
-    "actors.exchange.service_process", "actors.protocol.ray_memory", "actors.protocol.shared_memory"
+    "hotcold.actors.exchange.service_process", "hotcold.actors.protocol.ray_memory",
+    "hotcold.actors.protocol.shared_memory",
 }  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
             ):
                 if replaced in vars(module) and name not in _LEFT_ALONE:
                     patch.setattr(module, replaced, stand_in)
-        patch.setattr("actors.exchange.watch._STOPPED_LOOKS", 2)
+        patch.setattr("hotcold.actors.exchange.watch._STOPPED_LOOKS", 2)
         patch.setattr(ArenaExchange, "ask", asked)
         # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
         patch.setattr(RecoveringExchange, "asking", NO_DOORBELLS)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.active_request import ActiveRequest
-from actors.driver.driver import Driver
-from actors.driver.scheduler import Scheduler, Turns
-from actors.protocol.failures import NotFiniteError, RequestError
-from actors.protocol.messages import GenerateRequest, Generation
-from actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
-from model.sampling import SamplingParams
+from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.scheduler import Scheduler, Turns
+from hotcold.actors.protocol.failures import NotFiniteError, RequestError
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Asking, ask, batching, complete, random_request
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
@@ -215,7 +215,7 @@ def test_preempted_requests_have_the_same_tokens(
     tiny: Tiny, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers to the end of the context lack pages; one of them is cancelled meanwhile."""
-    monkeypatch.setattr("actors.driver.scheduler._AHEAD", 8)
+    monkeypatch.setattr("hotcold.actors.driver.scheduler._AHEAD", 8)
     requests = [random_request(seed, longest=120) for seed in range(7)]
     endless = [
         replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))

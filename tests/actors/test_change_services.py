@@ -17,18 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.exchange.recovery import MOST_FAILURES
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.kv_pool import KvPool
-from actors.protocol.messages import SystemConfig
-from actors.setup import connection
-from actors.setup.connection import Connection
-from model.config.build import read_config
-from model.errors import CheckpointError, MemoryBudgetError, ServiceError
-from model.files.artifact import ModelIdentity, artifact_path
-from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from predictors.predictor_file import Predictors, predictors_path, write_predictors
-from predictors.sign import SignLayer
+from hotcold.actors.exchange.recovery import MOST_FAILURES
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.kv_pool import KvPool
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup import connection
+from hotcold.actors.setup.connection import Connection
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
+from hotcold.predictors.sign import SignLayer
 from tests.actors.batching import Asking
 from tests.actors.changing_services import (
     KINDS,
@@ -44,12 +44,7 @@ from tests.actors.changing_services import (
     tokens,
     with_plan,
 )
-from tests.actors.stand_in_ray import (
-    StandInRay,
-    lose_once,
-    stand_in_ray,
-    stand_in_system,
-)
+from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_ray, stand_in_system
 from tests.conftest import TinyCheckpoint
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
@@ -197,7 +192,7 @@ def test_what_fails_before_the_change_changes_nothing(
         services = system.actor.services
         if what[1] == "use_products":  # as if they had been agreed on while new services loaded
             monkeypatch.setattr(
-                "actors.processes.scaling.scaled_system",
+                "hotcold.actors.processes.scaling.scaled_system",
                 lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
             )
             assert services.system.products is not None
@@ -220,7 +215,7 @@ def test_what_is_agreed_on_meanwhile_holds_on(
         agreed = system.actor.services.system.products
         assert agreed is not None
         monkeypatch.setattr(
-            "actors.processes.scaling.scaled_system",
+            "hotcold.actors.processes.scaling.scaled_system",
             lambda system, count, config: replace(system, num_cpu_actors=count, products=None),
         )
         told = []
@@ -243,7 +238,7 @@ def test_without_room_for_new_services_the_old_ones_go_on(
     with stand_in_system(host, config_of(copied.path)) as system:
         expected, before = tokens(system), system.actor.services.connection.handles
         with monkeypatch.context() as patch:
-            patch.setattr("actors.processes.scaling.free_bytes", lambda: 1 << 20)
+            patch.setattr("hotcold.actors.processes.scaling.free_bytes", lambda: 1 << 20)
             patch.setattr(system.actor.services, "spawn", fail)
             with pytest.raises(MemoryBudgetError, match=r"2 new CPU .* GiB are missing") as caught:
                 system.actor.scale(2)
@@ -262,7 +257,7 @@ def test_what_fails_half_way_ends_the_system(
         def break_down(*arguments: Any) -> None:
             raise TypeError("a mistake")
 
-        monkeypatch.setattr("actors.processes.scaling.move_gpu", break_down)
+        monkeypatch.setattr("hotcold.actors.processes.scaling.move_gpu", break_down)
         outcome, found = scale_among_requests(system, 2)
         line = (
             "the system ended while its CPU services were changed: TypeError: a mistake; "

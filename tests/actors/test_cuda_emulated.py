@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_kernels.kernels import CudaKernels
-from cuda_kernels.protocol import DeviceKernels
+from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.protocol import DeviceKernels
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice

@@ -14,23 +14,22 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from actors.gpu.cuda import fit as cuda_fit
-from actors.gpu.cuda.fit import fit_system
-from actors.gpu.cuda.load import CudaLoading
-from actors.gpu.cuda.service import CudaService
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.messages import Fitted, SystemConfig
-from actors.setup import gpu_choice
-from actors.setup.gpu_choice import choose_device
-from actors.setup.memory import gpu_share
-from actors.setup.memory.needs import system_need
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, prepare_system
-from cuda_kernels import compiled
-from cuda_kernels.cupy_device import CupyDevice, _free_at_first
-from cuda_kernels.device import DeviceMemoryError
-from model.config.build import read_config
-from model.errors import MemoryBudgetError, ServiceError, UsageError
+from hotcold.actors.attention.cuda import fit as cuda_fit
+from hotcold.actors.attention.cuda.fit import fit_system
+from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.attention.cuda.service import CudaService
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.messages import Fitted, SystemConfig
+from hotcold.actors.setup import gpu_choice, gpu_share
+from hotcold.actors.setup.gpu_choice import choose_device
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.shards import service_specs
+from hotcold.cuda_kernels import compiled
+from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
+from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
 from tests.tiny_models import make_tiny

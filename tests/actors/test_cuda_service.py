@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.engine import Engine
-from actors.protocol.failures import RequestError, is_lost_device
-from actors.protocol.step_sizes import KERNEL_TOKENS
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.failures import RequestError, is_lost_device
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     COUNT_FFN,
     FFN,

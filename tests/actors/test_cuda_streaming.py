@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.engine import Engine
-from actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
-from numba_kernels.formats import Q4, Q4_1, Q8
-from numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
-from placement.crossover import UNMEASURED_TOKENS, upload_tokens
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.neuron_bundles import BundleLayout, bundle_bytes
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
+from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION, SHIP, STREAM
+from hotcold.placement.crossover import UNMEASURED_TOKENS, upload_tokens
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_placement_choice import MACHINE, WITH_GPU

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.gpu.cuda import fit as cuda_fit
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.system import System
-from model.config.build import read_config
-from model.sampling import SamplingParams
+from hotcold.actors.attention.cuda import fit as cuda_fit
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.config.build import read_config
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in

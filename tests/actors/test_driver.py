@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver.driver import Driver
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
-from model.errors import PromptError, ServiceError
-from model.sampling import SamplingParams
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
+from hotcold.model.errors import PromptError, ServiceError
+from hotcold.model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
@@ -157,7 +157,7 @@ def test_what_goes_wrong_in_the_driver_ends_only_its_request(
     def fail(*arguments: object, **options: object) -> None:
         raise ValueError("the logits hold a NaN\nand more")
 
-    monkeypatch.setattr("actors.driver.active_request.sample", fail)
+    monkeypatch.setattr("hotcold.actors.driver.active_request.sample", fail)
     error = Running(driver, request_).end()
     assert type(error) is RequestError
     assert str(error) == "the request failed: ValueError: the logits hold a NaN"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.protocol.messages import GenerateRequest
-from model.errors import PromptTooLongError
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.errors import PromptTooLongError
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, ask, batching, complete, random_request
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE

@@ -16,13 +16,13 @@ import psutil
 import pytest
 import ray
 
-from actors.exchange.recovery import MOST_FAILURES
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.system import System
-from model.errors import ServiceError
-from model.sampling import SamplingParams
-from model.synthetic.make import make_model
-from model.synthetic.shape import resolve_shape
+from hotcold.actors.exchange.recovery import MOST_FAILURES
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.errors import ServiceError
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import resolve_shape
 from tests.actors.batching import Asking
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, config_of, greedy
 

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup.auto_mode import trial_key
-from actors.telemetry.kept_trial import kept_trial
-from actors.telemetry.mode_trial import ModeTrial, compare_modes
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.sampling import SamplingParams
-from predictors.fitting.fit_lowrank import fit_lowrank
-from predictors.fitting.fit_sign import fit_sign
-from predictors.fitting.layer_data import LayerData
-from predictors.predictor_file import AnyLayer, Predictors, write_predictors
-from predictors.quality import Quality
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.setup.auto_mode import trial_key
+from hotcold.actors.telemetry.kept_trial import kept_trial
+from hotcold.actors.telemetry.mode_trial import ModeTrial, compare_modes
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.sampling import SamplingParams
+from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
+from hotcold.predictors.fitting.fit_sign import fit_sign
+from hotcold.predictors.fitting.layer_data import LayerData
+from hotcold.predictors.predictor_file import AnyLayer, Predictors, write_predictors
+from hotcold.predictors.quality import Quality
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -95,8 +95,10 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("actors.telemetry.mode_trial._SECONDS", 0.0)
-    monkeypatch.setattr("actors.driver.driver.kept_trial", lambda modes, key, found: found())
+    monkeypatch.setattr("hotcold.actors.telemetry.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr(
+        "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
+    )
     request = GenerateRequest(
         SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
         prompt_ids=checkpoint.ids[:10].tolist(),
@@ -120,7 +122,7 @@ def test_the_faster_mode_is_taken(
                 assert found.fastest in found.line
                 return ModeTrial(speeds)
 
-            monkeypatch.setattr("actors.driver.driver.compare_modes", trial)
+            monkeypatch.setattr("hotcold.actors.driver.driver.compare_modes", trial)
             driver = Driver(settings, system.exchange, shards)
             assert driver.settle_mode().fastest == faster
             *_, last = driver.generate(request)
@@ -217,7 +219,7 @@ def test_a_driver_keeps_its_trial(
     path = str(tiny("llama-relu").path)
     speeds = iter([{"sign": 1.0, "exact": 2.0}])
     monkeypatch.setattr(
-        "actors.driver.driver.compare_modes", lambda *given: ModeTrial(next(speeds))
+        "hotcold.actors.driver.driver.compare_modes", lambda *given: ModeTrial(next(speeds))
     )
     with InProcessSystem(Path(path)) as system:
         shards = [[ids] * system.config.num_layers for ids in system.shards()]
@@ -234,7 +236,7 @@ def test_a_driver_keeps_its_trial(
 
 
 def test_what_was_chosen_is_said_and_kept() -> None:
-    from actors.processes.system_services import SystemServices
+    from hotcold.actors.processes.system_services import SystemServices
 
     class Chooser:
         """A driver that finds exact faster."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.private_ray import fork_server, forked_worker
-from model.current_folder import environment_of_python
+from hotcold.actors.private_ray import fork_server, forked_worker
+from hotcold.model.current_folder import environment_of_python
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, h
 # Workers say that they are, and end.
 ON_A_FULL_MACHINE = """
 import errno, os, socket, sys
-from actors.private_ray import fork_server
+from hotcold.actors.private_ray import fork_server
 
 accepts, forks = [errno.ECONNABORTED, errno.EMFILE], [errno.ENOMEM, errno.EAGAIN]
 

@@ -11,18 +11,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from actors.cpu.dense_service import load_dense_service
-from actors.processes.scaling import scaled_system
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.protocol.options import SystemOptions
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import prepare_system, read_model
-from actors.system import System
-from model.errors import UsageError
-from model.reference import reference_logits
-from model.sampling import SamplingParams
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.serve.mailbox import FFN, OPERATION
+from hotcold.actors.cpu.dense_service import load_dense_service
+from hotcold.actors.processes.scaling import scaled_system
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.system import System
+from hotcold.model.errors import UsageError
+from hotcold.model.reference import reference_logits
+from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.serve.mailbox import FFN, OPERATION
 from tests.actors.batching import Asking
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_threshold_mode import written

@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.driver.driver import Driver
-from actors.driver.scoring import AuditedEngine
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup.neurons import placement_choice
-from actors.setup.neurons.hot_neurons import hot_counts
-from actors.setup.neurons.placement_choice import plan_request
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, prepare_system
-from model.files.artifact import ModelIdentity
-from model.sampling import SamplingParams
-from placement.hottest import hottest_neurons
-from placement.plan import plan_path, write_plan
-from placement.planner import make_plan
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.scoring import AuditedEngine
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.setup import placement_choice
+from hotcold.actors.setup.hot_neurons import hot_counts
+from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.hottest import hottest_neurons
+from hotcold.placement.plan import plan_path, write_plan
+from hotcold.placement.planner import make_plan
 from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_placement_choice import MACHINE, OPTIONS, WITH_GPU

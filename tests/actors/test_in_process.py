@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.protocol.failures import RequestError
-from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
-from numba_kernels.ir.prompt.int16_ir import has_word_products
-from numba_kernels.serve.mailbox import FAILED, STATUS
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
+from hotcold.numba_kernels.ir.int16_ir import has_word_products
+from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
@@ -195,7 +195,7 @@ def test_half_precision(tiny: Tiny, variant: str, dtype: str, kv_dtype: str, bou
 def test_queries_of_a_prompt_attend_in_parts(
     tiny: Tiny, variant: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.gpu.prompt_attention._QUERIES", size)
+    monkeypatch.setattr("hotcold.actors.attention.prompt_attention._QUERIES", size)
     checkpoint = tiny(variant)
     ids = np.tile(checkpoint.ids, 2)[:73]
     with InProcessSystem(checkpoint.path, 2, 2, max_tokens=73) as system:

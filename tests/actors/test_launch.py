@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import ray
 
-from actors import launch
-from actors.private_ray import session_folder, start
-from model.errors import MemoryBudgetError, ServiceError
+from hotcold.actors import launch
+from hotcold.actors.private_ray import session_folder, start
+from hotcold.model.errors import MemoryBudgetError, ServiceError
 
 TIMED_OUT = "The current node timed out during startup. This could happen because ..."
 

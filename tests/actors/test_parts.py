@@ -13,18 +13,18 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.cpu.cpu_service import CpuService
-from actors.driver.text.stop_strings import StopStrings
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.service import Service
-from actors.exchange.watch import ActorWatch, Pulse
-from actors.gpu.gpu_service import GpuService
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import RequestError, ServiceLost
-from actors.setup.neurons.dealing import deal_neurons
-from model.errors import ServiceError
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
+from hotcold.actors.attention.attention_service import GpuService
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.driver.stop_strings import StopStrings
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.exchange.watch import ActorWatch, Pulse
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import RequestError, ServiceLost
+from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import DONE, OPERATION, REQUEST, STOP, cell
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 
@@ -212,8 +212,8 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
     wires = layout.wires(layout.new_arena())
     hours = iter(range(0, 10**6, 3600))
-    monkeypatch.setattr("actors.exchange.doorbell_exchange.LOOK_NS", 100_000)
-    monkeypatch.setattr("actors.exchange.watch._LONGEST_REQUEST_LOOKS", 500)
+    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.LOOK_NS", 100_000)
+    monkeypatch.setattr("hotcold.actors.exchange.watch._LONGEST_REQUEST_LOOKS", 500)
     monkeypatch.setattr(time, "monotonic_ns", lambda: next(hours) * 10**9)
     watch = ActorWatch(["gpu"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
     exchange = ArenaExchange(wires, watch)
@@ -244,7 +244,8 @@ def test_the_keeper_does_not_sleep_through_the_end(monkeypatch: pytest.MonkeyPat
     service._keep(keeper)  # type: ignore[arg-type]
     await_work, slept = waits.get(), []
     monkeypatch.setattr(
-        "actors.exchange.service.sleep_change", lambda *arguments: slept.append(arguments[2])
+        "hotcold.actors.exchange.service.sleep_change",
+        lambda *arguments: slept.append(arguments[2]),
     )
     assert await_work() and slept == [0]  # nothing is asked
     bells = [cell(0, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.text.penalties import Penalties
-from actors.protocol.messages import GenerateRequest
-from model.reference import reference_logits
-from model.sampling import SamplingParams
+from hotcold.actors.driver.penalties import Penalties
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.reference import reference_logits
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import ask, batching, complete, random_request
 from tests.conftest import TinyCheckpoint
 

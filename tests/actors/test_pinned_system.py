@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.protocol.messages import GenerateRequest
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.choose import NUMA_ROOT
-from actors.setup.preflight import SystemOptions, prepare_system
-from actors.system import System
-from model.bundles.bundle_file import bundle_path
-from model.bundles.geometry import BundleGeometry
-from model.limits import parse_core_list
-from model.sampling import SamplingParams
-from placement.threads.locality import running_services
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.choose import NUMA_ROOT
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.system import System
+from hotcold.model.bundles.bundle_file import bundle_path
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.limits import parse_core_list
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.machine.locality import running_services
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.numa_trees import write_tree
 

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest
-from actors.setup.neurons import placement_choice
-from actors.setup.neurons.placement_choice import plan_request
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from model.errors import ArtifactError, UsageError
-from model.files.artifact import ModelIdentity
-from model.sampling import SamplingParams
-from placement.machine.description import CpuNode, GpuDevice, Machine
-from placement.plan import PlacementPlan, plan_path, write_plan
-from placement.planner import make_plan
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.setup import placement_choice
+from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.errors import ArtifactError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
+from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
+from hotcold.placement.planner import make_plan
 from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.tiny_models import make_tiny

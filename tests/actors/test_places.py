@@ -15,17 +15,25 @@ import numpy as np
 import psutil
 import pytest
 
-from actors.exchange.call_exchange import Answer
-from actors.exchange.doorbell_exchange import ArenaExchange
-from actors.exchange.hosts_exchange import HostsExchange
-from actors.exchange.places import OwnPlace
-from actors.exchange.service_process import ServiceProcess
-from actors.processes.relay_actor import RelayActor
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import AnswerFailed, RequestError, ServiceLost
-from model.errors import HotcoldError, ServiceError
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import DONE, NUM_REPLY_WORDS, OPERATION, PING, REQUEST, Wires, cell
+from hotcold.actors.exchange.call_exchange import Answer
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
+from hotcold.actors.exchange.hosts_exchange import HostsExchange
+from hotcold.actors.exchange.places import OwnPlace
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.processes.relay_actor import RelayActor
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost
+from hotcold.model.errors import HotcoldError, ServiceError
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
+    DONE,
+    NUM_REPLY_WORDS,
+    OPERATION,
+    PING,
+    REQUEST,
+    Wires,
+    cell,
+)
 
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.protocol.step_sizes import KERNEL_TOKENS
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from numba_kernels.serve.mailbox import NUM_IDS
-from predictors.predictor import NeuronPredictor
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.serve.mailbox import NUM_IDS
+from hotcold.predictors.predictor import NeuronPredictor
 from tests.actors.batching import random_predictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint

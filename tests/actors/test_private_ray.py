@@ -26,14 +26,14 @@ import psutil
 import pytest
 import ray
 
-from actors import launch
-from actors.private_ray import closed_ray, fork_server, start
-from actors.private_ray.closed_ray import closed_to_others, replaced
-from actors.private_ray.session_folder import PREFIX, SessionFolder
-from actors.protocol.messages import SystemConfig
-from actors.system import _start_ray
-from model.errors import ServiceError
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.actors import launch
+from hotcold.actors.private_ray import closed_ray, fork_server, start
+from hotcold.actors.private_ray.closed_ray import closed_to_others, replaced
+from hotcold.actors.private_ray.session_folder import PREFIX, SessionFolder
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.system import _start_ray
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.actors.private_ray_script import Echo, facts_of
 from tests.ray_doors import answers, listening, ray_methods
 

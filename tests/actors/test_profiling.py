@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.cpu.cpu_service import CpuService
-from actors.driver.driver import Driver
-from actors.driver.profiling import as_float16_bits, counts_by_neuron
-from actors.exchange.service import Service
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.setup.neurons.shards import service_specs
-from model.config.build import read_config
-from model.sampling import SamplingParams
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.profiling import as_float16_bits, counts_by_neuron
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.model.sampling import SamplingParams
 from tests import tiny_models
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cpu.matrix_products import MatrixProducts
-from actors.cpu.prompt_ffn import prompt_ffn
-from actors.protocol.step_sizes import ProductChoice
-from numba_kernels.decode.activations import activation
-from numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
+from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.actors.cpu.prompt_ffn import prompt_ffn
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.serve.layer_ffn import NO_NORMS, FfnArrays
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, WIDTH, NEURONS = 40, 32, 64

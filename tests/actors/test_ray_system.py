@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from actors.processes.load_progress import LOADING_KERNELS
-from actors.protocol.messages import GenerateRequest, Generation
-from actors.system import System
-from model.errors import PromptError, ServiceError
+from hotcold.actors.processes.load_progress import LOADING_KERNELS
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.actors.system import System
+from hotcold.model.errors import PromptError, ServiceError
 from tests.actors.batching import Asking
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, greedy, wait_until
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -206,7 +206,7 @@ def test_a_stuck_driver_is_named(
     running: System, llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And as soon as it goes on, so does the system."""
-    monkeypatch.setattr("actors.system.DRIVER_LOOKS", 15)
+    monkeypatch.setattr("hotcold.actors.system.DRIVER_LOOKS", 15)
     driver = running.call("processes")["driver"]
     long = Long(running, llama)
     os.kill(driver, signal.SIGSTOP)

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from actors import system as system_file
-from actors.client import AsyncClient
-from actors.driver.active_request import Stream
-from actors.driver.driver import Driver
-from actors.driver.readers import PATIENCE_LOOKS, Reader, Readers
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
-from actors.system import System
-from model.errors import ServiceError
-from model.sampling import SamplingParams
+from hotcold.actors import system as system_file
+from hotcold.actors.client import AsyncClient
+from hotcold.actors.driver.active_request import Stream
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.readers import PATIENCE_LOOKS, Reader, Readers
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
+from hotcold.actors.system import System
+from hotcold.model.errors import ServiceError
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import Asking, batching
 from tests.conftest import TinyCheckpoint
 
@@ -172,9 +172,9 @@ class Stallable:
 def test_a_driver_that_stalls_and_recovers_runs_nothing_that_nobody_reads(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.client._PATIENCE_LOOKS", 5)
-    monkeypatch.setattr("actors.client.LOOK_S", 0.2)
-    monkeypatch.setattr("actors.client._WAIT_S", 0.1)
+    monkeypatch.setattr("hotcold.actors.client._PATIENCE_LOOKS", 5)
+    monkeypatch.setattr("hotcold.actors.client.LOOK_S", 0.2)
+    monkeypatch.setattr("hotcold.actors.client._WAIT_S", 0.1)
     stallable = Stallable(driver)
 
     async def run() -> None:

@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.driver.driver import Driver
-from actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from actors.exchange.places import withdraw_request
-from actors.exchange.recovering_exchange import RecoveringExchange
-from actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
-from actors.exchange.replacement import ServiceReplacer
-from actors.exchange.service_process import ServiceProcess
-from actors.protocol.arena import ArenaLayout
-from actors.protocol.failures import (
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.places import withdraw_request
+from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
+from hotcold.actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
+from hotcold.actors.exchange.replacement import ServiceReplacer
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.failures import (
     KILLED_FOR_MEMORY,
     AnswerFailed,
     CacheLost,
     NotFiniteError,
     ServiceLost,
 )
-from actors.protocol.messages import THRESHOLD, Generation, ServiceSpec, SystemConfig
-from model.errors import ServiceError
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.protocol.messages import THRESHOLD, Generation, ServiceSpec, SystemConfig
+from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.mailbox import (
     DONE,
     FFN,
     NO_DOORBELLS,
@@ -265,7 +265,7 @@ def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
 
 def test_no_answer_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was tried out and then lost, before anything was asked of it."""
-    monkeypatch.setattr("actors.exchange.doorbell_exchange.LOOK_NS", 1_000_000)
+    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.LOOK_NS", 1_000_000)
     layout = ArenaLayout(2, 1, 4, 4, 4, 1, 1, 1)
     wires = layout.wires(layout.new_arena())
     for kind in (REQUEST, DONE):
@@ -430,7 +430,7 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
         waits.append(service)
         raise ServiceLost(service, "the process is gone")
 
-    monkeypatch.setattr("actors.exchange.replacement._NEW_PROCESS_S", 0.5)
+    monkeypatch.setattr("hotcold.actors.exchange.replacement._NEW_PROCESS_S", 0.5)
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
     spec = ServiceSpec("cpu0", index=1, num_threads=1, model_path="")
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.processes import rehearsal
-from actors.processes.rehearsal import rehearse_once
-from actors.protocol.messages import SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.memory.storage import pack_model
-from actors.setup.preflight import read_model
+from hotcold.actors.processes import rehearsal
+from hotcold.actors.processes.rehearsal import rehearse_once
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.driver.active_request import Stream
-from actors.driver.driver import Driver
-from actors.driver.request_events import EventQueue, joined
-from actors.driver.text.token_logprobs import AnswerLogprobs, token_logprob
-from actors.protocol.messages import (
+from hotcold.actors.driver.active_request import Stream
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.request_events import EventQueue, joined
+from hotcold.actors.driver.token_logprobs import AnswerLogprobs, token_logprob
+from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
     Grammar,
@@ -21,11 +21,11 @@ from actors.protocol.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from model.errors import PromptError, UsageError
-from model.files.locate import DEMO_DIRECTORY
-from model.reference import reference_logits
-from model.sampling import SamplingParams
-from model.text.tokenizer import Tokenizer
+from hotcold.model.errors import PromptError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.reference import reference_logits
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.actors.batching import WAIT_S, batching, complete
 from tests.conftest import TinyCheckpoint
 
@@ -109,7 +109,7 @@ def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
 
 
 def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.request_events.PACE_S", 1e9)
+    monkeypatch.setattr("hotcold.actors.driver.request_events.PACE_S", 1e9)
     events = EventQueue()
     ended: list[Stream] = []
     stream = events.stream("a", ended.append)

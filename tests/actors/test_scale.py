@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import ray
 
-from actors.protocol.messages import GenerateRequest
-from actors.system import System
-from model.errors import MemoryBudgetError, UsageError
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.system import System
+from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import Asking
 from tests.actors.kept_system import NAME, KeptSystem, all_gone
 from tests.ray_doors import environment_to_attach
@@ -67,7 +67,15 @@ def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
 
 
 def scale_by_command(cpu_actors: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "jobs.cli", "scale", "--json", "--cpu-actors", str(cpu_actors)]
+    command = [
+        sys.executable,
+        "-m",
+        "hotcold.jobs.cli",
+        "scale",
+        "--json",
+        "--cpu-actors",
+        str(cpu_actors),
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment_to_attach(), capture_output=True,
         text=True, timeout=200, check=False,
@@ -84,15 +92,15 @@ def test_what_cannot_be_had_leaves_all_as_it_was(kept: KeptSystem) -> None:
         system.call("scale", 3)
 
     def without_memory(host: Any) -> None:
-        import actors.processes.scaling
+        from hotcold.actors.processes import scaling
 
-        actors.processes.scaling.free_bytes = lambda: 1 << 20
+        scaling.free_bytes = lambda: 1 << 20
 
     def with_memory(host: Any) -> None:
-        import actors.processes.scaling
-        from actors.protocol.ray_memory import free_bytes
+        from hotcold.actors.processes import scaling
+        from hotcold.actors.protocol.ray_memory import free_bytes
 
-        actors.processes.scaling.free_bytes = free_bytes
+        scaling.free_bytes = free_bytes
 
     before = system.call("processes")
     ray.get(system._driver.__ray_call__.remote(without_memory))

@@ -13,18 +13,18 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from actors.driver.driver import Driver
-from actors.driver.engine import Engine
-from actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import SystemConfig
-from actors.setup.neurons.dealing import deal_neurons
-from jobs.commands.perplexity import summary
-from model.errors import ServiceError
-from model.files.checkpoint import Checkpoint
-from model.weights.embedding import load_embedding
-from numba_kernels.serve.mailbox import HEAD, OPERATION
-from predictors.predictor import NeuronPredictor
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.jobs.commands.perplexity import summary
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.embedding import load_embedding
+from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
+from hotcold.predictors.predictor import NeuronPredictor
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE

@@ -12,17 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.messages import ServiceSpec
-from actors.setup.neurons.partition import require_partition
-from model.errors import ServiceError
-from numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
-from tests.actors.changing_services import (
-    config_of,
-    hot_of,
-    require_whole,
-    tokens,
-)
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.setup.partition import require_partition
+from hotcold.model.errors import ServiceError
+from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP, ask_all
+from tests.actors.changing_services import config_of, hot_of, require_whole, tokens
 from tests.actors.in_process import InProcessSystem
 from tests.actors.stand_in_ray import (
     StandInRay,

@@ -14,24 +14,23 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from actors.gpu.cuda import fit as cuda_fit
-from actors.gpu.cuda.load import CudaLoading
-from actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import gpu_choice
-from actors.setup.memory import gpu_share, needs, storage, storage_shares
-from actors.setup.memory.needs import expected_gpu, memory_beside_gpu, system_need
-from actors.setup.memory.storage import pack_model, storage_beside_gpu
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from jobs.support.stored_model import stored_plans, stored_text
-from model.config.build import read_config
-from model.errors import HotcoldError, MemoryBudgetError, UsageError
-from model.files.artifact import ModelIdentity, artifact_path
-from model.sampling import SamplingParams
-from numba_kernels.serve.mailbox import BYTES_READ
-from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from predictors.predictor_file import read_predictors
+from hotcold.actors.attention.cuda import fit as cuda_fit
+from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup import gpu_choice, gpu_share, memory_needs, storage, storage_shares
+from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
+from hotcold.jobs.support.stored_model import stored_plans, stored_text
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
@@ -126,7 +125,7 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
         monkeypatch.setattr(module, "first_gpu", lambda: ("a GPU", 8 << 30))
     monkeypatch.setattr(gpu_share, "_ASIDE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
-    for module in (storage, needs):
+    for module in (storage, memory_needs):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
         monkeypatch.setattr(module, "stored_bytes", kept_bytes)
     alone, config = prepare_system(path, SystemOptions(device="cpu"))
@@ -217,7 +216,7 @@ def test_a_gpu_that_was_tried_in_vain_costs_memory(roomy: tuple[Path, SystemOpti
         kept = replace(no_gpu.storage, memory_bytes=int(told[1]) + more)
         found = replace(no_gpu, storage=storage_beside_gpu(replace(no_gpu, storage=kept), config))
         need = system_need(found, config).total_bytes
-        unused = kept.memory_bytes - needs.CUDA_BYTES - need
+        unused = kept.memory_bytes - memory_needs.CUDA_BYTES - need
         assert 0 <= unused < SLOT_BYTES and (more == 0) == (unused == 0)
 
 

@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cpu import bundle_reads
-from actors.cpu.bundle_reads import BundleReads
-from actors.cpu.stored_service import StoredCpuService, load_stored_service
-from actors.exchange.service import Service
-from actors.protocol.failures import AnswerFailed
-from actors.protocol.messages import PREDICTED_MODES, THRESHOLD
-from actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
-from actors.protocol.stored_neurons import ALONE, StoredShare
-from model.bundles import direct
-from model.bundles.geometry import BundleGeometry
-from model.bundles.pack import write_bundles
-from model.config.build import read_config
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.weights.check import stored_config
-from numba_kernels.decode.activations import Thresholds, not_zero
-from numba_kernels.decode.predict import pack_weights
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.cpu import bundle_reads
+from hotcold.actors.cpu.bundle_reads import BundleReads
+from hotcold.actors.cpu.offloaded_service import StoredCpuService, load_stored_service
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
+from hotcold.actors.protocol.offloaded_neurons import ALONE, StoredShare
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
+from hotcold.model.bundles import direct
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.bundles.pack import write_bundles
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.numba_kernels.decode.activations import Thresholds, not_zero
+from hotcold.numba_kernels.decode.predict import pack_weights
+from hotcold.numba_kernels.serve.mailbox import (
     BYTES_READ,
     FFN,
     GATE_THRESHOLD,
@@ -46,15 +46,15 @@ from numba_kernels.serve.mailbox import (
     PRODUCT_THRESHOLD,
     threshold_words,
 )
-from numba_kernels.serve.predict_team import bit_rows
-from numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
-from numba_kernels.storage.reads import io_ring
-from numba_kernels.storage.reads.io_ring import DESCRIPTOR, IoRing, new_ring
-from numba_kernels.storage.reads.read_queue import NOW, num_left
-from predictors.predictor import NeuronPredictor
-from predictors.predictor_file import Predictors, read_predictors, write_predictors
-from predictors.read_ahead import words_to_read_ahead
-from predictors.sign import SignLayer
+from hotcold.numba_kernels.serve.predict_team import bit_rows
+from hotcold.numba_kernels.storage import io_ring
+from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
+from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_OF_USE, ReadAhead
+from hotcold.numba_kernels.storage.read_queue import NOW, num_left
+from hotcold.predictors.predictor import NeuronPredictor
+from hotcold.predictors.predictor_file import Predictors, read_predictors, write_predictors
+from hotcold.predictors.read_ahead import words_to_read_ahead
+from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import Constant, for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint

@@ -14,31 +14,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.processes import host_setup
-from actors.processes.host_setup import HostSetup
-from actors.protocol.messages import ServiceSpec, SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import choose
-from actors.setup.choose import NUMA_ROOT, choose_system
-from actors.setup.host_files import own_predictors
-from actors.setup.memory import needs, storage, storage_shares
-from actors.setup.memory.needs import system_need as need_of
-from actors.setup.memory.storage import pack_model, stored_share
-from actors.setup.memory.storage_shares import kept_parts, reads_whole
-from actors.setup.neurons import shards
-from actors.setup.neurons.shards import arena_layout, service_specs
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from actors.system import System
-from jobs.profile.plot import plot_stored
-from jobs.support.stored_model import stored_plans, stored_text
-from model.bundles.bundle_file import bundle_path, read_bundle_file
-from model.bundles.geometry import BundleGeometry
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError, MemoryBudgetError, UsageError
-from model.files.artifact import ModelIdentity, artifact_path
-from model.synthetic.make import make_model
-from model.synthetic.shape import resolve_shape
-from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.actors.processes import host_setup
+from hotcold.actors.processes.host_setup import HostSetup
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup import choose, memory_needs, shards, storage, storage_shares
+from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
+from hotcold.actors.setup.host_files import own_predictors
+from hotcold.actors.setup.memory_needs import system_need as need_of
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.shards import arena_layout, service_specs
+from hotcold.actors.setup.storage import pack_model, stored_share
+from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
+from hotcold.actors.system import System
+from hotcold.jobs.profile.plot import plot_stored
+from hotcold.jobs.support.stored_model import stored_plans, stored_text
+from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import resolve_shape
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from tests.actors.kept_system import config_of, greedy
 from tests.actors.test_stored_neurons import two_bits
 from tests.conftest import TinyCheckpoint
@@ -132,7 +130,7 @@ def test_bits_of_predictors_are_in_memory_once(
     make_model(path, resolve_shape("tiny", sizes))
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
     monkeypatch.setattr(storage_shares, "RING_DEPTH", 1)
-    for module in (needs, storage):
+    for module in (memory_needs, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, file = read_model(path), two_bits(path, tmp_path / "p.safetensors")
     bits = 3 * 4096 * 2 * 8
@@ -160,9 +158,9 @@ def test_bits_of_predictors_are_in_memory_once(
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
-    for module in (needs, storage, storage_shares):
+    for module in (memory_needs, storage, storage_shares):
         monkeypatch.setattr(module, "stored_bytes", kept_bytes)
-    for module in (needs, storage):
+    for module in (memory_needs, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import ray
 
-from actors.driver.driver import Driver
-from actors.exchange.hosts_exchange import Relay
-from actors.exchange.places import OwnPlace
-from actors.exchange.recovery import RecoveryPolicy
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
-from actors.setup.connection import Connection
-from actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
-from actors.telemetry.step_times import StepRecord, StepTimes
-from model import reference
-from model.sampling import SamplingParams
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.exchange.hosts_exchange import Relay
+from hotcold.actors.exchange.places import OwnPlace
+from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
+from hotcold.actors.setup.connection import Connection
+from hotcold.actors.telemetry.snapshot import NeuronWatch, bucket_of, speed_of
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.model import reference
+from hotcold.model.sampling import SamplingParams
+from hotcold.numba_kernels.serve.mailbox import (
     FFN,
     LAYER,
     NUM_BUCKETS,
@@ -202,7 +202,9 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
         own = OwnPlace(["the driver's"], system.exchange.wires)
         connection._places, connection._layout = [own, own, relay], system.layout
         connection.exchange = system.exchange
-        monkeypatch.setattr("actors.setup.connection.await_each", lambda calls, watch: calls)
+        monkeypatch.setattr(
+            "hotcold.actors.setup.connection.await_each", lambda calls, watch: calls
+        )
         connection.attach(connection.services)
         system.exchange.wires.counted_steps[:] = 7
         told = [actor.vitals() for actor in actors]
@@ -214,7 +216,9 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
 def test_a_driver_tells_what_its_steps_computed(
     mode, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.telemetry.snapshot._RECENT_S", 600)  # steps may wait for a compiler
+    monkeypatch.setattr(
+        "hotcold.actors.telemetry.snapshot._RECENT_S", 600
+    )  # steps may wait for a compiler
     config = SystemConfig(str(tiny("llama-relu").path), mode=mode, context_length=128, max_batch=2)
     with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
         shards = [[ids] * system.config.num_layers for ids in system.shards()]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from actors.cpu.thread_team import ThreadTeam
+from hotcold.actors.cpu.thread_team import ThreadTeam
 
 
 def test_no_phase_begins_before_all_have_ended_the_last() -> None:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from actors.driver.driver import Driver
-from actors.driver.scoring import ThresholdTrials, score_window
-from actors.protocol.messages import THRESHOLD, SystemConfig
-from actors.setup.threshold_mode import ffn_share
-from jobs.commands.perplexity import summary
-from model import reference
-from model.files.artifact import ModelIdentity
-from model.reference import reference_logits
-from numba_kernels.decode.activations import Thresholds
-from predictors.magnitude.thresholds import (
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.scoring import ThresholdTrials, score_window
+from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
+from hotcold.actors.setup.threshold_mode import ffn_share
+from hotcold.jobs.commands.perplexity import summary
+from hotcold.model import reference
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.reference import reference_logits
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.predictors.magnitude_thresholds import (
     Calibrated,
     LayerThresholds,
     read_thresholds,
@@ -191,7 +191,7 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
 
 
 def test_the_file_holds_what_was_written(tmp_path: Path) -> None:
-    from model.config.build import read_config
+    from hotcold.model.config.build import read_config
 
     path = make_tiny("llama-silu", tmp_path / "model")
     config = read_config(path)

@@ -11,10 +11,10 @@ import psutil
 import pytest
 import ray
 
-from actors.exchange import service_process
-from actors.exchange.service_process import ServiceProcess
-from actors.exchange.watch import ActorWatch
-from actors.protocol.failures import ServiceLost, is_killed_for_memory
+from hotcold.actors.exchange import service_process
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.protocol.failures import ServiceLost, is_killed_for_memory
 
 LOOKS = 500  # ten times what a silent service is given
 

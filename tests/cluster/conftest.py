@@ -43,7 +43,7 @@ def expected_texts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """What the command line answers to REQUESTS, without a cluster."""
     folder = tmp_path_factory.mktemp("local")
     requests = write_lines(folder / "in.jsonl", REQUESTS)
-    command = [sys.executable, "-m", "jobs.generate", "--requests", str(requests)]
+    command = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
     command += ["--out", str(folder / "out.jsonl"), "--model", str(model), "--cpu-actors", "2"]
     plain = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     subprocess.run(command, cwd=ROOT, env=plain, check=True, timeout=300)

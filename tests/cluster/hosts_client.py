@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 
-from actors.processes.cluster import connect
-from actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
-from actors.protocol.system_json import system_as_json, system_of_json
-from actors.system import System
-from model.errors import HotcoldError
-from model.sampling import SamplingParams
+from hotcold.actors.processes.cluster import connect
+from hotcold.actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
+from hotcold.actors.protocol.system_json import system_as_json, system_of_json
+from hotcold.actors.system import System
+from hotcold.model.errors import HotcoldError
+from hotcold.model.sampling import SamplingParams
 
 _NODES_S = 150.0
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from actors.processes.cluster import connect
-from actors.protocol.messages import GenerateRequest, Generation
-from jobs.generate import NUM_AHEAD, WINDOW, _serve
-from jobs.requests.answer_file import AnswerFile
-from jobs.requests.request_lines import RequestLine, read_requests
-from model.errors import HotcoldError, ServiceError, UsageError
-from model.sampling import SamplingParams
+from hotcold.actors.processes.cluster import connect
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.jobs.answer_file import AnswerFile
+from hotcold.jobs.generate import NUM_AHEAD, WINDOW, _serve
+from hotcold.jobs.request_lines import RequestLine, read_requests
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.model.sampling import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
 

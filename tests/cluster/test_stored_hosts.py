@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.preflight import read_model
-from model.bundles.bundle_file import bundle_path, read_bundle_file
-from model.bundles.geometry import BundleGeometry
-from model.files.artifact import ModelIdentity, artifact_path
-from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from predictors.predictor_file import Predictors, predictors_path, write_predictors
-from predictors.sign import SignLayer
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
+from hotcold.predictors.sign import SignLayer
 from tests.cluster.hosts_client import Client
 from tests.cluster.shaped_link import is_permitted
 from tests.cluster.two_nodes import TwoNodes, two_nodes

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup import host_files
-from actors.setup.host_files import require_same_model, weight_bytes
-from actors.setup.hosts import node_ids, service_nodes
-from actors.setup.neurons.shards import service_specs
-from model.config.build import read_config
-from model.errors import CheckpointError, MemoryBudgetError, UsageError
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup import host_files
+from hotcold.actors.setup.host_files import require_same_model, weight_bytes
+from hotcold.actors.setup.hosts import node_ids, service_nodes
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, MemoryBudgetError, UsageError
 from tests.cluster.head import ROOT
 from tests.cluster.request_files import REQUESTS, texts, write_lines
 from tests.cluster.shaped_link import is_permitted
@@ -48,7 +48,7 @@ def test_the_same_tokens_as_on_one_host(
         pytest.skip(reason)
     report, out = tmp_path / "report.json", tmp_path / "out.jsonl"
     requests = write_lines(tmp_path / "in.jsonl", REQUESTS)
-    asking = [sys.executable, "-m", "jobs.generate", "--requests", str(requests)]
+    asking = [sys.executable, "-m", "hotcold.jobs.generate", "--requests", str(requests)]
     asking += ["--out", str(out), "--system", SYSTEM]
     arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
     arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
+from hotcold.jobs.cli import main
 from tests.nothing_starts import nothing_starts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def environment(folder: Path, changes: Mapping[str, str] | None = None) -> dict[
 
 
 def command_line(arguments: Sequence[str | Path]) -> list[str]:
-    return [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "hotcold.jobs.cli", *map(str, arguments)]
 
 
 def run(

@@ -23,11 +23,11 @@ from typing import Any
 
 import psutil
 
-from actors.protocol.messages import SystemConfig
-from actors.system import System
-from model.errors import ServiceError
-from placement.machine.description import write_machine
-from placement.solver.plan_devices import GPU_RESERVE_BYTES
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.system import System
+from hotcold.model.errors import ServiceError
+from hotcold.placement.machine.description import write_machine
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.e2e.browser import chromium
 from tests.e2e.commands import run
 from tests.e2e.page_server import served_page

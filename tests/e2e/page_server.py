@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest
-from actors.system import System
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.actors.system import System
 
 
 class LongWinded:
@@ -44,11 +44,11 @@ def served_page(
     port: int = 0,
 ) -> Iterator[str]:
     """The page's address, until the end. `client` asks in place of the server's own."""
-    from ui.api.backend import Backend, ServerSettings
-    from ui.gate import Gate
-    from ui.models.served import ServedModels
-    from ui.page.page import build_page
-    from ui.server import create_app
+    from hotcold.ui.api.backend import Backend, ServerSettings
+    from hotcold.ui.gate import Gate
+    from hotcold.ui.page.page import build_page
+    from hotcold.ui.served_models import ServedModels
+    from hotcold.ui.server import create_app
 
     backend = Backend(None, system.call("describe"), ServerSettings(model_name))
     backend.attach(system, client)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from actors.setup.neurons.partition import neuron_owners
-from actors.setup.neurons.shards import service_specs
-from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
-from model.config.build import read_config
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
+from hotcold.model.config.build import read_config
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 Deliver = Callable[[TokenEvent | BaseException], None]
 TEXT = """`textwrap.dedent` removes the whitespace that **all** lines have in common:
@@ -72,7 +72,7 @@ class StandIn:
         )  # fmt: skip
 
     def neuron_owners(self) -> Any:
-        """See `actors.setup.neurons.partition`."""
+        """See `actors.setup.partition`."""
         config = read_config(DEMO_DIRECTORY)
         return neuron_owners(config, service_specs(self.describe(), config))
 

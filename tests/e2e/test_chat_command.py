@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
+from hotcold.jobs.cli import main
 from tests.e2e.commands import command_line, processes_left, ray_folder
 from tests.e2e.terminal import terminal
 from tests.e2e.word_model import make_word_model

@@ -20,26 +20,26 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
 WAIT_S = 170.0
 LONG = "return the wrapped text " * 50  # so many tokens go through matrix products, of torch
 GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "2"]
 INSTALLED = {name for name in importlib.metadata.packages_distributions() if name.isidentifier()}
-# Python itself imports some of its library, these two, and what files of site-packages (*.pth) name,
-# before any program's first line. So where a user has it look in the current folder, only others
+# Python itself imports some of its library, these two, and what *.pth files name, before
+# any program's first line. So where a user has it look in the current folder, only others
 # can be kept from being run.
 PATH_FILES = Path(sysconfig.get_path("purelib")).glob("*.pth")
 OF_PYTHON = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}.union(
     *(re.findall(r"\w+", path.read_text()) for path in PATH_FILES)
 )
-MAIN = "from jobs.cli import run\nrun()\n"
+MAIN = "from hotcold.jobs.cli import run\nrun()\n"
 WITHOUT_PRIVATE_RAY = f"""
-import actors.launch
+import hotcold.actors.launch
 def init_private(*_, **__):
     raise TypeError("as of a Ray that is not known")
-actors.launch.init_private = init_private
+hotcold.hotcold.actors.launch.init_private = init_private
 {MAIN}"""
 
 
@@ -174,7 +174,7 @@ def test_a_system_in_a_ray_that_starts_in_its_own_way(full: Foreign) -> None:
 @pytest.mark.parametrize(
     ("line", "path"),
     [
-        (["-m", "jobs.cli"], str(CHECKOUT)),
+        (["-m", "hotcold.jobs.cli"], str(CHECKOUT)),
         (["{program}"], f"{CHECKOUT}{os.pathsep}"),
     ],
     ids=["python -m", "an empty entry of PYTHONPATH"],

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.jobs.cli import main
+from hotcold.placement.machine.bandwidth import measure_read_bandwidth
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import make_word_model
@@ -37,7 +37,7 @@ def little_memory_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(num_threads: int, num_bytes: int) -> float:
         return measure_read_bandwidth(num_threads, num_bytes >> 4, 0.02)
 
-    monkeypatch.setattr("jobs.bench.decode.measure_read_bandwidth", measured)
+    monkeypatch.setattr("hotcold.jobs.bench.decode.measure_read_bandwidth", measured)
 
 
 @pytest.fixture

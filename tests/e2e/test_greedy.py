@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.driver.driver import Driver
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from model.sampling import SamplingParams
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import VARIANTS

@@ -257,7 +257,7 @@ def test_two_models_take_turns_where_there_is_room_for_one(
         requests.write_text("".join(json.dumps(one) + "\n" for one in lines))
         files = ["--requests", str(requests), "--out", str(tmp_path / "out.jsonl")]
         done = subprocess.run(
-            [sys.executable, "-m", "jobs.generate", *files, "--model", model, *options],
+            [sys.executable, "-m", "hotcold.jobs.generate", *files, "--model", model, *options],
             cwd=CHECKOUT, env=environment(machine.ray, machine.changes), timeout=WAIT_S,
             capture_output=True, text=True, check=True,
         )  # fmt: skip

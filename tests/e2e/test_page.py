@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.system import System
-from model import reference
-from model.config.build import read_config
-from model.sampling import SamplingParams
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.system import System
+from hotcold.model import reference
+from hotcold.model.config.build import read_config
+from hotcold.model.sampling import SamplingParams
 from tests.e2e.page_server import LongWinded, served_page
 from tests.e2e.page_visit import (
     OTHER,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.system import System
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.system import System
 from tests.e2e.page_server import served, served_page
 
 pytestmark = pytest.mark.timeout(300)

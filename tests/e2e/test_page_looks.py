@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.errors import ServiceError
+from hotcold.model.errors import ServiceError
 from tests.e2e.page_visit import (
     QUESTION,
     ask,

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import GenerateRequest
-from model.config.build import read_config
-from model.errors import ServiceError
-from model.files.locate import DEMO_DIRECTORY
-from model.sampling import SamplingParams
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
 from tests.documents import ROOT
 from tests.e2e.page_visit import (
     OTHER,

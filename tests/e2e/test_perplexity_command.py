@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jobs.cli import main
+from hotcold.jobs.cli import main
 from tests.e2e.commands import CHECKOUT, run
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_checkpoint import TinyCheckpoint

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.cli import main
-from jobs.profile.plot import cumulative_share
-from jobs.profile.state import ProfileState, ProfileTask
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, check_artifact
-from model.files.locate import DEMO_DIRECTORY
-from model.hot_share import hot_share
-from placement.profile import ActivationProfile, read_profile, write_profile
-from predictors.fitting.inputs import LayerInputs, read_inputs, write_inputs
+from hotcold.jobs.cli import main
+from hotcold.jobs.profile.plot import cumulative_share
+from hotcold.jobs.profile.state import ProfileState, ProfileTask
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.hot_share import hot_share
+from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
+from hotcold.predictors.fitting.inputs import LayerInputs, read_inputs, write_inputs
 from tests.actors.test_profiling import reference
 from tests.e2e.commands import command_line, environment, processes_left, ray_folder
 from tests.e2e.word_model import add_tokenizer, make_word_model

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jobs.cli import main
-from model.files.locate import DEMO_DIRECTORY
-from model.reference import reference_logits
-from model.text.tokenizer import Tokenizer
+from hotcold.jobs.cli import main
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.reference import reference_logits
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.benchmark_programs import run_in_own_process
 from tests.documents import page
 from tests.e2e.server import LONG, WAIT_S, Server, await_that

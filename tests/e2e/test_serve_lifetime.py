@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.commands import run_here
 from tests.e2e.server import LONG, Server, await_that, serving
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.cli import main
-from model.config.build import read_config
-from model.files.artifact import ModelIdentity
-from placement.profile import read_profile
-from predictors.magnitude.thresholds import read_thresholds
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.profile import read_profile
+from hotcold.predictors.magnitude_thresholds import read_thresholds
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.setup.preflight import SystemOptions, prepare_system
-from jobs.cli import main
-from model.config.build import read_config
-from model.files.artifact import ModelIdentity, artifact_path
-from model.files.locate import DEMO_DIRECTORY
-from predictors.fitting.inputs import LayerInputs, write_inputs
-from predictors.fitting.read_prices import ReadPrices
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import predictors_path, read_predictors
-from predictors.sign import SignLayer
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.predictors.fitting.inputs import LayerInputs, write_inputs
+from hotcold.predictors.fitting.read_prices import ReadPrices
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import predictors_path, read_predictors
+from hotcold.predictors.sign import SignLayer
 from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
@@ -137,7 +137,7 @@ def test_best_leaves_layers_out_where_gates_cost_less(
     run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prices = ReadPrices(gates=1e-3)
-    monkeypatch.setattr("predictors.fitting.read_prices.measure_prices", lambda *_: prices)
+    monkeypatch.setattr("hotcold.predictors.fitting.read_prices.measure_prices", lambda *_: prices)
     out = tmp_path / "predictors"
     found = last_line(run("train-predictors", small, "--kind", "best", "--out", out, "--json"))
     written = read_predictors(out, ModelIdentity.of(small), read_config(small))
@@ -155,7 +155,7 @@ def test_prices_are_measured_here(run: Run, small: Path, tmp_path: Path) -> None
 def costly_gates(patch: pytest.MonkeyPatch) -> None:
     """Costs are bytes then, and no layer is left without a predictor."""
     prices = ReadPrices(gates=100.0)
-    patch.setattr("predictors.fitting.read_prices.measure_prices", lambda *_: prices)
+    patch.setattr("hotcold.predictors.fitting.read_prices.measure_prices", lambda *_: prices)
 
 
 def test_best_takes_the_cheaper_one(
@@ -274,7 +274,7 @@ def test_predictors_that_do_not_fit_cost_no_waiting(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a system was started")
 
-    monkeypatch.setattr("actors.system.System.__init__", start)
+    monkeypatch.setattr("hotcold.actors.system.System.__init__", start)
     other = make_tiny("llama-gqa", tmp_path / "other")
     add_tokenizer(other)
     words = ["generate", "--prompt", "w1 w2", "--mode", "sign", "--predictors"]

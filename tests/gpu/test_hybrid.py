@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.gpu.cuda.device import Device
-from actors.gpu.cuda.fit import open_device
-from actors.protocol.messages import GenerateRequest, SystemConfig
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.setup.memory.storage import pack_model
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from actors.system import System
-from cuda_kernels.device import list_gpus
-from model.files.locate import locate_model
-from model.sampling import SamplingParams
-from model.synthetic.make import make_model
-from model.synthetic.shape import DTYPES, resolve_shape
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.actors.attention.cuda.fit import open_device
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.storage import pack_model
+from hotcold.actors.system import System
+from hotcold.cuda_kernels.device import list_gpus
+from hotcold.model.files.locate import locate_model
+from hotcold.model.sampling import SamplingParams
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import DTYPES, resolve_shape
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_beside_gpu import StoredBesideGpu

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_kernels.device import list_gpus
-from cuda_kernels.matrix import DeviceMatrix
-from numba_kernels.decode.activations import activation, not_zero
+from hotcold.cuda_kernels.device import list_gpus
+from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
-    test_company,
+    test_batch_mates,
     test_device_kernels,
     test_ffn,
     test_norm_and_attention,
@@ -37,7 +37,7 @@ if not _GPUS:
 
 
 _SUITE = (
-    test_company,
+    test_batch_mates,
     test_device_kernels,
     test_ffn,
     test_norm_and_attention,

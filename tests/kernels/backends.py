@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cuda_kernels.device import list_gpus
-from cuda_kernels.kernels import CudaKernels, DeviceKernels
-from cuda_kernels.launch import cupy_copies
-from numba_kernels.decode.attention import decode_attention, rope, rope_table
-from numba_kernels.decode.norm import layer_norm, rms_norm
-from numba_kernels.decode.rows import rows_times_vectors
-from numba_kernels.decode.sampling import sample
-from numba_kernels.load.convert import to_bfloat16
-from numba_kernels.serve.layer_ffn import sparse_ffn
+from hotcold.cuda_kernels.device import list_gpus
+from hotcold.cuda_kernels.kernels import CudaKernels, DeviceKernels
+from hotcold.cuda_kernels.launch import cupy_copies
+from hotcold.numba_kernels.decode.attention import decode_attention, rope, rope_table
+from hotcold.numba_kernels.decode.norm import layer_norm, rms_norm
+from hotcold.numba_kernels.decode.rows import rows_times_vectors
+from hotcold.numba_kernels.decode.sampling import sample
+from hotcold.numba_kernels.load.convert import to_bfloat16
+from hotcold.numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned

@@ -11,24 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
-from cuda_kernels.matrix import DeviceMatrix
-from cuda_kernels.sizes import FfnLayout
-from numba_kernels.checks import (
-    float_array,
-    optional_floats,
-    require,
-    row_ids,
-    weight_rows,
-)
-from numba_kernels.decode.activations import (
+from hotcold.cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
+from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.cuda_kernels.sizes import FfnLayout
+from hotcold.numba_kernels.checks import float_array, optional_floats, require, row_ids, weight_rows
+from hotcold.numba_kernels.decode.activations import (
     ALL_FIRE,
     Activation,
     Thresholds,
     activation,
     not_zero,
 )
-from numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.formats import is_quantized, row_width
 from tests.kernels.quantized_rows import KINDS
 
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16"}

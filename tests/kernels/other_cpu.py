@@ -20,12 +20,12 @@ from numba import njit
 from numba.core import caching, codegen
 from safetensors.numpy import save_file
 
-from numba_kernels.decode.ffn import _add_one
-from numba_kernels.decode.rows import add_in_order, rows_kernel, rows_times_vectors
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
-from numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
-from numba_kernels.ir.target import has_feature
-from numba_kernels.ir.vector_ir import dot_ahead
+from hotcold.numba_kernels.decode.ffn import _add_one
+from hotcold.numba_kernels.decode.rows import add_in_order, rows_kernel, rows_times_vectors
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
+from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
+from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.page_end import at_page_end
 from tests.kernels.quantized_rows import (

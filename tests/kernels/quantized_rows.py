@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, ROW_FORMATS
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8, ROW_FORMATS
 
 WIDTHS = [32, 96, 512, 704, 2304]  # last chunks of 1, 3, 16, 6 and 8 groups
 WIDTHS_IN_BLOCKS = [256, 512, 2304]  # last chunks of 8, 16 and 8 groups

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.cpu.pair_products import PairProducts
-from numba_kernels.ir.prompt.bfloat16_ir import has_pair_products
+from hotcold.actors.cpu.pair_matmul import PairProducts
+from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 

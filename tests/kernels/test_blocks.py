@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from numba_kernels.formats import (
+from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
     Q4,
     Q4_1,
@@ -21,7 +21,7 @@ from numba_kernels.formats import (
     row_items,
     row_width,
 )
-from numba_kernels.load.blocks import (
+from hotcold.numba_kernels.load.blocks import (
     COLUMNS_AT_ONCE,
     block_columns_into,
     blocks_into,
@@ -29,8 +29,8 @@ from numba_kernels.load.blocks import (
     dequantize_rows,
     stays_exact,
 )
-from numba_kernels.load.convert import to_float32
-from numba_kernels.load.quantize import (
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,

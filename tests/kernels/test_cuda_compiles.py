@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_kernels.source import CSRC, OPTIONS, Entry, plain_source
+from hotcold.cuda_kernels.source import CSRC, OPTIONS, Entry, plain_source
 from tests.kernels.emulation.build import all_entries
 from tests.kernels.nvrtc import Nvrtc, find_nvrtc
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from cuda_kernels.matrix import DeviceMatrix, row_bytes
-from cuda_kernels.sizes import FfnLayout, ffn_scratch_items
-from numba_kernels.decode.activations import activation, not_zero
-from numba_kernels.formats import QUANTIZED
-from numba_kernels.load.convert import to_float32
+from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
+from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items
+from hotcold.numba_kernels.decode.activations import activation, not_zero
+from hotcold.numba_kernels.formats import QUANTIZED
+from hotcold.numba_kernels.load.convert import to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.device_calls import DeviceCalls, device_matrix

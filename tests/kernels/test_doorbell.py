@@ -17,7 +17,7 @@ import pytest
 from llvmlite import binding
 from numba import njit, types
 
-from numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
@@ -30,7 +30,7 @@ from numba_kernels.serve.doorbell import (
     ring,
     wait_change,
 )
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.serve.mailbox import (
     ARRIVED,
     CELLS_A_SERVICE,
     DONE,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuda_kernels.source import Entry
+from hotcold.cuda_kernels.source import Entry
 from tests.kernels.arrays import random_floats
 from tests.kernels.backends import emulated_calls
 from tests.kernels.device_calls import device_matrix

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.config.model_config import SPARSE_ACTIVATION_FNS
-from numba_kernels.checks import ACTIVATION_CODES
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.formats import Q4_K, Q5, Q5_K, Q6, row_items
-from numba_kernels.serve.layer_ffn import sparse_ffn
+from hotcold.model.config.model_config import SPARSE_ACTIVATION_FNS
+from hotcold.numba_kernels.checks import ACTIVATION_CODES
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.formats import Q4_K, Q5, Q5_K, Q6, row_items
+from hotcold.numba_kernels.serve.layer_ffn import sparse_ffn
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.decode.finite import finite_pair, finite_rows
+from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
 
 LARGEST = np.finfo(np.float32).max
 

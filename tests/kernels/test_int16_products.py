@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.cpu.pair_products import WordProducts
-from numba_kernels.ir.prompt.int16_ir import has_word_products
+from hotcold.actors.cpu.pair_matmul import WordProducts
+from hotcold.numba_kernels.ir.int16_ir import has_word_products
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 
@@ -123,7 +123,7 @@ def test_space_that_held_other_numbers_does_not_matter() -> None:
 
 MULTIPLY = """
 import numpy as np
-from actors.cpu.pair_products import WordProducts
+from hotcold.actors.cpu.pair_matmul import WordProducts
 
 weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
 out = np.zeros((2, 3), np.float32)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from actors.protocol.arena import ArenaLayout
-from numba_kernels.decode.activations import Thresholds
-from numba_kernels.serve import layer_walk
-from numba_kernels.serve.doorbell import INTS_A_CELL
-from numba_kernels.serve.layer_walk import LayerFacts, begin_walk, new_walk, walk_layers
-from numba_kernels.serve.mailbox import (
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.serve import layer_loop
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.serve.layer_loop import LayerFacts, begin_walk, new_walk, walk_layers
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     ATTENTION,
     BUSY_NS,
@@ -44,7 +44,7 @@ from numba_kernels.serve.mailbox import (
     threshold_words,
     told_thresholds,
 )
-from numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
+from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 
 LAYERS, WIDTH, TOKENS, SERVICES = 3, 20, 2, 3
 LONG = 120_000_000_000
@@ -78,7 +78,7 @@ class Model:
             np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
         )  # fmt: skip
 
-    def begin(self, predicts: int = layer_walk.NOBODY, own_ffn: bool = False) -> None:
+    def begin(self, predicts: int = layer_loop.NOBODY, own_ffn: bool = False) -> None:
         self.wires.hidden[:] = self.first
         begin_walk(self.walk, range(LAYERS), TOKENS, predicts, own_ffn)
 
@@ -105,10 +105,10 @@ class Model:
         reply[BUSY_NS] = (1000, 3000, 2000)[service]
 
     def answer_asked(self) -> None:
-        services = range(self.walk[layer_walk.FIRST], self.walk[layer_walk.END])
+        services = range(self.walk[layer_loop.FIRST], self.walk[layer_loop.END])
         for service in services:
             self.answer(service)
-        self.walk[layer_walk.ASK_WAITED_NS] += 5000
+        self.walk[layer_loop.ASK_WAITED_NS] += 5000
 
     def expected(self) -> np.ndarray:
         """The hidden states after all layers, in plain NumPy."""
@@ -163,19 +163,19 @@ def test_python_is_told_whom_to_ask(norm: bool) -> None:
     model = Model(norm)
     model.begin()
     while reason := model.go_on(NO_DOORBELLS):
-        assert reason == layer_walk.ASK
+        assert reason == layer_loop.ASK
         model.answer_asked()
     rtol = 1e-5 if norm else 0
     np.testing.assert_allclose(model.wires.hidden, model.expected(), rtol)
     plain = [[(0, ATTENTION, at), (1, FFN, at), (2, FFN, at)] for at in (0, 2)]
     assert model.asked == [*plain[0], *LAYER_1, *plain[1]]
     walk = model.walk
-    assert walk[layer_walk.ATTENTION_BUSY_NS] == LAYERS * 1000
-    assert walk[layer_walk.FFN_BUSY_NS] == LAYERS * 3000
-    assert walk[layer_walk.ATTENTION_WAITED_NS] == walk[layer_walk.FFN_WAITED_NS] == 15000
-    assert walk[layer_walk.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
-    assert walk[layer_walk.SUM_UPS] == LAYERS * (21 + 22) + 20
-    assert walk[layer_walk.SUM_GATES] == LAYERS * 30
+    assert walk[layer_loop.ATTENTION_BUSY_NS] == LAYERS * 1000
+    assert walk[layer_loop.FFN_BUSY_NS] == LAYERS * 3000
+    assert walk[layer_loop.ATTENTION_WAITED_NS] == walk[layer_loop.FFN_WAITED_NS] == 15000
+    assert walk[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    assert walk[layer_loop.SUM_UPS] == LAYERS * (21 + 22) + 20
+    assert walk[layer_loop.SUM_GATES] == LAYERS * 30
 
 
 @pytest.mark.parametrize("patience_ns", [LONG, 0])
@@ -191,12 +191,12 @@ def test_by_doorbells_the_same(patience_ns: int) -> None:
     with serving(model, answer):
         model.begin()
         while reason := model.go_on(asking):
-            assert reason == layer_walk.RESUME and not patience_ns
-            services = np.arange(model.walk[layer_walk.FIRST], model.walk[layer_walk.END])
+            assert reason == layer_loop.RESUME and not patience_ns
+            services = np.arange(model.walk[layer_loop.FIRST], model.walk[layer_loop.END])
             assert asking[NUM_DONE] < services.size
             await_all(cells, services, asking[NUM_DONE], asking[NUMBER], LONG)
     np.testing.assert_array_equal(model.wires.hidden, model.expected())
-    assert model.walk[layer_walk.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    assert model.walk[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
     assert sorted(model.asked[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
     assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
 
@@ -212,29 +212,29 @@ def test_a_service_that_failed_is_told_at_once() -> None:
     with serving(model, answer):
         model.begin()
         asking = new_asking(2, LONG)
-        assert model.go_on(asking) == layer_walk.RESUME
+        assert model.go_on(asking) == layer_loop.RESUME
         assert asking[NUM_DONE] == SERVICES
-        assert model.walk[layer_walk.AT_LAYER] == 1
+        assert model.walk[layer_loop.AT_LAYER] == 1
         model.wires.replies[:, STATUS] = 0
-        assert model.go_on(asking) == layer_walk.DONE
+        assert model.go_on(asking) == layer_loop.DONE
     np.testing.assert_array_equal(model.wires.hidden, model.expected())
 
 
 def test_a_predictor_is_asked_before_and_after_attention() -> None:
     model, reasons = Model(), []
-    model.begin(predicts=layer_walk.IN_PYTHON)
+    model.begin(predicts=layer_loop.IN_PYTHON)
     while reason := model.go_on(NO_DOORBELLS):
         reasons.append(reason)
-        if reason == layer_walk.ASK:
+        if reason == layer_loop.ASK:
             model.answer_asked()
-        elif reason == layer_walk.CHOOSE:
+        elif reason == layer_loop.CHOOSE:
             requests = model.wires.requests[1:]
             assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
-            if model.walk[layer_walk.AT_LAYER]:
+            if model.walk[layer_loop.AT_LAYER]:
                 requests[:, NUM_IDS] = 5, 6
-    layer = [layer_walk.ANNOUNCE, layer_walk.ASK, layer_walk.CHOOSE, layer_walk.ASK]
+    layer = [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE, layer_loop.ASK]
     assert reasons == layer * LAYERS
-    assert model.walk[layer_walk.SUM_GATES] == 30 + (4 + 11) + 11
+    assert model.walk[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
 
 
 def test_python_may_compute_the_ffn() -> None:
@@ -242,29 +242,29 @@ def test_python_may_compute_the_ffn() -> None:
     model, num_layers = Model(), 0
     model.begin(own_ffn=True)
     while reason := model.go_on(NO_DOORBELLS):
-        if reason == layer_walk.ASK:
-            assert model.walk[layer_walk.END] == 1
+        if reason == layer_loop.ASK:
+            assert model.walk[layer_loop.END] == 1
             model.answer_asked()
             continue
-        assert reason == layer_walk.COMPUTE
+        assert reason == layer_loop.COMPUTE
         num_layers += 1
-        model.walk[layer_walk.FIRST], model.walk[layer_walk.END] = 0, 1
+        model.walk[layer_loop.FIRST], model.walk[layer_loop.END] = 0, 1
         model.wires.partials[0], model.wires.partials[1:] = 2, np.nan
         before = model.wires.mixed + np.float32(2)
     assert num_layers == LAYERS
     np.testing.assert_array_equal(model.wires.hidden, before)
-    assert not model.walk[layer_walk.FFN_WAITED_NS] and not model.walk[layer_walk.SUM_GATES]
+    assert not model.walk[layer_loop.FFN_WAITED_NS] and not model.walk[layer_loop.SUM_GATES]
 
 
 @pytest.mark.parametrize("name", ["ffn_input", "partials"])
 def test_what_is_not_finite_stops_the_walk(name: str) -> None:
     model = Model()
     model.begin()
-    while (reason := model.go_on(NO_DOORBELLS)) == layer_walk.ASK:
+    while (reason := model.go_on(NO_DOORBELLS)) == layer_loop.ASK:
         model.answer_asked()
         if model.asked[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
             getattr(model.wires, name)[..., 1, 7] = np.nan
         if name == "ffn_input":  # a gate that is NaN fires for nobody, so it shows nowhere else
             np.nan_to_num(model.wires.partials, copy=False)
-    assert reason == layer_walk.NOT_FINITE
-    assert model.walk[layer_walk.AT_LAYER] == 1
+    assert reason == layer_loop.NOT_FINITE
+    assert model.walk[layer_loop.AT_LAYER] == 1

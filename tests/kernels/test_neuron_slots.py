@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.storage.neuron_slots import (
+from hotcold.numba_kernels.storage.bundle_checksums import bundle_sums
+from hotcold.numba_kernels.storage.neuron_slots import (
     EPOCH,
     HAND,
     LOOKED_AT,
@@ -16,8 +17,7 @@ from numba_kernels.storage.neuron_slots import (
     look_up,
     new_slots,
 )
-from numba_kernels.storage.reads.bundle_sums import bundle_sums
-from numba_kernels.storage.reads.read_queue import FAILED, HERE, NOTHING
+from hotcold.numba_kernels.storage.read_queue import FAILED, HERE, NOTHING
 
 
 class PlainSlots:

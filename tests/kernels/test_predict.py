@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from numba_kernels.decode.predict import (
+from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
     pack_planes_kernel,

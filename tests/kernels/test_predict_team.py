@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from actors.protocol.arena import ArenaLayout
-from numba_kernels.decode.predict import pack_weights
-from numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from numba_kernels.serve.mailbox import DONE, Wires, cell
-from predictors.sign import SignLayer
-from predictors.sign_team import SignTeam
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.numba_kernels.decode.predict import pack_weights
+from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
+from hotcold.numba_kernels.serve.mailbox import DONE, Wires, cell
+from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.sign_team import SignTeam
 
 WIDTH, MOST_TOKENS, SERVICE = 100, 8, 0
 NO_BOUNDS = np.zeros((0, 0), np.int64)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
-from numba_kernels.formats import is_quantized
-from numba_kernels.prompt.products import quantize_kernel
-from numba_kernels.prompt.prompt_ffn import (
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
+from hotcold.numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.prompt.prompt_ffn import (
     BLOCK,
     empty_fired,
     list_fired,
@@ -17,6 +16,7 @@ from numba_kernels.prompt.prompt_ffn import (
     prompt_down_kernel,
     prompt_up_kernel,
 )
+from hotcold.numba_kernels.prompt.quantized_matmul import quantize_kernel
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import (

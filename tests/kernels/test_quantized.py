@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numba_kernels.load.convert import to_bfloat16, to_float32
+from hotcold.numba_kernels.load.convert import to_bfloat16, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.quantized_rows import (

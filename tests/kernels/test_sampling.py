@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numba_kernels.decode.sampling import sample, sample_kernel
+from hotcold.numba_kernels.decode.sampling import sample, sample_kernel
 from tests.kernels.arrays import random_floats, unaligned
 from tests.kernels.reference import sample_shares
 

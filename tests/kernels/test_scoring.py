@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, rel_entr, softmax
 
-from numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
+from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
 from tests.kernels.arrays import random_floats, unaligned
 
 SIZES = [1, 2, 65, 5000]

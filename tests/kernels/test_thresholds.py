@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numba_kernels.decode.activations import ALL_FIRE, Thresholds
-from numba_kernels.load.convert import row_lengths, to_float32
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
+from hotcold.numba_kernels.load.convert import row_lengths, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS
 from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_rows
-from tests.kernels.test_company import random_weights
+from tests.kernels.test_batch_mates import random_weights
 from tests.kernels.test_ffn import Case, make_case
 
 NAN = {"f32": np.nan, "f16": 0x7E00, "bf16": 0x7FC0}

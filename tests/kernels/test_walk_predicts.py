@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from numba_kernels.decode.predict import pack_weights
-from numba_kernels.serve import layer_walk
-from numba_kernels.serve.layer_walk import AT_LAYER, END, FIRST, begin_walk
-from numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.decode.predict import pack_weights
+from hotcold.numba_kernels.serve import layer_loop
+from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST, begin_walk
+from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     FAILED,
     FFN,
@@ -22,9 +22,9 @@ from numba_kernels.serve.mailbox import (
     ask_services,
     new_asking,
 )
-from numba_kernels.serve.predict_team import FFN_INPUT, MIXED
-from predictors.sign import SignLayer
-from predictors.sign_team import SignTeam
+from hotcold.numba_kernels.serve.predict_team import FFN_INPUT, MIXED
+from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.sign_team import SignTeam
 from tests.kernels.test_layer_walk import LAYERS, LONG, TOKENS, WIDTH, Model, serving
 
 NEURONS, BOUNDS = 30, np.array([[0, 14, 30]] * LAYERS)
@@ -102,9 +102,9 @@ def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
     listing, asking = Listing(read), new_asking(2**31 - 4, LONG)  # numbers begin anew meanwhile
     with walking(listing, num_threads) as team:
         walk = listing.model.walk
-        begin_walk(walk, range(LAYERS), TOKENS, layer_walk.IN_TEAM, predictor_input=read)
-        assert listing.model.go_on(asking, team.compiled) == layer_walk.DONE
-        assert walk[layer_walk.PREDICTOR_NS] > 0
+        begin_walk(walk, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
+        assert listing.model.go_on(asking, team.compiled) == layer_loop.DONE
+        assert walk[layer_loop.PREDICTOR_NS] > 0
     assert listing.found == listing.expected
     listed = [len(ids) for key in listing.found for ids in listing.found[key]]
     assert len(listing.found) == 2 * LAYERS and 0 < sum(listed) < 4 * TOKENS * NEURONS
@@ -117,15 +117,15 @@ def test_python_chooses_for_an_answer_of_another_number() -> None:
     reasons, model = [], listing.model
     listing.fails = True
     with walking(listing, 2) as team:
-        begin_walk(model.walk, range(LAYERS), TOKENS, layer_walk.IN_TEAM)
+        begin_walk(model.walk, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
         while reason := model.go_on(asking, team.compiled):
             reasons.append((int(model.walk[AT_LAYER]), reason))
-            if reason == layer_walk.CHOOSE:
+            if reason == layer_loop.CHOOSE:
                 model.wires.requests[1:, NUM_IDS] = 0
             else:
                 services = np.arange(model.walk[FIRST], model.walk[END])
                 assert ask_services(asking, model.wires.cells, model.wires.replies, services)
-    assert reasons == [(0, layer_walk.RESUME), (0, layer_walk.CHOOSE)]
+    assert reasons == [(0, layer_loop.RESUME), (0, layer_loop.CHOOSE)]
     assert listing.found[0, 1] == [[], []]
     assert {key: listing.found[key] for key in listing.found if key[0]} == {
         key: listing.expected[key] for key in listing.expected if key[0]
@@ -136,6 +136,6 @@ def test_where_python_asks_it_announces_and_chooses() -> None:
     listing = Listing(FFN_INPUT)
     model = listing.model
     with walking(listing, 1) as team:
-        begin_walk(model.walk, range(1), TOKENS, layer_walk.IN_TEAM)
+        begin_walk(model.walk, range(1), TOKENS, layer_loop.IN_TEAM)
         reasons = [model.go_on(NO_DOORBELLS, team.compiled) for _ in range(3)]
-    assert reasons == [layer_walk.ANNOUNCE, layer_walk.ASK, layer_walk.CHOOSE]
+    assert reasons == [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE]

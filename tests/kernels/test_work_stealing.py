@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numba import njit
 
-from numba_kernels.decode.rows import rows_times_vectors
-from numba_kernels.decode.vectors import empty_vectors, prepared
-from numba_kernels.formats import is_quantized, row_width
-from numba_kernels.serve.work_stealing import (
+from hotcold.numba_kernels.decode.rows import rows_times_vectors
+from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
+from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
     new_block_counters,
     next_block,

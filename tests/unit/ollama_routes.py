@@ -12,11 +12,11 @@ import httpx
 import ollama
 from fastapi import FastAPI
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.served_models import ServedModels
+from hotcold.ui.server import create_app
 from tests.unit.test_server_limits import Client, Deliver, give_client, make_backend
-from ui.api.backend import Backend
-from ui.models.served import ServedModels
-from ui.server import create_app
 
 RESULT = Generation("ab", [7, 8], "stop", 3, prefill_s=0.5, decode_s=0.25, queued_s=0.125)
 ANSWER = (TokenEvent("a", None, 1), TokenEvent("b", RESULT, 1))

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from ui.access_log import AccessLog
+from hotcold.ui.access_log import AccessLog
 
 
 async def answer(request: Request) -> Response:

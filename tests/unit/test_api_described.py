@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from ui.api.schemas import ChatRequest, CompletionRequest
-from ui.described import add_description, body_of
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
+from hotcold.ui.described import add_description, body_of
 
 SCHEMAS = [ChatRequest, CompletionRequest]
 

@@ -12,22 +12,17 @@ import tokenizers
 from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from actors.protocol.messages import GenerateRequest
-from model.files.locate import DEMO_DIRECTORY
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
+from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
+from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, parse
 from tests.unit.ollama_routes import HELLO, TOOL, Recording, post
-from ui.api.embeddings.schemas import EmbeddingsRequest
-from ui.api.errors import ApiError
-from ui.api.fields import CHANGING, INSTEAD, Request
-from ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
-from ui.api.refusals import refusal
-from ui.api.responses.schemas import ResponsesRequest
-from ui.api.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    parse,
-)
 
 BODIES: dict[type[Request], dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},

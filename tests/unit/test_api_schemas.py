@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
-from ui.api import schemas
-from ui.api.errors import ApiError, as_api_error
-from ui.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from hotcold.model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
+from hotcold.ui.api import schemas
+from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -198,9 +204,9 @@ def test_lists_and_objects_are_counted_outside_of_texts(value: Any, is_ascii: bo
 
     count(json.loads(body))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ui.api.schemas._MOST_NESTED", made)
+        patch.setattr("hotcold.ui.api.schemas._MOST_NESTED", made)
         schemas._require_plain(body)
-        patch.setattr("ui.api.schemas._MOST_NESTED", made - 1)
+        patch.setattr("hotcold.ui.api.schemas._MOST_NESTED", made - 1)
         with pytest.raises(ApiError, match="lists and objects"):
             schemas._require_plain(body)
 

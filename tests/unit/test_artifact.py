@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from safetensors.torch import save_file as save_torch_file
 
-from model.errors import ArtifactError, CheckpointError
-from model.files import content
-from model.files.artifact import (
+from hotcold.model.errors import ArtifactError, CheckpointError
+from hotcold.model.files import content
+from hotcold.model.files.artifact import (
     COMMANDS,
     VERSION,
     ModelIdentity,
@@ -29,7 +29,7 @@ from model.files.artifact import (
     read_artifact,
     write_artifact,
 )
-from model.files.safetensors_file import SafetensorsFile
+from hotcold.model.files.safetensors_file import SafetensorsFile
 from tests.full_disk import files_of_at_most
 from tests.tiny_models import make_tiny
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.protocol.messages import Generation, SystemConfig
-from actors.setup.preflight import read_model
-from jobs.bench.decode import batch_report, decode_report, decode_request
+from hotcold.actors.protocol.messages import Generation, SystemConfig
+from hotcold.actors.setup.preflight import read_model
+from hotcold.jobs.bench.decode import batch_report, decode_report, decode_request
 from tests.tiny_models import make_tiny
 
 

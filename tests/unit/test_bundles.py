@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.cli import main
-from model.bundles import pack, verify
-from model.bundles.bundle_file import BundleFile, header_block, read_bundle_file
-from model.bundles.geometry import BLOCK_BYTES, BundleGeometry
-from model.bundles.pack import write_bundles
-from model.bundles.verify import damaged_bundles
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.files.safetensors_file import SafetensorsFile
-from model.weights.check import stored_config
-from model.weights.ffn import load_ffn
+from hotcold.jobs.cli import main
+from hotcold.model.bundles import pack, verify
+from hotcold.model.bundles.bundle_file import BundleFile, header_block, read_bundle_file
+from hotcold.model.bundles.geometry import BLOCK_BYTES, BundleGeometry
+from hotcold.model.bundles.pack import write_bundles
+from hotcold.model.bundles.verify import damaged_bundles
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_file import SafetensorsFile
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.ffn import load_ffn
 from tests.full_disk import files_of_at_most
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.protocol.options import SystemOptions
-from actors.setup.preflight import prepare_system, read_model
-from jobs.profile.calibration import Calibration, Windows
-from jobs.support.text_file import TextIds
-from model.config.model_config import ModelConfig
-from placement.solver.cost import RowBytes
-from predictors.magnitude.thresholds import Calibrated, LayerThresholds
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system, read_model
+from hotcold.jobs.profile.calibration import Calibration, Windows
+from hotcold.jobs.support.text_file import TextIds
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.placement.solver.cost import RowBytes
+from hotcold.predictors.magnitude_thresholds import Calibrated, LayerThresholds
 from tests.unit.test_gguf_model import file_of, tiny
 
 TARGET = 0.02

@@ -14,8 +14,8 @@ import pytest
 from numba import njit, types
 from numba.core.types import Literal
 
-from numba_kernels import kernel_cache
-from numba_kernels.called_kernels import KernelLibrary
+from hotcold.numba_kernels import kernel_cache
+from hotcold.numba_kernels.called_kernels import KernelLibrary
 
 PACKAGE = Path(kernel_cache.__file__).parent
 DOORBELLS = ("doorbell.", "mailbox.")  # whose numbers have 32 bits between processes
@@ -83,7 +83,7 @@ def test_an_address_makes_machine_code() -> None:
 ASKING = """
 import sys
 import numpy as np
-from numba_kernels.decode import rows
+from hotcold.numba_kernels.decode import rows
 rng = np.random.default_rng(0)
 weights, x = rng.random((8, 96), np.float32), rng.random((3, 96), np.float32)
 def many():

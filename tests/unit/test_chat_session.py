@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.protocol.messages import TokenEvent
-from jobs.chat import history
-from jobs.chat.commands import COMMANDS, Settings
-from jobs.chat.conversation import Conversation
-from jobs.chat.files import load_conversation, mentioned, read_attachment
-from jobs.chat.screen import is_open, unquoted
-from jobs.chat.session import HELP, Session
-from model.errors import UsageError
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.jobs.chat import history
+from hotcold.jobs.chat.commands import COMMANDS, Settings
+from hotcold.jobs.chat.conversation import Conversation
+from hotcold.jobs.chat.files import load_conversation, mentioned, read_attachment
+from hotcold.jobs.chat.screen import is_open, unquoted
+from hotcold.jobs.chat.session import HELP, Session
+from hotcold.model.errors import UsageError
 from tests.documents import ROOT
 from tests.stand_in_chat import StandIn, conversation
 
@@ -325,7 +325,7 @@ def test_what_was_typed_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_a_prompt_needs_is_imported_while_the_system_starts() -> None:
-    program = "import sys, jobs.commands.chat, jobs.commands.generate\n"
+    program = "import sys, hotcold.jobs.commands.chat, hotcold.jobs.commands.generate\n"
     program += "print(sorted({'prompt_toolkit', 'markdown_it', 'pygments'} & sys.modules.keys()))"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

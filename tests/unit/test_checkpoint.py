@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from model.errors import CheckpointError, HotcoldError
-from model.files.checkpoint import Checkpoint
+from hotcold.model.errors import CheckpointError, HotcoldError
+from hotcold.model.files.checkpoint import Checkpoint
 
 TENSORS = {
     "model.a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),

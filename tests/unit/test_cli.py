@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
-from jobs.cli import COMMANDS, cli, have_home, main
-from jobs.support.lazy_group import LazyCommand, LazyGroup
-from model.errors import CheckpointError
+from hotcold.jobs.cli import COMMANDS, cli, have_home, main
+from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.model.errors import CheckpointError
 
 failure: Exception | KeyboardInterrupt | None = None
 
@@ -137,7 +137,7 @@ def test_an_interrupt_while_a_command_is_imported_is_not_lost(
 def test_an_interrupt_in_a_callback_comes_again() -> None:
     code = """
 import signal, time, click
-from jobs.cli import run
+from hotcold.jobs.cli import run
 
 class Gone:
     def __del__(self):
@@ -196,7 +196,7 @@ def test_help_imports_no_command(run: Run) -> None:
 
 def test_help_of_the_real_command_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from jobs.cli import main; status = main(['--help']);"
+        "import sys; from hotcold.jobs.cli import main; status = main(['--help']);"
         "heavy = {'torch', 'ray', 'numpy', 'numba', 'rich'} & set(sys.modules);"
         "sys.exit(status or repr(heavy) if heavy else 0)"
     )
@@ -215,7 +215,7 @@ def test_help_of_the_real_command_imports_nothing_heavy() -> None:
 ENDING = """
 import atexit, os, signal, sys, time
 import click
-from jobs.cli import run
+from hotcold.jobs.cli import run
 
 class Crash:
     def __del__(self, abort=os.abort):  # as Ray's destructors may at the end of Python
@@ -256,7 +256,7 @@ def test_a_process_ends_without_taking_apart_what_threads_use(how: str, status: 
 # Writes at once, at its end, and beside a file that it opens.
 WRITING = """
 import click
-from jobs.cli import run
+from hotcold.jobs.cli import run
 
 @click.command()
 @click.argument("how")
@@ -383,7 +383,7 @@ def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
     folder.mkdir()
     environment = {**os.environ, "HOME": "here", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("HOTCOLD_CONFIG", None)
-    code = "import sys; from jobs.cli import run; sys.argv = ['hotcold', 'config']; run()"
+    code = "import sys; from hotcold.jobs.cli import run; sys.argv = ['hotcold', 'config']; run()"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False

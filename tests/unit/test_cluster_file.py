@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from actors.processes.cluster import NUMA_NODE
+from hotcold.actors.processes.cluster import NUMA_NODE
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_FILES = ["cluster.yaml", "clusters/aws.yaml"]

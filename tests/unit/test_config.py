@@ -10,9 +10,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from model.config.build import build_config, read_config
-from model.config.model_config import ActivationFn, RopeConfig
-from numba_kernels.checks import ACTIVATION_CODES
+from hotcold.model.config.build import build_config, read_config
+from hotcold.model.config.model_config import ActivationFn, RopeConfig
+from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from tests.unit.family_configs import (
     BAMBOO,
     FALCON,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config.build import build_config, read_config
-from model.errors import ConfigError, HotcoldError
+from hotcold.model.config.build import build_config, read_config
+from hotcold.model.errors import ConfigError, HotcoldError
 from tests.unit.family_configs import (
     BAMBOO,
     FALCON,

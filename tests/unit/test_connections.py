@@ -16,10 +16,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from ui import connections
-from ui import serving as serving_file
-from ui.connections import Connection, ConnectionLimits, Connections
-from ui.serving import LoadingGate, ServerThread
+from hotcold.ui import connections
+from hotcold.ui import serving as serving_file
+from hotcold.ui.connections import Connection, ConnectionLimits, Connections
+from hotcold.ui.serving import LoadingGate, ServerThread
 
 _PATIENCE_S = 30.0
 _LONG_S = 3600.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from model.errors import UsageError
-from ui.api.errors import ApiError, timed_out, unavailable
-from ui.page.conversation_list import act, listed
-from ui.page.conversations import ChatHistory, Conversation
-from ui.page.thread import remedy, shown_messages, suggestions, thread_state
+from hotcold.model.errors import UsageError
+from hotcold.ui.api.errors import ApiError, timed_out, unavailable
+from hotcold.ui.page.conversation_list import act, listed
+from hotcold.ui.page.conversations import ChatHistory, Conversation
+from hotcold.ui.page.thread import remedy, shown_messages, suggestions, thread_state
 
 
 def talk(*texts: str) -> Conversation:
@@ -87,7 +87,8 @@ def test_what_is_unknown_changes_nothing(history: ChatHistory, done: dict[str, A
 
 
 def test_another_server_says_that_it_is_another() -> None:
-    code = "from ui.page import conversation_list as c; print(c.listed(c.ChatHistory())['server'])"
+    code = "from hotcold.ui.page import conversation_list as c\n"
+    code += "print(c.listed(c.ChatHistory())['server'])"
     told = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
     assert len({*told, listed(ChatHistory())["server"] + "\n"}) == 3
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from model.errors import ServiceError, UsageError
-from model.files.locate import DEMO_DIRECTORY
-from model.sampling import SamplingParams
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.model.errors import ServiceError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 from tests.unit.test_server_limits import give_client
-from ui.api.backend import Backend, ServerSettings
-from ui.api.errors import ApiError
-from ui.page.conversations import NO_TITLE, ChatHistory, Conversation
 
 Deliver = Callable[[TokenEvent | BaseException], None]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from placement.threads.core_keeper import CoreKeeper, Delays
-from placement.threads.pinning import HostShare, find_cores
+from hotcold.placement.machine.core_affinity import CoreKeeper, Delays
+from hotcold.placement.machine.pinning import HostShare, find_cores
 from tests.numa_trees import write_tree
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -126,7 +126,7 @@ def test_the_operating_system_is_told() -> None:
 
 
 def test_watching_ends_when_there_is_nothing_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement.threads.core_keeper._LOOK_S", 0.0)
+    monkeypatch.setattr("hotcold.placement.machine.core_affinity._LOOK_S", 0.0)
     machine, answers = Machine(CORES), iter([True, True, False])
     seen: list[Delays] = []
 

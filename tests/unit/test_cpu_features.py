@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup import choose
-from actors.setup.choose import choose_system
-from actors.setup.preflight import SystemOptions, read_model
-from jobs.cli import main
-from jobs.support import doctor_checks
-from jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
-from model.errors import UsageError
-from numba_kernels.ir import target
-from placement.machine.survey import survey
-from placement.machine.sysfs import Cpu, missing_features, read_cpu
+from hotcold.actors.setup import choose
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.preflight import SystemOptions, read_model
+from hotcold.jobs.cli import main
+from hotcold.jobs.support import doctor_checks
+from hotcold.jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
+from hotcold.model.errors import UsageError
+from hotcold.numba_kernels.ir import target
+from hotcold.placement.machine.survey import survey
+from hotcold.placement.machine.sysfs import Cpu, missing_features, read_cpu
 from tests.tiny_models import make_tiny
 
 FakeCpu = Callable[..., Path]
@@ -126,8 +126,10 @@ def test_doctor_measures_nothing_where_that_would_end_it(
         raise UsageError("measured")
 
     fake_cpu("fpu avx")
-    monkeypatch.setattr("placement.machine.sysfs.read_cpu", lambda root=None: read_cpu(tmp_path))
-    monkeypatch.setattr("placement.machine.this_machine.this_machine", measure)
+    monkeypatch.setattr(
+        "hotcold.placement.machine.sysfs.read_cpu", lambda root=None: read_cpu(tmp_path)
+    )
+    monkeypatch.setattr("hotcold.placement.machine.this_machine.this_machine", measure)
     assert main(["doctor"]) == 0
     capsys.readouterr()
     fake_cpu("avx2 fma f16c")
@@ -149,9 +151,8 @@ def test_kernels_of_a_named_cpu(
 ) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    code = (
-        "from jobs.support.doctor_checks import kernel_instructions; print(kernel_instructions())"
-    )
+    code = "from hotcold.jobs.support.doctor_checks import kernel_instructions as found\n"
+    code += "print(found())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(doctor_checks.__file__).parents[1],

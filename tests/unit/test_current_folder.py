@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from ray.core.generated import common_pb2
 
-from actors.processes.cluster import OwnFolders
-from model import current_folder
-from model.current_folder import elsewhere, environment_of_python, module_folders
+from hotcold.actors.processes.cluster import OwnFolders
+from hotcold.model import current_folder
+from hotcold.model.current_folder import elsewhere, environment_of_python, module_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = str(Path(os.__file__).parent)
 # Numba reads its settings when it is imported, and again when it compiles.
 USES_LIBRARIES = """
-import actors, os
+import hotcold.actors, os
 folder = os.getcwd()
 import importlib, numba, matplotlib
 importlib.invalidate_caches()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.protocol.messages import DriverLoad, Generation
+from hotcold.actors.protocol.messages import DriverLoad, Generation
+from hotcold.ui.api.metrics import Metrics, metrics_text
 from tests.documents import ROOT
-from ui.api.metrics import Metrics, metrics_text
 
 BOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/hotcold-dashboard.json").read_text())
 PANELS: list[dict[str, Any]] = BOARD["panels"]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.driver.text.prompts import Prompts
-from jobs.demo.corpus import (
+from examples.train_demo.corpus import (
     HELD_OUT_MODULES,
     Entry,
     Question,
@@ -22,11 +21,12 @@ from jobs.demo.corpus import (
     running_text,
     stdlib_entries,
 )
-from jobs.demo.text import mixed, write_demo_text
-from jobs.support.text_file import read_text_ids
-from model.config.build import read_config
-from model.errors import UsageError
-from model.files.locate import DEMO_DIRECTORY
+from examples.train_demo.text import mixed, write_demo_text
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.jobs.support.text_file import read_text_ids
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 NUM_TOKENS = 12_000
 
@@ -36,7 +36,7 @@ def entries() -> Iterator[list[Entry]]:
     """Read once: it is the whole standard library."""
     found = stdlib_entries()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jobs.demo.text.stdlib_entries", lambda: found)
+        patch.setattr("examples.train_demo.text.stdlib_entries", lambda: found)
         yield found
 
 

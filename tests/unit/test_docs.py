@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import pytest
 
-from jobs.cli import cli
+from hotcold.jobs.cli import cli
 from tests.documents import ROOT, Page, page, pages
 from tests.nothing_starts import nothing_starts
 from tests.unit.test_layering import MAY_IMPORT, ROOMS
@@ -156,8 +156,8 @@ def test_command_in_prose_can_be_given(command: str, monkeypatch: pytest.MonkeyP
         "python -m jobs.generate --request IN",
         "pip install -e '.[gui]'",
         "benchmarks/gpu_host.sh --wheel DIR",
-        "ray job submit --workingdir . -- python -m jobs.stop --system NAME",
-        "ray job submit --working-dir . -- python -m jobs.stop --sistem NAME",
+        "ray job submit --workingdir . -- python -m hotcold.jobs.stop --system NAME",
+        "ray job submit --working-dir . -- python -m hotcold.jobs.stop --sistem NAME",
         "hotkold generate",
         "pytest -m quik",
         "pytest tests/no_such_folder",

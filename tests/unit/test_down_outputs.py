@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.protocol.options import SystemOptions
-from actors.setup.neurons.dealing import neuron_runs
-from actors.setup.preflight import prepare_system
-from model.config.build import read_config
-from model.errors import ArtifactError, CheckpointError
-from model.files.checkpoint import Checkpoint
-from model.weights.attention import load_attention
-from model.weights.down_outputs import has_down_outputs, read_down_outputs
-from model.weights.sizes import attention_bytes, ffn_bytes
-from model.weights.tensor_reader import TensorReader
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
-from numba_kernels.load.convert import to_float32
-from placement.solver.cost import RowBytes
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.assignment import neuron_runs
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError, CheckpointError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.down_outputs import has_down_outputs, read_down_outputs
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.placement.solver.cost import RowBytes
 from tests.unit.test_gguf_model import BLOCKS, file_of, tiny
 
 # As files of four bits have them: what matters most, in half of the layers, in six.

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from model.files.locate import DEMO_DIRECTORY
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.metrics import metrics_text
 from tests.unit.test_server_limits import Client, Deliver, ask
-from ui.api.metrics import metrics_text
 
 DEMO_SIZE = 384
 

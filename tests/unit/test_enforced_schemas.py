@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from actors.protocol.messages import Grammar
-from model.errors import UsageError
-from model.files.locate import DEMO_DIRECTORY
-from model.text.tokenizer import Tokenizer
-from ui.api.tools.enforced import enforced
-from ui.api.tools.grammar import held_shape
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.tools.enforced import enforced
+from hotcold.ui.api.tools.grammar import held_shape
 
 TEXT: dict[str, Any] = {"type": "string"}
 END_ID = 0

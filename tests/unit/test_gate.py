@@ -13,8 +13,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ui.api import sse
-from ui.gate import Gate, is_loopback
+from hotcold.ui.api import sse
+from hotcold.ui.gate import Gate, is_loopback
 
 
 async def _length(scope: Any, receive: Any, send: Any) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from model.config.build import read_config
-from model.config.gguf.architectures import ARCHITECTURES
-from model.errors import ConfigError
-from model.reference import reference_logits
+from hotcold.model.config.build import read_config
+from hotcold.model.config.gguf_architectures import ARCHITECTURES
+from hotcold.model.errors import ConfigError
+from hotcold.model.reference import reference_logits
 from tests.gguf_files import LlamaFile
 from tests.tiny_models import make_tiny
 

@@ -10,17 +10,17 @@ import gguf
 import numpy as np
 import pytest
 
-from actors.setup.preflight import read_model
-from model.config.build import read_config
-from model.errors import CheckpointError
-from model.files.checkpoint import Checkpoint
-from model.reference import reference_logits
-from model.weights.attention import load_attention
-from model.weights.embedding import load_embedding, load_head
-from model.weights.ffn import load_ffn
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
-from numba_kernels.load.convert import to_float32
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.reference import reference_logits
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.embedding import load_embedding, load_head
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
+from hotcold.numba_kernels.load.convert import to_float32
 from tests.gguf_files import LlamaFile
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64]

@@ -8,11 +8,11 @@ import gguf
 import numpy as np
 import pytest
 
-from model.config.build import read_config
-from model.errors import CheckpointError, UsageError
-from model.files.artifact import ModelIdentity, artifact_path
-from model.files.locate import locate_model, resolved_model
-from model.reference import reference_logits
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, UsageError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.model.files.locate import locate_model, resolved_model
+from hotcold.model.reference import reference_logits
 from tests.unit.test_gguf_model import IDS, file_of, tiny
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_there_is_no_repository(
         raise UsageError("asked")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("model.files.hub.find", find)
+    monkeypatch.setattr("hotcold.model.files.hub.find", find)
     with pytest.raises(UsageError, match=f"^'{name}': there is no such file$"):
         locate_model(name)
     with pytest.raises(UsageError, match="asked"):

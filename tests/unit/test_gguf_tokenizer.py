@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError, PromptError
-from model.text.bpe import SPLITTINGS, merges_of
-from model.text.tokenizer import Tokenizer
+from hotcold.model.errors import ConfigError, PromptError
+from hotcold.model.text.bpe import SPLITTINGS, merges_of
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
 from tests.unit.test_tokenizer import byte_level
 

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cuda_kernels import device
-from cuda_kernels.device import first_gpu
+from hotcold.cuda_kernels import device
+from hotcold.cuda_kernels.device import first_gpu
 from tests.benchmark_programs import output_of, run_benchmark
 
 XML = """<testsuites><testsuite>

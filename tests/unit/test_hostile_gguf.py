@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup.preflight import read_model
-from model.errors import CheckpointError, ConfigError, HotcoldError
-from model.files.artifact import ModelIdentity
-from model.text.bpe import CONTROL, NORMAL
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.text.bpe import CONTROL, NORMAL
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.gguf_files import (
     ARRAY,
     BOOL,

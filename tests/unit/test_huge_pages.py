@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.support import doctor_checks
-from jobs.support.doctor_checks import Finding, check_machine
-from model.errors import MemoryBudgetError
-from model.weights.memory import HUGE_PAGE_BYTES, aligned_empty
-from placement.machine import huge_pages
-from placement.machine.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
-from placement.machine.survey import survey
-from placement.machine.sysfs import read_huge_page_setting
+from hotcold.jobs.support import doctor_checks
+from hotcold.jobs.support.doctor_checks import Finding, check_machine
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.weights.memory import HUGE_PAGE_BYTES, aligned_empty
+from hotcold.placement.machine import huge_pages
+from hotcold.placement.machine.huge_pages import HugePageProbe, huge_bytes_around, probe_huge_pages
+from hotcold.placement.machine.survey import survey
+from hotcold.placement.machine.sysfs import read_huge_page_setting
 
 MIB = 1 << 20
 _PR_SET_THP_DISABLE = 41

@@ -20,23 +20,23 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from actors.protocol.options import SystemOptions
-from jobs.chat.conversation import Facts
-from jobs.commands.chat import chat
-from jobs.kept import commands as kept_commands
-from jobs.kept import folder as folders
-from jobs.kept import identity as identities
-from jobs.kept import records
-from jobs.kept.client import GoneError, KeptSystem
-from jobs.kept.commands import ps, stop
-from jobs.kept.find import find_system
-from jobs.kept.identity import identity_of, is_same, model_text, resolved_options
-from jobs.kept.records import Record
-from model.errors import ServiceError, UsageError
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.chat.conversation import Facts
+from hotcold.jobs.commands.chat import chat
+from hotcold.jobs.kept import commands as kept_commands
+from hotcold.jobs.kept import folder as folders
+from hotcold.jobs.kept import identity as identities
+from hotcold.jobs.kept import records
+from hotcold.jobs.kept.client import GoneError, KeptSystem
+from hotcold.jobs.kept.commands import ps, stop
+from hotcold.jobs.kept.find import find_system
+from hotcold.jobs.kept.identity import identity_of, is_same, model_text, resolved_options
+from hotcold.jobs.kept.records import Record
+from hotcold.model.errors import ServiceError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.ui.control_api import Stay, create_own_app
 from tests.documents import ROOT
-from ui.own import Stay, create_own_app
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ _HOLDS = """
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from jobs.kept import records
+from hotcold.jobs.kept import records
 os.chdir(sys.argv[1])
 folder, deaf = Path(), sys.argv[2:]
 pid = os.getpid()
@@ -340,7 +340,7 @@ def test_one_that_ends_before_it_answers_is_done_without(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is being stopped may have been found a moment before."""
-    from jobs.commands import generate
+    from hotcold.jobs.commands import generate
 
     gone = KeptSystem(base, record("model", resolved={"model_path": str(DEMO_DIRECTORY)}))
     asked: list[GenerateRequest] = []
@@ -406,10 +406,10 @@ def test_an_automatic_mode_is_no_other() -> None:
 def test_what_a_command_imports_before_it_asks_is_little() -> None:
     """Torch, Ray and Numba take a second; the first text comes in less than half of one."""
     program = (
-        "import sys, click\nfrom jobs.cli import cli\n"
+        "import sys, click\nfrom hotcold.jobs.cli import cli\n"
         "context = click.Context(cli)\n"
         "for name in sys.argv[1:]:\n    cli.get_command(context, name)\n"
-        "from jobs.kept import client, find\n"
+        "from hotcold.jobs.kept import client, find\n"
         "heavy = 'torch ray numba numpy scipy rich psutil tokenizers huggingface_hub uvicorn'\n"
         "print([name for name in heavy.split() if name in sys.modules])"
     )
@@ -422,11 +422,11 @@ def test_what_a_command_imports_before_it_asks_is_little() -> None:
 
 def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is stopped, or busy: whoever connects waits a while."""
-    monkeypatch.setattr("jobs.kept.client._ASK_S", 0.05)
+    monkeypatch.setattr("hotcold.jobs.kept.client._ASK_S", 0.05)
     folder = folders.own_folder()
     claim = claimed(folder, "model")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("jobs.kept.commands.found_folder", lambda: Path())
+    monkeypatch.setattr("hotcold.jobs.kept.commands.found_folder", lambda: Path())
     out = CliRunner().invoke(ps).output.splitlines()
     assert out[1].split() == ["model", "model", "silent"]
     claim.leave()
@@ -508,8 +508,8 @@ def test_a_conversation_whose_system_has_just_ended_has_its_own(
         started.append(path)
         yield None, Facts("demo", "exact", "cpu", 128)
 
-    monkeypatch.setattr("jobs.commands.chat.find_system", lambda *arguments: gone)
-    monkeypatch.setattr("jobs.commands.chat._started", start)
+    monkeypatch.setattr("hotcold.jobs.commands.chat.find_system", lambda *arguments: gone)
+    monkeypatch.setattr("hotcold.jobs.commands.chat._started", start)
     told = CliRunner().invoke(chat, input="/bye\n")
     assert (told.exit_code, started) == (0, [DEMO_DIRECTORY])
     assert "it has just ended, so this command starts its own" in told.output
@@ -517,7 +517,7 @@ def test_a_conversation_whose_system_has_just_ended_has_its_own(
 
 def test_how_long_a_system_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("ui.own.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("hotcold.ui.control_api.time", SimpleNamespace(monotonic=lambda: now))
     backend: Any = SimpleNamespace(is_idle=True, used_at=0.0, attend=lambda count: None)
     stay, served, endless = (Stay(backend, keep_s) for keep_s in (10.0, None, -1.0))
     now = 104.0

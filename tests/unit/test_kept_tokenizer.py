@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model.text import gguf_tokenizer as module
-from model.text.tokenizer import Tokenizer
+from hotcold.model.text import gguf_tokenizer as module
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.unit.test_gguf_tokenizer import LINES, draft, pieces_of, written
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from numba_kernels import kernel_cache
-from numba_kernels.decode import ffn
-from numba_kernels.load import convert
-from numba_kernels.prompt import prompt_ffn
-from numba_kernels.serve import serve_ffn
+from hotcold.numba_kernels import kernel_cache
+from hotcold.numba_kernels.decode import ffn
+from hotcold.numba_kernels.load import convert
+from hotcold.numba_kernels.prompt import prompt_ffn
+from hotcold.numba_kernels.serve import serve_ffn
 
 PACKAGE = Path(kernel_cache.__file__).parent
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -93,7 +93,7 @@ def test_files_of_the_cache_are_told_apart() -> None:
 COMPILING = """
 import json, sys
 import numpy as np
-from numba_kernels.load import convert
+from hotcold.numba_kernels.load import convert
 print("ready", flush=True)
 sys.stdin.readline()
 for dtype in (np.uint16, np.int16):
@@ -136,7 +136,7 @@ def test_nobody_waits_for_other_types(tmp_path: Path) -> None:
 import sys
 import numpy as np
 from numba.core import event
-from numba_kernels.load import convert
+from hotcold.numba_kernels.load import convert
 class Stop(event.Listener):
     def on_start(self, _):
         event.unregister("numba:compile", self)
@@ -165,7 +165,7 @@ print(sum(convert.widen_kernel.stats.cache_misses.values()), flush=True)
 def test_a_function_that_cannot_be_compiled_locks_nobody_out(tmp_path: Path) -> None:
     code = """
 from numba.core.errors import TypingError
-from numba_kernels.load import convert
+from hotcold.numba_kernels.load import convert
 try:
     convert.widen_kernel("no array", 1, 2, 3)
 except TypingError:

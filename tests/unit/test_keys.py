@@ -6,11 +6,11 @@ import hmac
 
 import pytest
 
-from jobs.commands.serve import _check_keys
-from model.errors import UsageError
+from hotcold.jobs.commands.serve import _check_keys
+from hotcold.model.errors import UsageError
+from hotcold.ui import keys as keys_module
+from hotcold.ui.keys import Keys
 from tests.unit.test_gate import ask, gate
-from ui import keys as keys_module
-from ui.keys import Keys
 
 KEY = b"0123456789abcdef"
 ATTACKER, CLIENT = "192.0.2.1", "192.0.2.2"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.protocol.kv_pool import KvPool, num_pages_of
-from numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.actors.protocol.kv_pool import KvPool, num_pages_of
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
 

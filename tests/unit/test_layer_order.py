@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.config.layer_order import (
+from hotcold.model.config.layer_order import (
     PARALLEL,
     PARALLEL_SHARED_NORM,
     POST_NORM,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import COMMANDS
+from hotcold.jobs.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNELS = {"numba_kernels", "cuda_kernels"}
@@ -357,7 +357,7 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_imports_run_in_a_circle() -> None:
     graph = import_graph()
-    assert graph["actors.driver.driver"] >= {"actors.driver.engine"}
+    assert graph["hotcold.actors.driver.driver"] >= {"hotcold.actors.driver.engine"}
     assert circle_in(graph) == []
     for rooms in ROOMS.values():
         assert circle_in(rooms) == []
@@ -381,18 +381,18 @@ def test_every_package_is_known_and_shipped() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("numba_kernels/a.py", "import model.config.model_config", "numba_kernels may not"),
-        ("numba_kernels/a.py", "from cuda_kernels import device", "numba_kernels may not"),
+        ("numba_kernels/a.py", "import hotcold.model.config.model_config", "numba_kernels may not"),
+        ("numba_kernels/a.py", "from hotcold.cuda_kernels import device", "numba_kernels may not"),
         (
             "model/a.py",
-            "def f():\n    from actors.driver.driver import Driver",
+            "def f():\n    from hotcold.actors.driver.driver import Driver",
             "a.py:2: imports actors",
         ),
         ("model/a.py", "if TYPE_CHECKING:\n    import placement", "model may not"),
-        ("predictors/a.py", "from placement.plan import Plan", "predictors may not"),
+        ("predictors/a.py", "from hotcold.placement.plan import Plan", "predictors may not"),
         ("placement/a.py", "import predictors", "placement may not"),
-        ("actors/a.py", "import jobs.cli", "actors may not"),
-        ("ui/a.py", "import jobs.cli", "ui may not"),
+        ("actors/a.py", "import hotcold.jobs.cli", "actors may not"),
+        ("ui/a.py", "import hotcold.jobs.cli", "ui may not"),
         ("jobs/a.py", "from benchmarks.x import y", "jobs may not"),
         ("tests/unit/a.py", "import benchmarks", "tests may not"),
         ("jobs/a.py", "from tests.unit import helper", "jobs may not"),
@@ -410,12 +410,28 @@ def test_every_package_is_known_and_shipped() -> None:
             "outside of cuda_kernels/",
         ),
         ("jobs/a.py", "def f():\n    import gradio", "outside of ui/"),
-        ("actors/cpu/a.py", "from actors.driver import engine", "actors/cpu may not"),
-        ("actors/driver/text/a.py", "import actors.driver.engine", "actors/driver.text may not"),
-        ("actors/driver/a.py", "from actors.processes.cluster import x", "actors/driver may not"),
-        ("numba_kernels/ir/a.py", "from numba_kernels.decode import ffn", "kernels/ir may not"),
-        ("model/files/a.py", "def f():\n    from model.weights import ffn", "model/files may not"),
-        ("placement/machine/a.py", "import placement.planner", "placement/machine may not"),
+        ("actors/cpu/a.py", "from hotcold.actors.driver import engine", "actors/cpu may not"),
+        (
+            "actors/driver/text/a.py",
+            "import hotcold.actors.driver.engine",
+            "actors/driver.text may not",
+        ),
+        (
+            "actors/driver/a.py",
+            "from hotcold.actors.processes.cluster import x",
+            "actors/driver may not",
+        ),
+        (
+            "numba_kernels/ir/a.py",
+            "from hotcold.numba_kernels.decode import ffn",
+            "kernels/ir may not",
+        ),
+        (
+            "model/files/a.py",
+            "def f():\n    from hotcold.model.weights import ffn",
+            "model/files may not",
+        ),
+        ("placement/machine/a.py", "import hotcold.placement.planner", "placement/machine may not"),
     ],
 )
 def test_violations_are_caught(path: str, source: str, expected: str) -> None:
@@ -427,12 +443,12 @@ def test_violations_are_caught(path: str, source: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("model/a.py", "import numpy\nfrom numba_kernels.decode.ffn import ffn"),
+        ("model/a.py", "import numpy\nfrom hotcold.numba_kernels.decode.ffn import ffn"),
         ("actors/launch.py", "import ray\nActor = ray.remote(object)"),
         ("actors/gpu/cuda/a.py", "def f():\n    import cupy"),
         ("cuda_kernels/a.py", "if TYPE_CHECKING:\n    import cupy"),
-        ("ui/chat.py", "import gradio\nfrom actors.system import System"),
-        ("jobs/commands/serve.py", "def f():\n    from ui.page import page"),
+        ("ui/chat.py", "import gradio\nfrom hotcold.actors.system import System"),
+        ("jobs/commands/serve.py", "def f():\n    from hotcold.ui.page import page"),
     ],
 )
 def test_allowed_imports_pass(path: str, source: str) -> None:
@@ -442,12 +458,12 @@ def test_allowed_imports_pass(path: str, source: str) -> None:
 def test_what_starts_does_not_wait_for_torch() -> None:
     """It takes a second to import, and short prompts do without it."""
     names = [
-        "jobs.commands.generate",
-        "jobs.commands.serve",
-        "actors.launch",
-        "actors.driver.driver",
-        "actors.cpu.cpu_service",
-        "actors.gpu.gpu_service",
+        "hotcold.jobs.commands.generate",
+        "hotcold.jobs.commands.serve",
+        "hotcold.actors.launch",
+        "hotcold.actors.driver.driver",
+        "hotcold.actors.cpu.cpu_service",
+        "hotcold.actors.attention.attention_service",
     ]
     program = "import importlib, sys\nfor name in sys.argv[1:]:\n"
     program += "    importlib.import_module(name)\n    print(name, 'torch' in sys.modules)"
@@ -460,7 +476,8 @@ def test_what_starts_does_not_wait_for_torch() -> None:
 def test_no_commands_help_waits_for_what_systems_need() -> None:
     """Nor does completing an option: Ray, Numba and torch take a second or two to import."""
     program = (
-        "import sys, click\nfrom jobs.cli import COMMANDS, cli\nfrom numba_kernels import checks\n"
+        "import sys, click\nfrom hotcold.jobs.cli import COMMANDS, cli\n"
+        "from hotcold.numba_kernels import checks\n"
         "for name in COMMANDS:\n    cli.get_command(click.Context(cli), name)\n"
         "    print(name, *{'torch', 'ray', 'numba', 'llvmlite', 'scipy'} & sys.modules.keys())"
     )

@@ -9,8 +9,8 @@ import pyte
 import pytest
 from rich.console import Console
 
-from jobs.chat.live_answer import LiveAnswer
-from jobs.chat.markdown import block_begins, plain
+from hotcold.jobs.chat.live_answer import LiveAnswer
+from hotcold.jobs.chat.markdown import block_begins, plain
 
 TEXT = """# A title
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.config.build import read_config
-from model.files.checkpoint import Checkpoint
-from model.synthetic.make import make_model
-from model.synthetic.shape import SyntheticShape
-from numba_kernels.formats import Q4, Q8
-from numba_kernels.load.convert import to_float32
-from numba_kernels.load.quantize import quantize_rows
+from hotcold.model.config.build import read_config
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import SyntheticShape
+from hotcold.numba_kernels.formats import Q4, Q8
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.load.quantize import quantize_rows
 from tests.benchmark_programs import error_of, output_of, run_benchmark
 
 gguf = pytest.importorskip("gguf")

@@ -10,17 +10,17 @@ import pytest
 import ray
 from rich.progress import Progress
 
-from actors.processes.driver_actor import DriverActor
-from actors.processes.load_progress import COMPILING, LOADING_KERNELS, PREPARING
-from actors.protocol.messages import (
+from hotcold.actors.processes.driver_actor import DriverActor
+from hotcold.actors.processes.load_progress import COMPILING, LOADING_KERNELS, PREPARING
+from hotcold.actors.protocol.messages import (
     LOADING_WEIGHTS,
     WRITING_NEURONS,
     LoadProgress,
     ServiceProgress,
     SystemConfig,
 )
-from actors.telemetry.compiling import CompileCounter
-from jobs.support.loading_bar import BytesColumn
+from hotcold.actors.telemetry.compiling import CompileCounter
+from hotcold.jobs.support.loading_bar import BytesColumn
 
 
 def test_compiled_kernels_are_counted() -> None:
@@ -73,7 +73,7 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     services = SimpleNamespace(connection=connection, stage="", notes=("a note",), config=config)
     intervals: list[float] = []
     with monkeypatch.context() as patch:
-        file = "actors.processes.driver_actor"
+        file = "hotcold.actors.processes.driver_actor"
         patch.setattr(f"{file}.SystemServices", lambda *arguments: services)
         patch.setattr(f"{file}.loaded_bytes", lambda system, config: 1000)
         patch.setattr("sys.setswitchinterval", intervals.append)

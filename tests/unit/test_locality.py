@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.support.doctor_checks import check_services
-from model.weights.memory import aligned_empty
-from placement.threads.first_touch import FirstTouch, touch_pages
-from placement.threads.locality import (
+from hotcold.jobs.support.doctor_checks import check_services
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.placement.machine.first_touch import FirstTouch, touch_pages
+from hotcold.placement.machine.locality import (
     ServiceMemory,
     allowed_cores,
     anonymous_bytes,
     running_services,
 )
-from placement.threads.pinning import bind_memory, may_bind_memory, pin_thread
+from hotcold.placement.machine.pinning import bind_memory, may_bind_memory, pin_thread
 from tests.numa_trees import write_tree
 
 MIB = 1 << 20
@@ -88,7 +88,7 @@ def test_the_kernel_shows_a_bound_thread() -> None:
         pytest.skip("the kernel refuses memory policies here")
     program = """
 from pathlib import Path
-from placement.threads.pinning import bind_memory
+from hotcold.placement.machine.pinning import bind_memory
 assert not bind_memory((1000,))
 assert bind_memory((0,))
 kept = bytearray(64 << 20)
@@ -140,11 +140,11 @@ def test_each_threads_rows_are_touched_from_its_cores(monkeypatch: pytest.Monkey
         first = (rows.ctypes.data - matrix.ctypes.data) // matrix.strides[0]
         touched.append((pinned[-1], first, first + rows.shape[0]))
 
-    monkeypatch.setattr("placement.threads.first_touch.touch_pages", touch)
+    monkeypatch.setattr("hotcold.placement.machine.first_touch.touch_pages", touch)
     monkeypatch.setattr(
-        "placement.threads.first_touch.pin_thread", lambda cores: pinned.extend(cores)
+        "hotcold.placement.machine.first_touch.pin_thread", lambda cores: pinned.extend(cores)
     )
-    monkeypatch.setattr("placement.threads.first_touch.ThreadPoolExecutor", OneByOne)
+    monkeypatch.setattr("hotcold.placement.machine.first_touch.ThreadPoolExecutor", OneByOne)
     FirstTouch([[10], [11], [12]])([matrix])
     assert touched == [(10, 0, 8), (11, 8, 16), (12, 16, 22)]  # as kernels cut: in fours
 

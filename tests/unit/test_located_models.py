@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from model.errors import HotcoldError, UsageError
-from model.files.checkpoint import Checkpoint
-from model.files.locate import DEMO_DIRECTORY, locate_model
-from model.files.ollama import ollama_file
+from hotcold.jobs.cli import main
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
+from hotcold.model.files.ollama import ollama_file
 from tests.gguf_files import STRING, Draft, scalar
 
 CONFIG = (DEMO_DIRECTORY / "config.json").read_bytes()

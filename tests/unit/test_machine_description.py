@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from model.errors import UsageError
-from placement.machine import description
-from placement.machine.description import CpuNode, GpuDevice, Machine, read_machine, write_machine
+from hotcold.model.errors import UsageError
+from hotcold.placement.machine import description
+from hotcold.placement.machine.description import (
+    CpuNode,
+    GpuDevice,
+    Machine,
+    read_machine,
+    write_machine,
+)
 
 NODE = CpuNode("node0", 8, 1000, 500, 50.0, 45.0, 30.0)
 GPU = GpuDevice("gpu0", "NVIDIA H100", 800, 700, 2500.0, 50.0, True)

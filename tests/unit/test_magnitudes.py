@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from numba_kernels.decode.activations import Thresholds
-from predictors.magnitude.allocation import alike, allocate, choose
-from predictors.magnitude.curve import LayerCurve, Magnitudes, layer_magnitudes
-from predictors.magnitude.thresholds import (
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.predictors.magnitude_allocation import alike, allocate, choose
+from hotcold.predictors.magnitude_curve import LayerCurve, Magnitudes, layer_magnitudes
+from hotcold.predictors.magnitude_thresholds import (
     Calibrated,
     LayerThresholds,
     read_thresholds,

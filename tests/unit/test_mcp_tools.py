@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from model.text.tools import TAGGED
+from hotcold.model.text.tools import TAGGED
+from hotcold.ui.api.tools.enforced import Lost, enforced
+from hotcold.ui.api.tools.grammar import calls_grammar
+from hotcold.ui.api.tools.reader import Argued, Called, CallReader
+from hotcold.ui.api.tools.schemas import Callable, Function
 from tests.documents import ROOT
 from tests.unit.ollama_routes import HELLO, Recording, post, server
 from tests.unit.test_enforced_schemas import drawn, matcher_of
-from ui.api.tools.enforced import Lost, enforced
-from ui.api.tools.grammar import calls_grammar
-from ui.api.tools.reader import Argued, Called, CallReader
-from ui.api.tools.schemas import Callable, Function
 
 SERVERS: dict[str, list[dict[str, Any]]] = json.loads(
     (ROOT / "tests/mcp_tools.json").read_text(encoding="utf-8")

@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jobs.support import console as console_of_commands
-from model.bundles.direct import open_direct
-from numba_kernels.storage.reads.direct_file import SHORT
-from numba_kernels.storage.reads.disk_reads import read_places, read_places_by_ring
-from numba_kernels.storage.reads.io_ring import (
+from hotcold.jobs.support import console as console_of_commands
+from hotcold.model.bundles.direct import open_direct
+from hotcold.numba_kernels.storage.direct_file import SHORT
+from hotcold.numba_kernels.storage.disk_reads import read_places, read_places_by_ring
+from hotcold.numba_kernels.storage.io_ring import (
     OPERATION,
     close_ring,
     has_rings,
     keep_mapped,
     new_ring,
 )
-from placement.machine.measure_disk import measure_disk
+from hotcold.placement.machine.measure_disk import measure_disk
 
-doctor = importlib.import_module("jobs.commands.doctor")  # the package names the command so too
+doctor = importlib.import_module(
+    "hotcold.jobs.commands.doctor"
+)  # the package names the command so too
 
 
 def test_every_place_is_read_once(tmp_path: Path) -> None:

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.protocol import ray_memory, shared_memory
-from actors.protocol.messages import ServiceSpec
-from actors.protocol.ray_memory import free_bytes, kept_bytes
-from actors.protocol.shared_memory import (
+from hotcold.actors.protocol import ray_memory, shared_memory
+from hotcold.actors.protocol.messages import ServiceSpec
+from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
+from hotcold.actors.protocol.shared_memory import (
     is_reserved,
     put_arena,
     require_in_memory,
     require_shared_memory,
     reserve_object_store,
 )
-from actors.setup.host_files import require_room
-from model.errors import MemoryBudgetError, ServiceError
-from model.weights.memory import available_bytes, usable_bytes
-from placement import memory
-from placement.memory import MemoryNeed, require_memory
+from hotcold.actors.setup.host_files import require_room
+from hotcold.model.errors import MemoryBudgetError, ServiceError
+from hotcold.model.weights.memory import available_bytes, usable_bytes
+from hotcold.placement import memory
+from hotcold.placement.memory import MemoryNeed, require_memory
 from tests.numa_trees import write_tree
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -139,7 +139,7 @@ def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.setup.host_files.free_bytes", lambda: 2_000_000_000)
+    monkeypatch.setattr("hotcold.actors.setup.host_files.free_bytes", lambda: 2_000_000_000)
     spec = ServiceSpec("cpu1", index=2, num_threads=1, model_path="")
     require_room(spec, 2_000_000_000)
     with pytest.raises(MemoryBudgetError, match=r"the cpu1 service needs 3.00 GB .* 2.00 GB are"):

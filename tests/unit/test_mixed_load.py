@@ -13,11 +13,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from ui import connections
-from ui.api.errors import ApiError
-from ui.api.schemas import CompletionRequest, parse
-from ui.connections import ConnectionLimits
-from ui.serving import LoadingGate, ServerThread
+from hotcold.ui import connections
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.schemas import CompletionRequest, parse
+from hotcold.ui.connections import ConnectionLimits
+from hotcold.ui.serving import LoadingGate, ServerThread
 
 _PATIENCE_S = 60.0
 PROGRAM = runpy.run_module("benchmarks.mixed_load")  # nothing imports it

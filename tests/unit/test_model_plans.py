@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.protocol.options import SystemOptions
-from jobs.serve.plans import model_plans
-from model.errors import UsageError
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.jobs.support.served_plans import model_plans
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 DEMO = str(DEMO_DIRECTORY)
 NONE = SystemOptions()

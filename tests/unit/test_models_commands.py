@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import UsageError
-from model.files import hub
-from model.synthetic.shape import SHAPES, config_json
-from placement.machine.description import write_machine
+from hotcold.model.errors import UsageError
+from hotcold.model.files import hub
+from hotcold.model.synthetic.shape import SHAPES, config_json
+from hotcold.placement.machine.description import write_machine
 from tests.local_hub import Hub, serving
 from tests.placement_cases import make_machine
 
@@ -51,7 +51,7 @@ class Commands:
         self, *arguments: str, file_blocks: int | None = None, **changes: str
     ) -> tuple[int, str, str]:
         limit = f'ulimit -f {file_blocks or "unlimited"}; exec "$@"'
-        command = [sys.executable, "-m", "jobs.cli", *arguments]
+        command = [sys.executable, "-m", "hotcold.jobs.cli", *arguments]
         done = subprocess.run(
             ["bash", "-c", limit, "bash", *command], capture_output=True, text=True,
             env=self.environment | changes, stdin=subprocess.DEVNULL, timeout=120, check=False,

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.choose import NUMA_ROOT, choose_system
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, read_model
-from model.errors import UsageError
-from placement.machine.sysfs import read_numa_nodes
-from placement.solver.plan_devices import make_plan_devices
-from placement.threads.numa import (
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
+from hotcold.actors.setup.preflight import SystemOptions, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.errors import UsageError
+from hotcold.placement.machine.numa import (
     NodeCores,
     node_groups,
     nodes_with_memory,
@@ -24,7 +22,9 @@ from placement.threads.numa import (
     place_services,
     thread_counts,
 )
-from placement.threads.pinning import HostShare, find_cores, find_place, not_pinned_because
+from hotcold.placement.machine.pinning import HostShare, find_cores, find_place, not_pinned_because
+from hotcold.placement.machine.sysfs import read_numa_nodes
+from hotcold.placement.solver.plan_devices import make_plan_devices
 from tests.numa_trees import GIB, cores_as_nodes, write_tree
 from tests.placement_cases import make_machine
 from tests.tiny_models import make_tiny

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numba_kernels import own_cache
+from hotcold.numba_kernels import own_cache
 
 ROOT = Path(own_cache.__file__).parents[1]
 
@@ -23,8 +23,8 @@ import json
 from numba.core import dispatcher
 cache, add = dispatcher.FunctionCache, dispatcher.Dispatcher.add_overload
 import numpy as np
-import numba_kernels
-from numba_kernels.decode.ffn import NO_IDS, NO_MASKS, keep_fired_kernel
+import hotcold.numba_kernels
+from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS, keep_fired_kernel
 gates = np.linspace(-1, 1, 40).astype(np.float32)
 ids, fired = np.zeros(40, np.int32), np.zeros(40, np.float32)
 masks = np.zeros(40, np.uint32)

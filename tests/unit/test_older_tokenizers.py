@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from model.text.older_files import read_sentencepiece
-from model.text.tokenizer import Tokenizer
+from hotcold.model.errors import ConfigError
+from hotcold.model.text.older_files import read_sentencepiece
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.unit.test_gguf_tokenizer import LINES, pieces_of, slow_ids
 from tests.unit.test_tokenizer import byte_level
 

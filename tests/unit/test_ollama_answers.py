@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
-from model.errors import ServiceError
+from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
+from hotcold.model.errors import ServiceError
 from tests.unit.ollama_routes import (
     CONTEXT,
     HELLO,

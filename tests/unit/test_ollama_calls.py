@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.protocol.messages import Generation, TokenEvent
+from hotcold.actors.protocol.messages import Generation, TokenEvent
 from tests.unit.ollama_routes import CALLED, HELLO, TOOL, Recording, lines, post
 
 

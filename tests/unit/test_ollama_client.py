@@ -5,7 +5,7 @@ from __future__ import annotations
 import ollama
 import pytest
 
-from actors.protocol.messages import TokenEvent
+from hotcold.actors.protocol.messages import TokenEvent
 from tests.unit.ollama_routes import (
     CALLED,
     CONTEXT,

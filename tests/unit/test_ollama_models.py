@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from model.files.artifact import ModelIdentity
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.unit.ollama_routes import CONTEXT, HELLO, Recording, post, send
 from tests.unit.test_served_models import House, house, until
 

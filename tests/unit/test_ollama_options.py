@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.ollama.options import sampling_fields
 from tests.unit.ollama_routes import HELLO, Recording, post
-from ui.api.errors import ApiError
-from ui.api.ollama.options import sampling_fields
 
 
 def test_options_reach_the_system() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from jobs.support.options import Addresses, Bytes, TokenIds
+from hotcold.jobs.support.options import Addresses, Bytes, TokenIds
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from numba.core.caching import NullCache
 
-from cuda_kernels import compiled
-from numba_kernels import one_compiler, own_cache
-from numba_kernels.load import convert
-from numba_kernels.one_compiler import OneCompilerCache
+from hotcold.cuda_kernels import compiled
+from hotcold.numba_kernels import one_compiler, own_cache
+from hotcold.numba_kernels.load import convert
+from hotcold.numba_kernels.one_compiler import OneCompilerCache
 from tests.full_disk import files_of_at_most
 
 _FOLDERS: list[Callable[[], Path]] = [

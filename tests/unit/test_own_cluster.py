@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.processes import cluster
-from model.errors import ServiceError, UsageError
+from hotcold.actors.processes import cluster
+from hotcold.model.errors import ServiceError, UsageError
 
 ANOTHER = os.geteuid() + 1
 

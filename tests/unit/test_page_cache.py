@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.config.build import read_config
-from model.config.families import tensor_names
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.mapped_file import forget_pages
-from model.weights import tensor_reader
-from model.weights.embedding import load_embedding
-from model.weights.tensor_reader import TensorReader
+from hotcold.model.config.build import read_config
+from hotcold.model.config.families import tensor_names
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.mapped_file import forget_pages
+from hotcold.model.weights import tensor_reader
+from hotcold.model.weights.embedding import load_embedding
+from hotcold.model.weights.tensor_reader import TensorReader
 from tests.tiny_models import make_tiny
 
 _PAGE = mmap.PAGESIZE

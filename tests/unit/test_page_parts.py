@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.neurons.partition import neuron_owners
-from actors.setup.neurons.shards import service_specs
-from model.config.build import read_config
-from model.errors import UsageError
-from model.files.locate import DEMO_DIRECTORY
-from model.sampling import SamplingParams
-from placement.plan import PlacementPlan, PlanRequest
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+from hotcold.placement.plan import PlacementPlan, PlanRequest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +26,7 @@ def gradio() -> None:
 
 
 def test_settings_are_checked() -> None:
-    from ui.page.chat_settings import read_settings
+    from hotcold.ui.page.chat_settings import read_settings
 
     good = (" Be brief. ", 0.5, 3, 0.9, 0.1, " 7 ", 12)
     assert read_settings(good) == ("Be brief.", SamplingParams(12, 0.5, 3, 0.9, 0.1, seed=7))
@@ -38,8 +38,8 @@ def test_settings_are_checked() -> None:
 
 def test_what_a_plan_file_says_is_shown_as_words() -> None:
     """It lies beside the model, and comes with it from somewhere else."""
-    from ui.page.placement_picture import Placement, device_shares
-    from ui.page.placement_tab import placement_html
+    from hotcold.ui.page.placement_picture import Placement, device_shares
+    from hotcold.ui.page.placement_tab import placement_html
 
     mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
     request = PlanRequest(mode, None, None, 64, "float16", 1, "", "", "")
@@ -53,7 +53,7 @@ def test_what_a_plan_file_says_is_shown_as_words() -> None:
 
 def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> None:
     """The browser keeps what it is told: that must hold what it kept before."""
-    from ui.page.chat import Chat
+    from hotcold.ui.page.chat import Chat
 
     def kept(name: str) -> dict[str, Any]:
         turns = [("user", name), ("assistant", "yes")]
@@ -82,8 +82,8 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
 
 
 def test_the_picture_of_a_placement_has_a_line_and_a_row_of_each_device() -> None:
-    from ui.page.placement_picture import placement_of
-    from ui.page.placement_tab import placement_html
+    from hotcold.ui.page.placement_picture import placement_of
+    from hotcold.ui.page.placement_tab import placement_html
 
     system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
     config = read_config(DEMO_DIRECTORY)

@@ -16,14 +16,14 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from actors.protocol.messages import SystemConfig
-from model.files.locate import DEMO_DIRECTORY
-from ui.api.backend import Backend, ServerSettings
-from ui.api.errors import ApiError
-from ui.gate import Gate
-from ui.models.served import ServedModels
-from ui.page.routes import PageRoutes, is_allowed
-from ui.server import create_app
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.gate import Gate
+from hotcold.ui.page.routes import PageRoutes, is_allowed
+from hotcold.ui.served_models import ServedModels
+from hotcold.ui.server import create_app
 
 # What the page asks of the installed Gradio. Who adds a line here knows what it does.
 NEEDED = {
@@ -40,7 +40,7 @@ def page() -> Any:
     gradio = pytest.importorskip("gradio")
     from fastapi import FastAPI
 
-    from ui.page.page import mount_page
+    from hotcold.ui.page.page import mount_page
 
     with gradio.Blocks(analytics_enabled=False) as blocks:
         gradio.Markdown("a")
@@ -141,7 +141,7 @@ def test_an_event_brings_no_file(
     gradio = pytest.importorskip("gradio")
     from fastapi import FastAPI
 
-    from ui.page.page import mount_page
+    from hotcold.ui.page.page import mount_page
 
     kept, asked = tmp_path / "kept", []
 

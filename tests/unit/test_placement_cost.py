@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.solver.cost import (
+from hotcold.placement.solver.cost import (
     PlanDevice,
     RowBytes,
     least_neurons,
@@ -15,7 +15,7 @@ from placement.solver.cost import (
     part_costs,
     seen_share,
 )
-from placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, make_plan_devices
 from tests.placement_cases import llama_config, make_machine
 
 

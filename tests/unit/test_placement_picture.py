@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.neurons.partition import neuron_owners
-from actors.setup.neurons.shards import service_specs
-from model.config.build import read_config
-from ui.page.placement_picture import device_shares, placement_of
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.partition import neuron_owners
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.ui.page.placement_picture import device_shares, placement_of
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 

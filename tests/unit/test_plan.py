@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError, MemoryBudgetError
-from model.files.artifact import ModelIdentity, read_artifact, write_artifact
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
-from placement.planner import make_plan
-from placement.profile import ActivationProfile, read_profile, write_profile
-from placement.solver.cost import PredictorCost, group_order
-from placement.solver.plan_devices import GPU_RESERVE_BYTES
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError, MemoryBudgetError
+from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
+from hotcold.placement.planner import make_plan
+from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
+from hotcold.placement.solver.cost import PredictorCost, group_order
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import llama_config, make_machine
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)

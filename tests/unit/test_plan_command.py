@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.cli import main
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, artifact_path
-from placement.machine.description import Machine, write_machine
-from placement.plan import PlanRequest, load_plan, read_plan
-from placement.profile import PROFILE_FILE, ActivationProfile, write_profile
-from placement.solver.plan_devices import GPU_RESERVE_BYTES
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.placement.machine.description import Machine, write_machine
+from hotcold.placement.plan import PlanRequest, load_plan, read_plan
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import make_machine
 
 Plan = Callable[..., tuple[int, str, str]]
@@ -46,7 +46,7 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     def described(**_options: Any) -> Machine:
         return make_machine()
 
-    monkeypatch.setattr("placement.machine.this_machine.this_machine", described)
+    monkeypatch.setattr("hotcold.placement.machine.this_machine.this_machine", described)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

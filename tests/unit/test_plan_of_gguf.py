@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from actors.cpu.cpu_service import load_cpu_service
-from actors.cpu.dense_service import load_dense_service
-from actors.protocol.options import SystemOptions
-from actors.setup.preflight import prepare_system
-from jobs.cli import main
-from model.config.build import read_config
-from model.weights.sizes import ffn_bytes
-from placement.machine.description import Machine
+from hotcold.actors.cpu.cpu_service import load_cpu_service
+from hotcold.actors.cpu.dense_service import load_dense_service
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.placement.machine.description import Machine
 from tests.placement_cases import make_machine
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import file_of, neurons, tiny
@@ -36,8 +36,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def described(**_options: Any) -> Machine:
         return make_machine(gpu_bytes=tuple(gpus))
 
-    monkeypatch.setattr("placement.machine.this_machine.this_machine", described)
-    monkeypatch.setattr("actors.setup.neurons.placement_choice.measured_before", described)
+    monkeypatch.setattr("hotcold.placement.machine.this_machine.this_machine", described)
+    monkeypatch.setattr("hotcold.actors.setup.placement_choice.measured_before", described)
     return gpus
 
 

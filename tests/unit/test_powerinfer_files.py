@@ -10,19 +10,19 @@ import gguf
 import numpy as np
 import pytest
 
-from actors.setup.choose import choose_system
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from model.config.build import read_config
-from model.errors import CheckpointError, ConfigError, HotcoldError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.reference import reference_logits
-from model.weights.down_outputs import has_down_outputs
-from model.weights.ffn import load_ffn
-from numba_kernels.formats import Q4, Q6, Q8
-from numba_kernels.load.convert import to_float32
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import read_predictors
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.reference import reference_logits
+from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.numba_kernels.formats import Q4, Q6, Q8
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models
 from tests.gguf_files import LlamaFile, quantized
 from tests.tiny_models import Variant, make_tiny

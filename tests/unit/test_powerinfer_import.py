@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError, CheckpointError, HotcoldError
-from predictors.lowrank import LowRankLayer
-from predictors.powerinfer import import_powerinfer
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError, CheckpointError, HotcoldError
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.powerinfer import import_powerinfer
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 

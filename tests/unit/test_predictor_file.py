@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from actors.setup.neurons.dealing import deal_neurons
-from model.config.build import read_config
-from model.config.model_config import ModelConfig
-from model.errors import ArtifactError
-from model.files.artifact import ModelIdentity, read_artifact, write_artifact
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import AnyLayer, Predictors, read_predictors, write_predictors
-from predictors.quality import Quality
-from predictors.sign import SignLayer
+from hotcold.actors.setup.assignment import deal_neurons
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import (
+    AnyLayer,
+    Predictors,
+    read_predictors,
+    write_predictors,
+)
+from hotcold.predictors.quality import Quality
+from hotcold.predictors.sign import SignLayer
 from tests.kernels.reference import narrowed
 from tests.tiny_models import make_tiny
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config.build import read_config
-from model.errors import ArtifactError
-from model.files.checkpoint import Checkpoint
-from predictors.fitting import fit_lowrank as lowrank_module
-from predictors.fitting.fit_lowrank import fit_lowrank
-from predictors.fitting.fit_sign import fit_sign
-from predictors.fitting.layer_data import LayerData, Split
-from predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import AnyLayer
-from predictors.quality import Quality
-from predictors.sign import SignLayer
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.predictors.fitting import fit_lowrank as lowrank_module
+from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
+from hotcold.predictors.fitting.fit_sign import fit_sign
+from hotcold.predictors.fitting.layer_data import LayerData, Split
+from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import AnyLayer
+from hotcold.predictors.quality import Quality
+from hotcold.predictors.sign import SignLayer
 from tests.patched_models import load_model
 from tests.tiny_models import make_tiny
 

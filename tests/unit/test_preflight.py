@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.choose import choose_system, require_one_mode
-from actors.setup.memory.needs import system_need
-from actors.setup.neurons.shards import arena_layout, service_specs
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from jobs.cli import main
-from model.errors import MemoryBudgetError, UsageError
-from model.files.artifact import ModelIdentity
-from predictors.lowrank import LowRankLayer
-from predictors.predictor_file import Predictors, predictors_path, write_predictors
-from predictors.quality import Quality
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.choose import choose_system, require_one_mode
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.shards import arena_layout, service_specs
+from hotcold.jobs.cli import main
+from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
+from hotcold.predictors.quality import Quality
 from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.profile.state import ProfileTask
+from hotcold.jobs.profile.state import ProfileTask
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 60))

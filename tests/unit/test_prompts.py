@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import GenerateRequest
-from model.config.build import read_config
-from model.sampling import SamplingParams
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.config.build import read_config
+from hotcold.model.sampling import SamplingParams
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_kernels.formats import Q4, Q4_1, Q8, row_items, row_width
-from numba_kernels.load.convert import from_float32, to_float32, widen_kernel
-from numba_kernels.load.quantize import (
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q8, row_items, row_width
+from hotcold.numba_kernels.load.convert import from_float32, to_float32, widen_kernel
+from hotcold.numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,

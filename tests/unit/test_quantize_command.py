@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from actors.setup.preflight import read_model
-from jobs.cli import main
-from model.config.build import read_config
-from model.errors import CheckpointError, ConfigError, HotcoldError, UsageError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.files.safetensors_writer import SafetensorsWriter
-from model.reference import reference_logits
-from model.weights import quantized_checkpoint
-from model.weights.attention import load_attention
-from model.weights.embedding import load_embedding, load_head
-from model.weights.ffn import load_ffn, load_gate
-from model.weights.quantized_checkpoint import write_quantized
-from numba_kernels.formats import Q8, row_items
-from predictors.fitting.layer_data import as_float32
+from hotcold.actors.setup.preflight import read_model
+from hotcold.jobs.cli import main
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_writer import SafetensorsWriter
+from hotcold.model.reference import reference_logits
+from hotcold.model.weights import quantized_checkpoint
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.embedding import load_embedding, load_head
+from hotcold.model.weights.ffn import load_ffn, load_gate
+from hotcold.model.weights.quantized_checkpoint import write_quantized
+from hotcold.numba_kernels.formats import Q8, row_items
+from hotcold.predictors.fitting.layer_data import as_float32
 from tests.quantized_models import MODELS, make_model
 from tests.tiny_models import make_tiny
 
@@ -123,7 +123,13 @@ def test_the_file_is_as_described(model: str, run: Run, tmp_path: Path) -> None:
 
 def test_small_files_come_along(run: Run, tmp_path: Path) -> None:
     path, out = make_model("q-llama", tmp_path / "m", shards=3), tmp_path / "deep" / "out"
-    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "model.gguf", "old.bin"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "model.gguf",
+        "old.bin",
+    ):
         (path / name).write_text(name)
     (path / "hotcold").mkdir()
     (path / "hotcold" / "profile.safetensors").write_text("x")

@@ -13,26 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.processes.service_actor import ServiceActor
-from actors.protocol.messages import SystemConfig
-from actors.setup.memory.needs import system_need
-from actors.setup.neurons.shards import service_specs
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from model.config.build import read_config
-from model.config.families import tensor_names
-from model.config.model_config import ModelConfig
-from model.config.weight_formats import row_bytes
-from model.errors import CheckpointError, HotcoldError, UsageError
-from model.files.checkpoint import Checkpoint
-from model.reference import reference_logits
-from model.weights.attention import load_attention
-from model.weights.check import stored_config
-from model.weights.embedding import load_embedding, load_head
-from model.weights.ffn import load_ffn
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from numba_kernels.formats import Q4, Q4_1, Q8
-from numba_kernels.load.convert import to_float32
-from placement.solver.cost import RowBytes
+from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.shards import service_specs
+from hotcold.model.config.build import read_config
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import row_bytes
+from hotcold.model.errors import CheckpointError, HotcoldError, UsageError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.reference import reference_logits
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.embedding import load_embedding, load_head
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.numba_kernels.formats import Q4, Q4_1, Q8
+from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.placement.solver.cost import RowBytes
 from tests.quantized_models import GROUP_BYTES, MODELS, dequantized, laid_out, make_model
 from tests.tiny_models import make_tiny
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.setup.preflight import read_model
-from model.files.checkpoint import Checkpoint
-from model.text.tokenizer import Tokenizer
-from numba_kernels.load.convert import to_float32
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.numba_kernels.load.convert import to_float32
 from tests.benchmark_programs import error_of, output_of, run_benchmark
 
 gguf = pytest.importorskip("gguf")

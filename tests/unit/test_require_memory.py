@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup.choose import choose_system
-from actors.setup.memory.needs import system_need
-from actors.setup.preflight import SystemOptions, prepare_system, read_model
-from model.errors import MemoryBudgetError
-from model.weights.quantized_checkpoint import write_quantized
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.weights.quantized_checkpoint import write_quantized
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from openai.types.responses import response_create_params, response_input_item_param, tool_param
 
-from ui.api.errors import ApiError
-from ui.api.responses.foreign import KINDS
-from ui.api.responses.schemas import ResponsesRequest
-from ui.api.schemas import ChatRequest, parse
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.responses.foreign import KINDS
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.schemas import ChatRequest, parse
 
 HELLO = {"role": "user", "content": "Hello"}
 LOOK_UP = {"type": "function", "name": "look_up", "parameters": {"type": "object"}}

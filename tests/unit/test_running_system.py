@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.preflight import SystemOptions, prepare_system
-from jobs.requests import cluster_system
-from jobs.requests.cluster_system import _difference
-from jobs.support.options import system_options
-from model.weights.quantized_checkpoint import write_quantized
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.jobs import cluster_system
+from hotcold.jobs.cluster_system import _difference
+from hotcold.jobs.support.options import system_options
+from hotcold.model.weights.quantized_checkpoint import write_quantized
 from tests.quantized_models import make_model
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import GenerateRequest
-from model.config.build import build_config
-from model.errors import ConfigError, UsageError
-from model.files.locate import DEMO_DIRECTORY, locate_model
-from model.sampling import SamplingParams, eos_ids
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.config.build import build_config
+from hotcold.model.errors import ConfigError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
+from hotcold.model.sampling import SamplingParams, eos_ids
+from hotcold.ui.api.schemas import parse
+from hotcold.ui.control_api import OwnRequest
 from tests.unit.family_configs import LLAMA
-from ui.api.schemas import parse
-from ui.own import OwnRequest
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:
@@ -103,7 +103,7 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("model.files.locate.DEMO_DIRECTORY", tmp_path)
+    monkeypatch.setattr("hotcold.model.files.locate.DEMO_DIRECTORY", tmp_path)
     for name in (
         str(tmp_path / "file"),
         str(tmp_path / "none"),

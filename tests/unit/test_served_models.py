@@ -11,21 +11,21 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.protocol.messages import (
+from hotcold.actors.protocol.messages import (
     DriverLoad,
     GenerateRequest,
     Generation,
     SystemConfig,
     TokenEvent,
 )
-from jobs.commands.serve import _serve
-from model.errors import MemoryBudgetError, ServiceError
-from model.files.locate import DEMO_DIRECTORY
-from ui.api.backend import Backend, ServerSettings
-from ui.models.loading import ModelLoader, Need
-from ui.models.served import ServedModels
-from ui.own import memory_bytes
-from ui.server import create_app
+from hotcold.jobs.commands.serve import _serve
+from hotcold.model.errors import MemoryBudgetError, ServiceError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.control_api import memory_bytes
+from hotcold.ui.model_loading import ModelLoader, Need
+from hotcold.ui.served_models import ServedModels
+from hotcold.ui.server import create_app
 
 WAIT_S = 30.0
 Post = Callable[..., Awaitable[httpx.Response]]
@@ -346,7 +346,7 @@ async def test_a_driver_that_does_not_answer_is_not_waited_for(house: House) -> 
     system: Any = house.of["a"].system
     system.begin = lambda method, *args: asyncio.get_running_loop().create_future()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ui.models.served._ANSWER_S", 0.01)
+        patch.setattr("hotcold.ui.served_models._ANSWER_S", 0.01)
         lines = (await house.http.get("/metrics")).text.splitlines()
     assert 'hotcold:model_loaded{model_name="a"} 0.0' in lines
 

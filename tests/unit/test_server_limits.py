@@ -14,25 +14,25 @@ import psutil
 import pytest
 from fastapi.routing import APIRoute
 
-from actors.protocol.failures import RequestError
-from actors.protocol.messages import (
+from hotcold.actors.protocol.failures import RequestError
+from hotcold.actors.protocol.messages import (
     DriverLoad,
     GenerateRequest,
     Generation,
     SystemConfig,
     TokenEvent,
 )
-from model.errors import ServiceError
-from model.files.locate import DEMO_DIRECTORY
-from model.sampling import SamplingParams
-from ui.api import sse
-from ui.api.backend import Backend, ServerSettings
-from ui.api.completions import CompletionRoute
-from ui.api.errors import ApiError
-from ui.api.schemas import CompletionRequest, parse
-from ui.api.tokens import TokenTexts
-from ui.models.served import ServedModels
-from ui.server import create_app
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api import sse
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.api.completions import CompletionRoute
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.schemas import CompletionRequest, parse
+from hotcold.ui.api.tokens import TokenTexts
+from hotcold.ui.served_models import ServedModels
+from hotcold.ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
 _PATIENCE_S = 60.0

@@ -9,16 +9,16 @@ from pathlib import Path
 import click
 import pytest
 
-from jobs.cli import COMMANDS, cli, main
-from jobs.settings.settings import settings_of
-from jobs.settings.shared_option import (
+from hotcold.jobs.cli import COMMANDS, cli, main
+from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.jobs.support.settings import settings_of
+from hotcold.jobs.support.shared_option import (
     SHARED_OPTIONS,
     GroupedCommand,
     ModelsArgument,
     SharedOption,
     shared_option,
 )
-from jobs.support.lazy_group import LazyCommand, LazyGroup
 
 
 def _command() -> click.Command:

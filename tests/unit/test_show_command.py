@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jobs.cli import main
+from hotcold.jobs.cli import main
 from tests.tiny_checkpoint import TinyCheckpoint
 
 

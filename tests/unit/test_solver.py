@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.errors import MemoryBudgetError
-from placement.solver.cost import PlanDevice, PredictorCost, make_problem, part_costs
-from placement.solver.greedy import hottest_first
-from placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
-from placement.solver.program import make_classes
-from placement.solver.solver import Solution, solve
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.placement.solver.cost import PlanDevice, PredictorCost, make_problem, part_costs
+from hotcold.placement.solver.greedy import hottest_first
+from hotcold.placement.solver.problem import Assignment, Problem, objective_s, part_bytes_on, shares
+from hotcold.placement.solver.program import make_classes
+from hotcold.placement.solver.solver import Solution, solve
 from tests.placement_cases import llama_config, random_problem
 
 
@@ -272,7 +272,7 @@ def test_without_time_hottest_first_remains(monkeypatch: pytest.MonkeyPatch) -> 
     def finds_nothing(*_arguments: object) -> tuple[Assignment | None, float]:
         return None, 0.0
 
-    monkeypatch.setattr("placement.solver.solver._solve_program", finds_nothing)
+    monkeypatch.setattr("hotcold.placement.solver.solver._solve_program", finds_nothing)
     problem = random_problem(np.random.default_rng(5), 3, (64,) * 6, 1, 2, tightness=3.0)
     found = solve(problem)
     assert (found.method, found.gap) == ("greedy", 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.storage import (
+from hotcold.placement.storage import (
     Disk,
     Kept,
     Reads,

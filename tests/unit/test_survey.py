@@ -10,21 +10,25 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cuda_kernels.bandwidth import measure_gpu_bandwidth
-from cuda_kernels.device import Gpu, list_gpus
-from jobs.support.doctor_checks import Finding, check_machine, check_model
-from model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
-from placement.machine.bandwidth import measure_read_bandwidth
-from placement.machine.measure_layout import free_bytes_of, last_level_cache_bytes, read_layout
-from placement.machine.survey import MachineSurvey, survey, usable_cores
-from placement.machine.sysfs import (
+from hotcold.cuda_kernels.bandwidth import measure_gpu_bandwidth
+from hotcold.cuda_kernels.device import Gpu, list_gpus
+from hotcold.jobs.support.doctor_checks import Finding, check_machine, check_model
+from hotcold.model.limits import cpu_quota, group_folders, num_cpus, parse_core_list
+from hotcold.placement.machine.bandwidth import measure_read_bandwidth
+from hotcold.placement.machine.measure_layout import (
+    free_bytes_of,
+    last_level_cache_bytes,
+    read_layout,
+)
+from hotcold.placement.machine.survey import MachineSurvey, survey, usable_cores
+from hotcold.placement.machine.sysfs import (
     NumaNode,
     performance_cores,
     read_cpu,
     read_huge_page_setting,
     read_numa_nodes,
 )
-from placement.memory import MemoryNeed
+from hotcold.placement.memory import MemoryNeed
 
 CORES_PER_NODE = 16
 NODE_BYTES = 64 << 30

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import SystemConfig
-from actors.protocol.step_sizes import ProductChoice
-from actors.protocol.stored_neurons import NeuronStorage
-from actors.protocol.system_json import system_as_json, system_of_json
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.step_sizes import ProductChoice
+from hotcold.actors.protocol.system_json import system_as_json, system_of_json
 
 _PRODUCTS = ProductChoice(bfloat16=True, integers=False, own_bfloat16=True, words=True)
 _STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))

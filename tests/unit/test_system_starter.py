@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from actors.protocol.messages import LoadProgress, SystemConfig
-from actors.protocol.options import SystemOptions
-from actors.system import System
-from jobs.kept import records
-from jobs.kept.folder import own_folder
-from jobs.kept.identity import identity_of
-from jobs.serve.plans import ModelPlan
-from jobs.serve.starter import SystemStarter
-from model.errors import ServiceError
-from model.files.locate import DEMO_DIRECTORY
-from ui.api.backend import Backend, ServerSettings
-from ui.serving import LoadingGate
+from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.system import System
+from hotcold.jobs.kept import records
+from hotcold.jobs.kept.folder import own_folder
+from hotcold.jobs.kept.identity import identity_of
+from hotcold.jobs.support.served_plans import ModelPlan
+from hotcold.jobs.support.system_starter import SystemStarter
+from hotcold.model.errors import ServiceError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.serving import LoadingGate
 
 
 class Server:
@@ -172,7 +172,7 @@ def test_neurons_are_packed_before_a_system_starts(
         assert config is CONFIG
         raise ServiceError("no room for the bundles")
 
-    monkeypatch.setattr("jobs.serve.starter.require_bundles", fail)
+    monkeypatch.setattr("hotcold.jobs.support.system_starter.require_bundles", fail)
     with pytest.raises(ServiceError, match="no room for the bundles"):
         starter.start(backend)
     assert not system.has_started and found() == [] and server.open == []

@@ -9,9 +9,9 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from model.errors import HotcoldError
-from model.text.chat_template import ChatTemplate
-from model.text.template_sandbox import ChatEnvironment
+from hotcold.model.errors import HotcoldError
+from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.template_sandbox import ChatEnvironment
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
 VARIABLES: dict[str, Any] = {"messages": MESSAGES, "tools": None, "documents": None}

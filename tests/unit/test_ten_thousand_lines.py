@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from model.text.tokenizer import Tokenizer
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.unit.test_gguf_tokenizer import draft, written
 
 NUM_LINES = 10_000

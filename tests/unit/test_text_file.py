@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.driver.text.prompts import Prompts
-from jobs.support.text_file import TextIds, read_text_ids, split_text, windows
-from model.config.build import read_config
-from model.errors import HotcoldError, UsageError
-from model.files.locate import DEMO_DIRECTORY
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.jobs.support.text_file import TextIds, read_text_ids, split_text, windows
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.tiny_models import make_tiny
 
 BOS, EOS = 1, 2  # the demo model's

@@ -15,16 +15,16 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.driver.text.grammar import Grammars
-from actors.protocol.messages import Grammar, TokenEvent
-from model.files.locate import DEMO_DIRECTORY
-from model.text.chat_template import ChatTemplate
-from model.text.thinking import Thinking, thinking_of
-from model.text.tokenizer import Tokenizer
-from model.text.tools import TAGGED
+from hotcold.actors.driver.grammar import Grammars
+from hotcold.actors.protocol.messages import Grammar, TokenEvent
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.thinking import Thinking, thinking_of
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.text.tools import TAGGED
+from hotcold.ui.api.tools.deltas import delta, whole_message
+from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
-from ui.api.tools.deltas import delta, whole_message
-from ui.api.tools.thoughts import AnswerReader, Thoughts
 
 WAY = Thinking("<think>", "</think>")
 # Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from predictors.fitting.thresholds import MarginFit, least_margin
-from predictors.quality import Quality
+from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
+from hotcold.predictors.quality import Quality
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUM_TOKENS, NUM_NEURONS = 6000, 300

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.errors import ConfigError, HotcoldError, PromptError
-from model.text.chat_template import MAX_TEMPLATE_BYTES
-from model.text.long_texts import LongTexts
-from model.text.tokenizer import Tokenizer
+from hotcold.model.errors import ConfigError, HotcoldError, PromptError
+from hotcold.model.text.chat_template import MAX_TEMPLATE_BYTES
+from hotcold.model.text.long_texts import LongTexts
+from hotcold.model.text.tokenizer import Tokenizer
 from tests.gguf_files import STRING, small_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,8 +282,8 @@ GROWING = [
 def test_templates_that_eat_memory_or_time(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.text.chat_template.RENDER_TIMEOUT_S", 1)
-    monkeypatch.setattr("model.text.apart.START_S", 1)
+    monkeypatch.setattr("hotcold.model.text.chat_template.RENDER_TIMEOUT_S", 1)
+    monkeypatch.setattr("hotcold.model.text.apart.START_S", 1)
     tokenizer = chat(tmp_path, template)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError, match=r"too much memory|characters|runs longer than 1 s"):
@@ -386,7 +386,7 @@ def test_a_process_does_not_outlive_the_one_that_asks(tmp_path: Path) -> None:
     """Killed while it waits, or while it renders: then it ends when its time is over."""
     program = (
         "import os, sys, threading, time, psutil\n"
-        "from model.text import chat_template\n"
+        "from hotcold.model.text import chat_template\n"
         "chat_template.RENDER_TIMEOUT_S = 1\n"
         "found = chat_template.ChatTemplate(sys.argv[1], 'a', {})\n"
         "found.check()\n"

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from model.errors import PromptError
-from model.files.locate import DEMO_DIRECTORY
-from model.text.chat_template import ChatTemplate
-from model.text.tokenizer import Tokenizer
-from model.text.tools import BARE, TAGGED, CallSyntax
-from ui.api.errors import ApiError
-from ui.api.schemas import ChatRequest, parse
-from ui.api.tools.deltas import delta, whole_message
-from ui.api.tools.grammar import calls_grammar
-from ui.api.tools.reader import CallReader
+from hotcold.model.errors import PromptError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.schemas import ChatRequest, parse
+from hotcold.ui.api.tools.deltas import delta, whole_message
+from hotcold.ui.api.tools.grammar import calls_grammar
+from hotcold.ui.api.tools.reader import CallReader
 
 WEATHER = {
     "type": "object",

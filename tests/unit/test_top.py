@@ -16,16 +16,16 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 from starlette.testclient import TestClient
 
-from actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
-from jobs.cli import main
-from jobs.kept.client import GoneError, KeptSystem, LoadingError
-from jobs.kept.records import Record
-from jobs.top import command
-from jobs.top.picture import drawn, picture
-from jobs.top.watch import watch
-from model.errors import ServiceError
-from ui.own import create_own_app
-from ui.telemetry import telemetry_json
+from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
+from hotcold.jobs.cli import main
+from hotcold.jobs.commands import top
+from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
+from hotcold.jobs.kept.records import Record
+from hotcold.jobs.support.top_picture import drawn, picture
+from hotcold.jobs.support.top_watch import watch
+from hotcold.model.errors import ServiceError
+from hotcold.ui.control_api import create_own_app
+from hotcold.ui.telemetry import telemetry_json
 
 LAYERS, BUCKETS = 4, 64
 
@@ -126,8 +126,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Run the command over such a system; its status and output."""
 
     def of(system: StandIn, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(command, "_chosen", lambda name: system)
-        monkeypatch.setattr(command, "_COUNT_S", 0.0)
+        monkeypatch.setattr(top, "_chosen", lambda name: system)
+        monkeypatch.setattr(top, "_COUNT_S", 0.0)
         status = main(["top", *arguments])
         return status, *capsys.readouterr()
 
@@ -167,7 +167,7 @@ def test_whom_it_asks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     found = [(tmp_path, Record(name, 1, True, name, "", {})) for name in names]
-    monkeypatch.setattr(command, "running_systems", lambda: found)
+    monkeypatch.setattr(top, "running_systems", lambda: found)
     monkeypatch.chdir(tmp_path)
     assert main(["top", *asked]) == 1
     assert error in capsys.readouterr().err

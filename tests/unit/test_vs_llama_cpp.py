@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from model.synthetic.make import make_model
-from model.synthetic.shape import SyntheticShape
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import SyntheticShape
 from tests.benchmark_programs import (
     error_of,
     output_of,
@@ -21,7 +21,7 @@ from tests.benchmark_programs import (
 from tests.unit.test_llama_cpp_driver import _build
 
 ROUND_OF_HOTCOLD = """
-from actors.protocol.messages import Generation
+from hotcold.actors.protocol.messages import Generation
 from benchmarks.hotcold_side import batch_report
 results = [Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=5.0, step_tokens=3.0),
            Generation("", [0] * 11, "length", 2, prefill_s=0.5, decode_s=10.0, queued_s=1.0,

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config.build import read_config
-from model.errors import CheckpointError, MemoryBudgetError
-from model.files.checkpoint import Checkpoint
-from model.weights.attention import load_attention
-from model.weights.check import check_tensors, stored_config
-from model.weights.embedding import load_embedding, load_head
-from model.weights.ffn import load_ffn
-from model.weights.memory import aligned_empty, available_bytes
-from model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from numba_kernels.load import loading
-from numba_kernels.load.convert import from_float32, to_float32
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import CheckpointError, MemoryBudgetError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.check import check_tensors, stored_config
+from hotcold.model.weights.embedding import load_embedding, load_head
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.memory import aligned_empty, available_bytes
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.numba_kernels.load import loading
+from hotcold.numba_kernels.load.convert import from_float32, to_float32
 from tests.tiny_models import VARIANTS, make_tiny
 
 Edit = Callable[[dict[str, torch.Tensor]], None]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from model.files import whole_file
-from model.files.whole_file import write_first, write_whole
+from hotcold.model.files import whole_file
+from hotcold.model.files.whole_file import write_first, write_whole
 
 
 def test_the_last_one_stays(tmp_path: Path) -> None:

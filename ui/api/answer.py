@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
-from model.errors import ServiceError
-from ui.api.backend import Answers
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
+from hotcold.model.errors import ServiceError
+from hotcold.ui.api.backend import Answers
 
 
 class Answer:

@@ -11,17 +11,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from actors.client import AsyncClient
-from actors.driver.text.prompts import Prompts
-from actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
-from actors.system import System
-from model.config.build import read_config
-from model.errors import PromptError, ServiceError
-from model.sampling import SamplingParams, eos_ids
-from model.text.tools import CallSyntax
-from ui.api.errors import ApiError, as_api_error, timed_out, unavailable
-from ui.api.metrics import Metrics
-from ui.api.tokens import TokenTexts
+from hotcold.actors.client import AsyncClient
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.system import System
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import PromptError, ServiceError
+from hotcold.model.sampling import SamplingParams, eos_ids
+from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from hotcold.ui.api.metrics import Metrics
+from hotcold.ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from actors.protocol.messages import TokenEvent
-from ui.api import sse
-from ui.api.answer import Answer, collect, usage
-from ui.api.backend import Answers
-from ui.api.requests import chat_requests
-from ui.api.route import Route
-from ui.api.schemas import ChatRequest
-from ui.api.tokens import chat_logprobs, content_tokens
-from ui.api.tools.deltas import Deltas, whole_message
-from ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import Answer, collect, usage
+from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.route import Route
+from hotcold.ui.api.schemas import ChatRequest
+from hotcold.ui.api.tokens import chat_logprobs, content_tokens
+from hotcold.ui.api.tools.deltas import Deltas, whole_message
+from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ChatRoute(Route):

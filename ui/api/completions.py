@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
-from ui.api import sse
-from ui.api.answer import Answer, collect, usage
-from ui.api.backend import Answers
-from ui.api.requests import completion_requests
-from ui.api.route import Route
-from ui.api.schemas import CompletionRequest
-from ui.api.tokens import CompletionLogprobs, TokenTexts
+from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import Answer, collect, usage
+from hotcold.ui.api.backend import Answers
+from hotcold.ui.api.requests import completion_requests
+from hotcold.ui.api.route import Route
+from hotcold.ui.api.schemas import CompletionRequest
+from hotcold.ui.api.tokens import CompletionLogprobs, TokenTexts
 
 
 class CompletionRoute(Route):

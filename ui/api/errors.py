@@ -3,7 +3,13 @@
 import logging
 from typing import Any
 
-from model.errors import HotcoldError, PromptError, PromptTooLongError, ServiceError, UsageError
+from hotcold.model.errors import (
+    HotcoldError,
+    PromptError,
+    PromptTooLongError,
+    ServiceError,
+    UsageError,
+)
 
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5

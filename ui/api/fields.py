@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, model_validator
 
-from ui.api.errors import ApiError
-from ui.strict import StrictModel
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.strict import StrictModel
 
 # Each with the values that do nothing, beside null, empty texts, lists and objects, which never do.
 CHANGING: dict[str, tuple[Any, ...]] = {

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ui.api.errors import ApiError
+from hotcold.ui.api.errors import ApiError
 
 _MOST_NAME_CHARS = 50  # of a field
 _TYPE_NAMES = frozenset(("str", "bool", "int", "float", "dict", "list", "constrained-str"))

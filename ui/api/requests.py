@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, Grammar
-from model.sampling import SamplingParams
-from ui.api.backend import Backend
-from ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
-from ui.api.tools.grammar import calls_grammar, held_shape
-from ui.api.tools.thoughts import Thoughts
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar
+from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
+from hotcold.ui.api.tools.grammar import calls_grammar, held_shape
+from hotcold.ui.api.tools.thoughts import Thoughts
 
 _LARGEST_SEED = (1 << 63) - 1
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from actors.protocol.messages import TokenEvent
-from ui.api import sse
-from ui.api.answer import Answer, first_then_rest
-from ui.api.backend import Answers, Backend
-from ui.api.errors import as_api_error
-from ui.api.schemas import SamplingRequest
-from ui.api.tokens import TokenTexts
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import Answer, first_then_rest
+from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.errors import as_api_error
+from hotcold.ui.api.schemas import SamplingRequest
+from hotcold.ui.api.tokens import TokenTexts
 
 
 async def answered(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from actors.protocol.messages import Grammar
-from ui.api.errors import ApiError
-from ui.api.fields import Request
-from ui.api.refusals import refusal
-from ui.api.shapes import Shaped, Wanted, any_object, json_grammar
-from ui.api.tools.schemas import (
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.fields import Request
+from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.shapes import Shaped, Wanted, any_object, json_grammar
+from hotcold.ui.api.tools.schemas import (
     Callable,
     CalledFunction,
     Functions,
@@ -25,7 +25,7 @@ from ui.api.tools.schemas import (
     Tools,
     callable_functions,
 )
-from ui.strict import StrictModel
+from hotcold.ui.strict import StrictModel
 
 _MOST_CHOICES = 128
 _MOST_TOP = 20

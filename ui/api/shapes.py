@@ -8,10 +8,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from actors.protocol.messages import Grammar
-from ui.api.errors import ApiError
-from ui.api.fields import Request
-from ui.strict import StrictModel
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.fields import Request
+from hotcold.ui.strict import StrictModel
 
 _MOST_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]

@@ -3,11 +3,11 @@
 import threading
 from typing import Any
 
-from actors.driver.text.prompts import Prompts
-from model.errors import PromptError
-from model.text.tokenizer import Tokenizer
-from ui.api.backend import Backend
-from ui.api.schemas import DetokenizeRequest, TokenizeRequest
+from hotcold.actors.driver.prompts import Prompts
+from hotcold.model.errors import PromptError
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.schemas import DetokenizeRequest, TokenizeRequest
 
 _MAX_CHARS = 1 << 20  # a tokenizer takes about a second for them
 

@@ -4,8 +4,8 @@ import codecs
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from actors.protocol.messages import Generation, TokenLogprob
-from model.text.tokenizer import Tokenizer
+from hotcold.actors.protocol.messages import Generation, TokenLogprob
+from hotcold.model.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 

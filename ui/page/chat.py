@@ -11,14 +11,14 @@ from typing import Any
 
 import gradio as gr
 
-from model.errors import HotcoldError
-from model.files.locate import DEMO_DIRECTORY
-from ui.api.backend import Backend
-from ui.page.chat_settings import ChatSettings, read_settings
-from ui.page.conversation_list import act, listed
-from ui.page.conversations import ChatHistory, Conversation
-from ui.page.files import asset
-from ui.page.thread import shown_messages, suggestions, thread_state
+from hotcold.model.errors import HotcoldError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.page.chat_settings import ChatSettings, read_settings
+from hotcold.ui.page.conversation_list import act, listed
+from hotcold.ui.page.conversations import ChatHistory, Conversation
+from hotcold.ui.page.files import asset
+from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
 MOST_VISITORS = 200  # whose conversations the server holds; browsers keep them too

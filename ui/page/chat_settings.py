@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from model.sampling import SamplingParams
+from hotcold.model.sampling import SamplingParams
 
 _HEADING = (
     "<h2>Settings</h2>"

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ui.page.conversations import ChatHistory
+from hotcold.ui.page.conversations import ChatHistory
 
 _LONGEST_QUERY = 200
 _SERVER = uuid.uuid4().hex  # whose numbers these are: another process begins anew

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from actors.protocol.messages import GenerateRequest, Generation
-from model.errors import HotcoldError, UsageError
-from model.sampling import SamplingParams
-from ui.api.backend import Answers, Backend
-from ui.api.errors import ApiError, as_api_error
+from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.errors import ApiError, as_api_error
 
 Message = dict[str, str]
 _TITLE_LENGTH = 40

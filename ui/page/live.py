@@ -4,10 +4,10 @@ from typing import Any
 
 import gradio as gr
 
-from model.errors import HotcoldError
-from ui.api.backend import Backend
-from ui.page.files import asset
-from ui.telemetry import telemetry_json
+from hotcold.model.errors import HotcoldError
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.page.files import asset
+from hotcold.ui.telemetry import telemetry_json
 
 
 def live_panel(backend: Backend) -> gr.HTML:

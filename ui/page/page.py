@@ -7,15 +7,15 @@ from typing import Any
 import gradio as gr
 from starlette.routing import Mount
 
-from actors.protocol.messages import SystemConfig
-from model.config.build import read_config
-from ui.api.backend import Backend
-from ui.page.chat import MOST_VISITORS, Chat
-from ui.page.chat_settings import settings_form
-from ui.page.files import asset, favicon, head
-from ui.page.live import live_panel
-from ui.page.placement_tab import placement_tab
-from ui.page.routes import PageRoutes
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.model.config.build import read_config
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.page.chat import MOST_VISITORS, Chat
+from hotcold.ui.page.chat_settings import settings_form
+from hotcold.ui.page.files import asset, favicon, head
+from hotcold.ui.page.live import live_panel
+from hotcold.ui.page.placement_tab import placement_tab
+from hotcold.ui.page.routes import PageRoutes
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.neurons.placement_choice import own_profile
-from model.config.model_config import ModelConfig
-from model.files.artifact import ModelIdentity, artifact_path
-from placement.plan import PlacementPlan, load_plan
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity, artifact_path
+from hotcold.placement.plan import PlacementPlan, load_plan
 
 _MOST_POINTS = 200
 
@@ -53,7 +53,7 @@ def placement_of(
 ) -> Placement:
     """The placement by `plan_file`, or of `system` as it runs.
 
-    `owners` are those that run; see `actors.setup.neurons.partition.neuron_owners`.
+    `owners` are those that run; see `actors.setup.partition.neuron_owners`.
     Errors:  ArtifactError where a file is not of this model
     """
     path = Path(system.model_path)

@@ -7,10 +7,10 @@ from html import escape
 import gradio as gr
 import numpy as np
 
-from model.config.model_config import ModelConfig
-from model.errors import HotcoldError
-from ui.api.backend import Backend
-from ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.page.placement_picture import DeviceShare, Placement, placement_of, plans_beside
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 640, 420, 92, 30, 66, 14
 # Distinct to the colour-blind, on white and on black: GPUs are warm, CPUs cool.

@@ -13,7 +13,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ui.api.errors import ApiError
+from hotcold.ui.api.errors import ApiError
 
 _FILE = r"[\w@.-]+(/[\w@.-]+)*"
 _ALLOWED = {

@@ -3,9 +3,9 @@
 from html import escape
 from typing import Any
 
-from actors.protocol.messages import Generation
-from ui.api.errors import ApiError
-from ui.page.conversations import Conversation
+from hotcold.actors.protocol.messages import Generation
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.page.conversations import Conversation
 
 # Questions for an empty thread. The embedded demo model knows Python's documentation, and little
 # else; a model without a chat template goes on with a text.

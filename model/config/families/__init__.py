@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from model.config.families.falcon import FALCON
-from model.config.families.family import Family
-from model.config.families.gemma import GEMMA2, GEMMA3
-from model.config.families.llama import LLAMA, SPARSE_LLAMA
-from model.config.families.minicpm import MINICPM
-from model.config.families.mistral import BAMBOO, MISTRAL
-from model.config.families.olmo2 import OLMO2
-from model.config.families.opt import OPT
-from model.config.families.phi3 import PHI3
-from model.config.families.qwen import QWEN2, QWEN3
-from model.config.families.smollm3 import SMOLLM3
-from model.config.families.squared_relu import ARCEE, NEMOTRON
-from model.config.families.tensor_names import TensorNames
-from model.config.model_config import ModelConfig
+from hotcold.model.config.families.falcon import FALCON
+from hotcold.model.config.families.family import Family
+from hotcold.model.config.families.gemma import GEMMA2, GEMMA3
+from hotcold.model.config.families.llama import LLAMA, SPARSE_LLAMA
+from hotcold.model.config.families.minicpm import MINICPM
+from hotcold.model.config.families.mistral import BAMBOO, MISTRAL
+from hotcold.model.config.families.olmo2 import OLMO2
+from hotcold.model.config.families.opt import OPT
+from hotcold.model.config.families.phi3 import PHI3
+from hotcold.model.config.families.qwen import QWEN2, QWEN3
+from hotcold.model.config.families.smollm3 import SMOLLM3
+from hotcold.model.config.families.squared_relu import ARCEE, NEMOTRON
+from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.model_config import ModelConfig
 
 _ALL = (
     *(LLAMA, SPARSE_LLAMA, OPT, FALCON),

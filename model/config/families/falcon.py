@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config.families.family import (
+from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
     activation_fn,
@@ -12,10 +12,10 @@ from model.config.families.family import (
     head_sizes,
     max_positions,
 )
-from model.config.families.tensor_names import LayerNames, TensorNames
-from model.config.json_reader import ConfigReader
-from model.config.model_config import ModelConfig
-from model.config.rope import read_rope
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.rope import read_rope
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:

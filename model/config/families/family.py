@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.config.families.tensor_names import TensorNames
-from model.config.json_reader import ConfigReader
-from model.config.model_config import ActivationFn, ModelConfig
-from model.errors import shown
+from hotcold.model.config.families.tensor_names import TensorNames
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import ActivationFn, ModelConfig
+from hotcold.model.errors import shown
 
 # What config.json calls them. fatrelu comes with a threshold, which only some families have.
 ACTIVATION_FNS: dict[str, ActivationFn] = {

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import Family, max_positions, num_layers
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
-from model.config.model_config import RopeConfig
-from model.config.rope import read_rope, read_rope_object
-from model.config.windows import sliding_layers, windows
+from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import RopeConfig
+from hotcold.model.config.rope import read_rope, read_rope_object
+from hotcold.model.config.windows import sliding_layers, windows
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
 _READS = (

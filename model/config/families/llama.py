@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import (
+from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
     activation,
@@ -13,10 +13,10 @@ from model.config.families.family import (
     head_sizes,
     max_positions,
 )
-from model.config.families.tensor_names import LayerNames, TensorNames
-from model.config.json_reader import ConfigReader
-from model.config.model_config import RopeConfig
-from model.config.rope import read_rope
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.model_config import RopeConfig
+from hotcold.model.config.rope import read_rope
 
 
 def llama_fields(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config.families.family import MAX_WIDTH, Family, num_layers
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
+from hotcold.model.config.families.family import MAX_WIDTH, Family, num_layers
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
 
 _LOW, _HIGH = 1e-6, 1e6
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import Family, num_layers
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
-from model.config.windows import windows
+from hotcold.model.config.families.family import Family, num_layers
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.windows import windows
 
 
 def mistral_fields(reader: ConfigReader) -> dict[str, Any]:

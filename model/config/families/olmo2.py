@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import Family
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
+from hotcold.model.config.families.family import Family
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:

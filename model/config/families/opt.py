@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config.families.family import MAX_WIDTH, Family, activation_fn, head_sizes
-from model.config.families.tensor_names import LayerNames, TensorNames
-from model.config.json_reader import ConfigReader
+from hotcold.model.config.families.family import MAX_WIDTH, Family, activation_fn, head_sizes
+from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.json_reader import ConfigReader
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import Family, num_layers
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
-from model.config.windows import sliding_layers, windows
+from hotcold.model.config.families.family import Family, num_layers
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.windows import sliding_layers, windows
 
 _READS = ("sliding_window", "layer_types")
 

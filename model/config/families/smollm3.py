@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config.families.family import Family, max_positions, num_layers
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
-from model.config.rope import read_rope
-from model.config.windows import sliding_layers, windows
-from model.errors import shown
+from hotcold.model.config.families.family import Family, max_positions, num_layers
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.rope import read_rope
+from hotcold.model.config.windows import sliding_layers, windows
+from hotcold.model.errors import shown
 
 _THETA = 2_000_000.0
 

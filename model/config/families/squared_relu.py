@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config.families.family import Family, max_positions
-from model.config.families.llama import LLAMA_NAMES, llama_fields
-from model.config.json_reader import ConfigReader
-from model.config.rope import read_rope
+from hotcold.model.config.families.family import Family, max_positions
+from hotcold.model.config.families.llama import LLAMA_NAMES, llama_fields
+from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.config.rope import read_rope
 
 
 def _arcee_fields(reader: ConfigReader) -> dict[str, Any]:

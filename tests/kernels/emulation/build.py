@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cuda_kernels.source import Entry, plain_source
+from hotcold.cuda_kernels.source import Entry, plain_source
 
 FOLDER = Path(__file__).parent
 _FORMATS = ("F32", "F16", "BF16", "Q8", "Q4", "Q4_1", "Q6", "Q4_K", "Q5", "Q5_K")

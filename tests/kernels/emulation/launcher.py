@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cuda_kernels.launch import Grid
-from cuda_kernels.source import Entry
+from hotcold.cuda_kernels.launch import Grid
+from hotcold.cuda_kernels.source import Entry
 
 _KINDS = {np.uint64: b"p", np.int32: b"i", np.int64: b"l", np.float32: b"f"}
 

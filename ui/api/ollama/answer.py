@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from model.text.tools import CallSyntax
-from ui.api import sse
-from ui.api.answer import first_then_rest
-from ui.api.backend import Answers, Backend
-from ui.api.errors import as_api_error, timed_out
-from ui.api.ollama.options import penalty_fields
-from ui.api.ollama.schemas import OllamaChat, OllamaGenerate
-from ui.api.refusals import refusal
-from ui.api.requests import chat_requests, completion_requests
-from ui.api.schemas import ChatRequest, CompletionRequest
-from ui.api.tokens import chat_logprobs, content_tokens
-from ui.api.tools.reader import Argued, Called, Part, Said, Thought
-from ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import first_then_rest
+from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.errors import as_api_error, timed_out
+from hotcold.ui.api.ollama.options import penalty_fields
+from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
+from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.requests import chat_requests, completion_requests
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
+from hotcold.ui.api.tokens import chat_logprobs, content_tokens
+from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat

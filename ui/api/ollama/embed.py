@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ui.api.backend import Backend
-from ui.api.embeddings.route import embeddings, prompts_to_embed
-from ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.embeddings import embeddings, prompts_to_embed
+from hotcold.ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
 
 _MOST_CHARS_A_TOKEN = 1000  # more are never looked at: encoding them would take minutes
 

@@ -10,15 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.protocol.messages import SystemConfig
-from actors.setup.memory.needs import loaded_bytes
-from actors.setup.preflight import read_model
-from model.config.model_config import ModelConfig
-from model.errors import CheckpointError, HotcoldError
-from model.files.artifact import ModelIdentity
-from model.files.checkpoint import Checkpoint
-from model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
-from ui.api.backend import Backend
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.memory_needs import loaded_bytes
+from hotcold.actors.setup.preflight import read_model
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import CheckpointError, HotcoldError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.sizes import kv_cache_bytes, num_parameters, stored_bytes
+from hotcold.ui.api.backend import Backend
 
 TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ui.api.errors import ApiError
+from hotcold.ui.api.errors import ApiError
 
 _MOST_TOKENS = (1 << 31) - 1
 _WHOLE = ("num_predict", "top_k", "seed")

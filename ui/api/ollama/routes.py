@@ -8,12 +8,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
-from ui.api.backend import Backend
-from ui.api.errors import ApiError
-from ui.api.ollama import models as facts
-from ui.api.ollama.answer import Body, OllamaAnswer, loaded_or_ended
-from ui.api.ollama.embed import embed, embed_one
-from ui.api.ollama.schemas import (
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.ollama import models as facts
+from hotcold.ui.api.ollama.answer import Body, OllamaAnswer, loaded_or_ended
+from hotcold.ui.api.ollama.embed import embed, embed_one
+from hotcold.ui.api.ollama.schemas import (
     OllamaChat,
     OllamaEmbed,
     OllamaEmbeddings,
@@ -21,10 +21,10 @@ from ui.api.ollama.schemas import (
     OllamaModel,
     OllamaShow,
 )
-from ui.api.route import JsonAnswer, answered
-from ui.api.schemas import parse
-from ui.described import body_of
-from ui.models.served import ServedModels
+from hotcold.ui.api.route import JsonAnswer, answered
+from hotcold.ui.api.schemas import parse
+from hotcold.ui.described import body_of
+from hotcold.ui.served_models import ServedModels
 
 SCHEMAS: list[type[BaseModel]] = [
     OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,

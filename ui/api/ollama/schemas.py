@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from model.text.tokenizer import Tokenizer
-from ui.api.errors import ApiError
-from ui.api.fields import Request
-from ui.api.ollama.options import sampling_fields
-from ui.strict import StrictModel
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.fields import Request
+from hotcold.ui.api.ollama.options import sampling_fields
+from hotcold.ui.strict import StrictModel
 
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
 _MOST_MESSAGES = 10_000

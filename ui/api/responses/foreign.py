@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from ui.api.errors import ApiError
-from ui.strict import StrictModel
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.strict import StrictModel
 
 Message = dict[str, Any]
 

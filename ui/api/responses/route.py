@@ -10,17 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from actors.protocol.messages import Generation, TokenEvent
-from ui.api import sse
-from ui.api.answer import first_then_rest
-from ui.api.backend import Answers, Backend
-from ui.api.errors import as_api_error
-from ui.api.refusals import refusal
-from ui.api.requests import chat_requests
-from ui.api.responses.output import Event, Output
-from ui.api.responses.schemas import ResponsesRequest
-from ui.api.schemas import ChatRequest
-from ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.actors.protocol.messages import Generation, TokenEvent
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import first_then_rest
+from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.errors import as_api_error
+from hotcold.ui.api.refusals import refusal
+from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.responses.output import Event, Output
+from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.schemas import ChatRequest
+from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 
 class ResponsesRoute:

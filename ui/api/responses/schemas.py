@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from ui.api.errors import ApiError
-from ui.api.fields import Request
-from ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
-from ui.api.schemas import ChatRequest, Reasoning
-from ui.api.tools.schemas import NamedFunction
-from ui.strict import StrictModel
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.fields import Request
+from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
+from hotcold.ui.api.schemas import ChatRequest, Reasoning
+from hotcold.ui.api.tools.schemas import NamedFunction
+from hotcold.ui.strict import StrictModel
 
 _MOST_ITEMS = 10_000
 _MOST_TOOLS = 128

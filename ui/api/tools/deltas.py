@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from actors.protocol.messages import TokenEvent
-from ui.api.tools.reader import Argued, Called, Part, Said, Thought
-from ui.api.tools.thoughts import AnswerReader
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.ui.api.tools.reader import Argued, Called, Part, Said, Thought
+from hotcold.ui.api.tools.thoughts import AnswerReader
 
 
 class Deltas:

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from ui.api.tools.keywords import (
+from hotcold.ui.api.tools.keywords import (
     COUNTS,
     GOES_WITH,
     LACKED,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from llguidance import LLMatcher
 
-from actors.protocol.messages import Grammar
-from model.errors import UsageError
-from model.text.tools import CallSyntax
-from ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
-from ui.api.tools.schemas import Callable, Function
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.errors import UsageError
+from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api.tools.enforced import WHOLE, Enforced, Lost, enforced, is_taken
+from hotcold.ui.api.tools.schemas import Callable, Function
 
 # Arguments stand in one line: small models write blanks for ever where they may.
 _ARGUMENT_BLANKS = " ?"

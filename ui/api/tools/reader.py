@@ -6,8 +6,8 @@ import re
 import uuid
 from typing import NamedTuple
 
-from model.text.tools import CallSyntax
-from ui.api.tools.schemas import NAME_CHARACTERS
+from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api.tools.schemas import NAME_CHARACTERS
 
 
 class Said(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from ui.strict import StrictModel
+from hotcold.ui.strict import StrictModel
 
 _MOST_TOOLS = 128
 _MOST_CALLS = 128

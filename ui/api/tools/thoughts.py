@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from actors.protocol.messages import Grammar
-from model.text.thinking import Thinking
-from model.text.tokenizer import Tokenizer
-from model.text.tools import CallSyntax
-from ui.api.tools.reader import CallReader, Part, Said, Thought
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.text.thinking import Thinking
+from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.model.text.tools import CallSyntax
+from hotcold.ui.api.tools.reader import CallReader, Part, Said, Thought
 
 _TAIL_TOKENS = 32  # of a prompt, in which thoughts may have been begun or ended
 

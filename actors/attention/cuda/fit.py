@@ -1,0 +1,183 @@
+"""How much of a model a GPU takes: as much as its memory allows, tried out before anything loads.
+
+The attention of all layers with its KV cache comes first, then the head: they are read for every
+token. Then neurons, the hottest first. What does not fit stays on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MOST_GRAPHS
+from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.protocol.failures import is_want_of_memory
+from hotcold.actors.protocol.messages import Fitted, SystemConfig
+from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.gpu_share import RESERVE_BYTES
+from hotcold.actors.setup.hot_neurons import system_plan
+from hotcold.actors.setup.shards import arena_layout, num_kv_pages, service_specs
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+
+# Taken after the trial: graphs, kernels of other sizes of a step, the second of two events.
+LATE_BYTES = MOST_GRAPHS * GRAPH_BYTES + (96 << 20)
+_PRODUCTS_BYTES = 96 << 20  # cuBLAS's own, and a block of widened weights
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a model's parts on a GPU, and what steps need besides."""
+
+    layer: int  # attention of one, with its KV cache
+    head: int
+    neuron: int
+    work: int
+
+    @classmethod
+    def of(cls, system: SystemConfig, config: ModelConfig, device: Device) -> _Sizes:
+        positions = num_kv_pages(system) * PAGE_POSITIONS
+        item_bytes = 4 if system.kv_dtype == "float32" else 2
+        cache = kv_cache_bytes(config, positions, item_bytes)
+        layout, kernels = arena_layout(system, config), device.kernels
+        tokens = layout.max_tokens
+        width, qkv, neurons = config.hidden_size, config.qkv_rows, config.ffn_size
+        prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * neurons)
+        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
+        step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
+        step += kernels.attention_scratch_items(
+            KERNEL_TOKENS,
+            config.num_heads,
+            config.head_dim,
+            layout.pages_a_slot * PAGE_POSITIONS,
+        )
+        return cls(
+            layer=-(-(attention_bytes(config) + cache) // config.num_layers),
+            head=head_bytes(config),
+            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0),
+            work=4 * (prompt + step)
+            + _PRODUCTS_BYTES
+            + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
+        )
+
+
+def fit_system(
+    device: Device, system: SystemConfig, config: ModelConfig
+) -> tuple[CudaLoading, Fitted]:
+    """Take memory for as much of the model as fits; a plan's share at most.
+
+    `system` says the budget, or 0 for what is free less a reserve. The whole process, from the
+    driver's own part on, keeps within it.
+    Errors:  MemoryBudgetError where nothing fits, CheckpointError, ArtifactError
+    """
+    free = device.used_bytes() + device.free_bytes()
+    budget = system.gpu_memory_bytes or free - RESERVE_BYTES
+    room = min(budget, free) - device.used_bytes() - LATE_BYTES
+    checkpoint = Checkpoint(Path(system.model_path))
+    stored = stored_config(checkpoint, config, system.weight_dtype, by_layer=False)
+    sizes = _Sizes.of(system, stored, device)
+    wanted = _wanted(system, config)
+    guess = room
+    while True:
+        found = _within(guess, wanted, config, sizes)
+        if found is None:
+            raise MemoryBudgetError(_too_small(device, budget, sizes))
+        device.limit(room)
+        loading = _try(device, config, found, budget)
+        if loading is not None:
+            note = _note(device, config, wanted, found)
+            return loading, Fitted(found, note, f"cuda ({device.name})")
+        gc.collect()
+        device.release()
+        guess -= max(guess // 20, 16 * sizes.neuron, 1)
+
+
+def _try(
+    device: Device, config: ModelConfig, system: SystemConfig, budget: int
+) -> CudaLoading | None:
+    """None where it does not fit."""
+    try:
+        loading = CudaLoading(device, config, service_specs(system, config)[0])
+        if device.used_bytes() > budget - LATE_BYTES:
+            return None
+        return loading
+    except Exception as error:  # CUDA's and cuBLAS's have no common base with MemoryError
+        if not (isinstance(error, MemoryError) or is_want_of_memory(str(error))):
+            raise
+        return None
+
+
+def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
+    """What the plan puts on its GPU, or all there is."""
+    plan = system_plan(system, config)
+    if plan is None:
+        return replace(system, num_hot_neurons=config.num_layers * config.ffn_size)
+    num_hot = int((plan.neuron_device == 0).sum()) if plan.num_gpus else 0
+    return replace(
+        system,
+        num_hot_neurons=num_hot,
+        num_host_layers=int((plan.attention_device < 0).sum()),
+        head_on_host=plan.head_device < 0,
+    )
+
+
+def _within(
+    room: int, wanted: SystemConfig, config: ModelConfig, sizes: _Sizes
+) -> SystemConfig | None:
+    """The most of `wanted` that `room` bytes hold by calculation; None where that is nothing."""
+    left = room - sizes.work
+    head_on_host, num_host_layers = wanted.head_on_host, wanted.num_host_layers
+    left -= 0 if head_on_host else sizes.head
+    left -= (config.num_layers - num_host_layers) * sizes.layer
+    if left < 0 and not head_on_host:
+        head_on_host, left = True, left + sizes.head
+    if left < 0:
+        more = min(-(left // sizes.layer), config.num_layers - num_host_layers)
+        num_host_layers, left = num_host_layers + more, left + more * sizes.layer
+    num_hot = max(0, min(left // sizes.neuron, wanted.num_hot_neurons))
+    if left < 0 or (num_hot == 0 and num_host_layers == config.num_layers and head_on_host):
+        return None
+    return replace(
+        wanted,
+        num_hot_neurons=num_hot,
+        num_host_layers=num_host_layers,
+        head_on_host=head_on_host,
+    )
+
+
+def _too_small(device: Device, budget: int, sizes: _Sizes) -> str:
+    least = device.used_bytes() + LATE_BYTES + sizes.work + sizes.layer
+    return (
+        f"{budget / _GIB:.2f} GiB of GPU memory hold no layer of this model; give --gpu-memory "
+        f"{least / _GIB:.2f}GiB or more, or --device cpu"
+    )
+
+
+def _note(device: Device, config: ModelConfig, wanted: SystemConfig, found: SystemConfig) -> str:
+    parts = []
+    if wanted.plan_path and found.num_hot_neurons < wanted.num_hot_neurons:
+        parts.append(
+            f"{found.num_hot_neurons} of the plan's {wanted.num_hot_neurons} hot neurons fit"
+        )
+    if found.num_host_layers > wanted.num_host_layers:
+        parts.append(
+            f"attention of {found.num_host_layers} of {config.num_layers} layers stays on the CPU"
+        )
+    if found.head_on_host > wanted.head_on_host:
+        parts.append("the head stays on the CPU")
+    return f"{device.name} is short of memory: {', '.join(parts)}" if parts else ""
+
+
+def open_device() -> Device:
+    """The GPU of this process. Errors: RuntimeError, in one line."""
+    from hotcold.cuda_kernels.cupy_device import CupyDevice
+
+    return CupyDevice()

@@ -1,0 +1,289 @@
+"""The part of a model that is in a GPU's memory: taken first, filled from the checkpoint later.
+
+So what does not fit is found out before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotcold.actors.attention.attention_service import attention_shape, position_arrays
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.actors.protocol.messages import CacheSpec
+from hotcold.cuda_kernels.matrix import QUANT_BLOCKS, DeviceMatrix
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import dtype_name, requested_dtype
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.attention import AttentionWeights, attention_layers
+from hotcold.model.weights.check import weight_shapes
+from hotcold.model.weights.embedding import HeadWeights, read_head
+from hotcold.model.weights.ffn import FfnWeights, ffn_layers
+from hotcold.model.weights.tensor_reader import TensorReader
+from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.formats import is_quantized, row_width
+from hotcold.numba_kernels.load.convert import row_lengths
+
+_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"} | {
+    name: name for name in QUANT_BLOCKS
+}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A layer's norms: (d,) float32 each, or (0,); those of q and k are as wide as they are."""
+
+    weight: Any
+    bias: Any
+    ffn_weight: Any
+    ffn_bias: Any
+    attention_weight: Any
+    q_weight: Any
+    k_weight: Any
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """One layer's projections and KV cache; keys, values (pages, KV, 64, head_dim)."""
+
+    qkv: DeviceMatrix
+    qkv_bias: Any
+    out: DeviceMatrix
+    out_bias: Any
+    keys: Any
+    values: Any
+
+
+@dataclass(frozen=True)
+class FfnPart:
+    """One layer's hot neurons."""
+
+    gate: DeviceMatrix
+    gate_bias: Any
+    up: DeviceMatrix | None
+    up_bias: Any
+    down: DeviceMatrix
+    down_norms: Any  # (N,) float32: lengths of down's rows; (0,): they are not asked for
+
+    @property
+    def num_neurons(self) -> int:
+        """How many there are."""
+        return self.gate.num_rows
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """From the last hidden state to logits."""
+
+    norm_weight: Any
+    norm_bias: Any
+    project_out: DeviceMatrix | None
+    head: DeviceMatrix
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a model a GPU is to hold: attention from layer `first_layer` on, the head or not, and
+    the neurons `neuron_ids` of each layer, with the lengths of their down rows or without.
+    """
+
+    first_layer: int
+    has_head: bool
+    neuron_ids: Sequence[np.ndarray]
+    has_down_norms: bool = False
+
+
+class CudaModel:
+    """A share of a model on a device. Arrays are taken by the constructor, filled by `fill`.
+
+    attention[l], ffn[l] and head are None where the device does not have them. `down_bias` (d,) or
+    (0,) is of every layer: whoever computes a whole layer adds it. `ffn_like` has the shapes and
+    dtypes of rows that the model's neurons have.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        path: Path,
+        config: ModelConfig,
+        share: Share,
+        cache: CacheSpec,
+        weight_dtype: str = "",
+        keeps_pages: bool = True,
+    ) -> None:
+        """Without `keeps_pages` what `fill` has read is not left in the page cache.
+
+        Errors:  DeviceMemoryError, CheckpointError, UsageError
+        """
+        self.config, self.share = config, share
+        self._keeps_pages = keeps_pages
+        self.shape = attention_shape(config)
+        self.activation = activation(config.activation_fn, config.activation_threshold)
+        self._device, self._path, self._dtype = device, path, weight_dtype
+        shapes = weight_shapes(Checkpoint(path), config, share.neuron_ids, weight_dtype)
+        attention, head, ffn = shapes
+        self._place_ropes(cache)
+        self.norms = [self._norms(attention) for _ in range(config.num_layers)]
+        self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
+        self.head = self._head(head) if share.has_head else None
+        self.attention = [
+            self._attention(attention, cache) if layer >= share.first_layer else None
+            for layer in range(config.num_layers)
+        ]
+        self.ffn_like = ffn
+        sizes = np.diff(ffn.offsets)
+        self.ffn = [self._ffn(ffn, int(size)) if size else None for size in sizes]
+
+    def fill(
+        self,
+        on_bytes: Callable[[int], None],
+        on_layer: Callable[[int, AttentionWeights], None],
+    ) -> HeadWeights | None:
+        """Read the weights, layer by layer; the head is returned where the device does not have it.
+
+        `on_layer` is shown each layer's attention, in arrays that the next layer overwrites.
+
+        Errors:  CheckpointError
+        """
+        checkpoint = Checkpoint(self._path, self._keeps_pages)
+        with TensorReader(checkpoint, on_bytes, requested_dtype(self._dtype)) as reader:
+            self._read_attention(reader, on_layer)
+            self._read_neurons(reader)
+            head = read_head(reader, self.config)
+        if self.head is None:
+            return head
+        part, upload = self.head, self._device.upload
+        upload(part.norm_weight, head.final_norm_weight)
+        upload(part.norm_bias, head.final_norm_bias)
+        if part.project_out is not None:
+            upload(part.project_out.data, head.project_out)
+        upload(part.head.data, _bits(head.head))
+        return None
+
+    def _read_attention(
+        self, reader: TensorReader, on_layer: Callable[[int, AttentionWeights], None]
+    ) -> None:
+        for layer, weights in enumerate(attention_layers(reader, self.config)):
+            self._fill_attention(layer, weights)
+            on_layer(layer, weights)
+
+    def _read_neurons(self, reader: TensorReader) -> None:
+        """Of one layer at a time: none is held while the next is read."""
+        layers = ffn_layers(reader, self.config, self.share.neuron_ids)
+        for layer in range(self.config.num_layers):
+            self._fill_ffn(layer, next(layers))
+
+    def _fill_attention(self, layer: int, weights: AttentionWeights) -> None:
+        norms, part, upload = self.norms[layer], self.attention[layer], self._device.upload
+        upload(norms.weight, weights.norm_weight[0])
+        upload(norms.bias, weights.norm_bias[0])
+        upload(norms.ffn_weight, weights.ffn_norm_weight[0])
+        upload(norms.ffn_bias, weights.ffn_norm_bias[0])
+        upload(norms.attention_weight, weights.attention_norm_weight[0])
+        upload(norms.q_weight, weights.q_norm_weight[0])
+        upload(norms.k_weight, weights.k_norm_weight[0])
+        if part is None:
+            return
+        upload(part.qkv.data, _bits(weights.qkv.matrix(0)))
+        upload(part.qkv_bias, weights.qkv_bias[0])
+        upload(part.out.data, _bits(weights.out[0]))
+        upload(part.out_bias, weights.out_bias[0])
+
+    def _fill_ffn(self, layer: int, weights: FfnWeights) -> None:
+        part, upload = self.ffn[layer], self._device.upload
+        upload(self.down_bias[layer], weights.down_bias[layer])
+        if part is None:
+            return
+        upload(part.gate.data, _bits(weights.gate))
+        upload(part.gate_bias, weights.gate_bias)
+        if part.up is not None:
+            upload(part.up.data, _bits(weights.up))
+            upload(part.up_bias, weights.up_bias)
+        upload(part.down.data, _bits(weights.down))
+        if self.share.has_down_norms:
+            upload(part.down_norms, row_lengths(weights.down))
+
+    def _like(self, array: np.ndarray) -> Any:
+        return self._device.empty(array.shape, array.dtype)
+
+    def _matrix(self, rows: np.ndarray, num_rows: int | None = None) -> DeviceMatrix:
+        """A matrix like `rows` (N, items), or of `num_rows` of them."""
+        items = rows.shape[1]
+        shape = rows.shape[0] if num_rows is None else num_rows, items
+        kind = np.dtype(np.uint8) if is_quantized(rows.dtype) else rows.dtype
+        data = self._device.empty(shape, kind)
+        return DeviceMatrix(data, format_of(rows.dtype), row_width(rows.dtype, items))
+
+    def _norms(self, weights: AttentionWeights) -> Norms:
+        return Norms(
+            weight=self._like(weights.norm_weight[0]),
+            bias=self._like(weights.norm_bias[0]),
+            ffn_weight=self._like(weights.ffn_norm_weight[0]),
+            ffn_bias=self._like(weights.ffn_norm_bias[0]),
+            attention_weight=self._like(weights.attention_norm_weight[0]),
+            q_weight=self._like(weights.q_norm_weight[0]),
+            k_weight=self._like(weights.k_norm_weight[0]),
+        )
+
+    def _attention(self, weights: AttentionWeights, cache: CacheSpec) -> AttentionPart:
+        config = self.config
+        pages = cache.num_pages, config.num_kv_heads, PAGE_POSITIONS, config.head_dim
+        kind = np.float32 if cache.dtype == "float32" else np.uint16
+        return AttentionPart(
+            qkv=self._matrix(weights.qkv.matrix(0)),
+            qkv_bias=self._like(weights.qkv_bias[0]),
+            out=self._matrix(weights.out[0]),
+            out_bias=self._like(weights.out_bias[0]),
+            keys=self._device.empty(pages, kind),
+            values=self._device.empty(pages, kind),
+        )
+
+    def _ffn(self, weights: FfnWeights, size: int) -> FfnPart:
+        has_up = weights.up.shape[0] > 0
+        no_floats = self._device.empty((0,), np.float32)
+
+        def biases(like: np.ndarray) -> Any:
+            return self._device.empty((size,), np.float32) if like.size else no_floats
+
+        return FfnPart(
+            gate=self._matrix(weights.gate, size),
+            gate_bias=biases(weights.gate_bias),
+            up=self._matrix(weights.up, size) if has_up else None,
+            up_bias=biases(weights.up_bias),
+            down=self._matrix(weights.down, size),
+            down_norms=self._device.empty((size * self.share.has_down_norms,), np.float32),
+        )
+
+    def _head(self, weights: HeadWeights) -> HeadPart:
+        projects = weights.project_out.size > 0
+        return HeadPart(
+            norm_weight=self._like(weights.final_norm_weight),
+            norm_bias=self._like(weights.final_norm_bias),
+            project_out=self._matrix(weights.project_out) if projects else None,
+            head=self._matrix(weights.head),
+        )
+
+    def _place_ropes(self, cache: CacheSpec) -> None:
+        """rope_tables[l] (P, 2, half), or (0, 2, 0) of a layer without rope; windows[l]."""
+        host = position_arrays(self.config, cache)
+        found = [self._device.empty(table.shape, table.dtype) for table in host["rope_tables"]]
+        for target, table in zip(found, host["rope_tables"], strict=True):
+            self._device.upload(target, table)
+        none = self._device.empty((0, 2, 0), np.float32)
+        self.rope_tables = [found[rope] if rope >= 0 else none for rope in host["layer_ropes"]]
+        self.windows = host["windows"].tolist()
+
+
+def format_of(dtype: np.dtype) -> str:
+    """The kernels' name of a format of `numba_kernels.formats`."""
+    return _FORMATS[dtype_name(dtype)]
+
+
+def _bits(rows: np.ndarray) -> np.ndarray:
+    """Quantized rows as their bytes, others as they are."""
+    return rows.view(np.uint8) if is_quantized(rows.dtype) else rows

@@ -1,0 +1,189 @@
+"""Many tokens of one sequence on a GPU (prefill): matrix products, attention by the step's kernels.
+
+Quantized weights are widened to float16 block by block; products add up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.actors.attention.cuda.model import CudaModel, FfnPart
+from hotcold.actors.attention.cuda.step import norm_queries_and_keys, whole_length
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.cuda_kernels.matrix import DeviceMatrix
+from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.numba_kernels.checks import DRELU
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.serve.serve_attention import adds_late
+
+_BLOCK_BYTES = 64 << 20  # of widened weights
+_OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
+
+
+class PromptWork:
+    """Computes a layer or the head for many tokens, in arrays that come and go."""
+
+    def __init__(self, device: Device, model: CudaModel, attention_scratch: Any) -> None:
+        """The scratch is of the longest sequence."""
+        self._device, self._model, self._shape = device, model, model.shape
+        self._scratch = attention_scratch
+        self._wide: Any = None
+
+    def attention(
+        self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
+    ) -> tuple[Any, Any]:
+        """mixed, ffn_input (T, d) of hidden (T, d); tables (slots, pages), the others (T,)."""
+        norms = self._model.norms[layer]
+        part = self._model.attention[layer]
+        assert part is not None
+
+        def add_attention(x: Any, residual: Any) -> Any:
+            qkv = self.linear(x, part.qkv, part.qkv_bias)
+            heads = self._attend(layer, qkv, positions, slots, tables, last_position)
+            out = self.linear(heads, part.out, part.out_bias)
+            if adds_late(self._shape):
+                out = self._norm(out, norms.attention_weight, norms.attention_weight[:0])
+                out *= self._shape.residual_scale
+            out += residual
+            return out
+
+        return mixed_and_ffn_input(
+            self._shape.order,
+            self._layer_input(layer, hidden),
+            norm=lambda x: self._norm(x, norms.weight, norms.bias),
+            ffn_norm=lambda x: self._ffn_norm(layer, x),
+            add_attention=add_attention,
+        )
+
+    def hot(self, part: FfnPart, x: Any, out: Any, *, add: bool, counts: Any = None) -> None:
+        """out = the neurons' output for x (T, d), or out += with `add`.
+
+        Where `counts` (N,) int64 is given, counts[n] = tokens for which neuron n's activation is
+        not 0.
+        """
+        gates = self.linear(x, part.gate, part.gate_bias)
+        factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
+        if counts is not None:
+            alone = gates.copy()
+            asked = factors if self._model.activation.code == DRELU else None
+            self._device.activate(self._model.activation, alone, asked)
+            counts[:] = (alone != 0).sum(axis=0)
+        self._device.activate(self._model.activation, gates, factors)
+        self._combine(gates, part.down, out, add)
+
+    def head(self, hidden: Any) -> Any:
+        """Logits (T, V) of hidden (T, d)."""
+        part = self._model.head
+        assert part is not None
+        x = self._layer_input(self._model.config.num_layers, hidden)
+        no_bias = part.norm_bias[:0]
+        if part.norm_weight.shape[0]:
+            x = self._norm(x, part.norm_weight, part.norm_bias)
+        if part.project_out is not None:
+            x = self.linear(x, part.project_out, no_bias)
+        logits, cap = self.linear(x, part.head, no_bias), self._shape.logit_softcap
+        return cap * self._device.xp.tanh(logits / cap) if cap else logits
+
+    def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
+        """x @ weights.T + bias: (T, N) float32."""
+        out = self._device.empty((x.shape[0], weights.num_rows), np.float32)
+
+        def multiply(rows: Any, first: int, last: int) -> None:
+            self._device.multiply(operand, rows, out[:, first:last], b_has_rows=True, add=False)
+
+        operand = self._operand(x, weights)
+        self._each_block(weights, multiply)
+        if bias.shape[0]:
+            out += bias
+        return out
+
+    def _combine(self, h: Any, rows: DeviceMatrix, out: Any, add: bool) -> None:
+        """out (T, d) = h (T, N) @ rows, or out += with `add`."""
+        operand = self._operand(h, rows)
+        if not add:
+            out[...] = 0
+
+        def multiply(block: Any, first: int, last: int) -> None:
+            part = operand[:, first:last]
+            self._device.multiply(part, block, out, b_has_rows=False, add=True)
+
+        self._each_block(rows, multiply)
+
+    def _operand(self, x: Any, weights: DeviceMatrix) -> Any:
+        return self._device.narrow(x, _OPERANDS.get(weights.format, np.uint16))
+
+    def _each_block(self, weights: DeviceMatrix, multiply: Callable[[Any, int, int], None]) -> None:
+        """Call multiply(rows, first, last) for blocks of rows in a format that products take."""
+        if weights.format in _OPERANDS:
+            multiply(weights.data, 0, weights.num_rows)
+            return
+        size = max(1, _BLOCK_BYTES // (2 * weights.width))
+        num_rows = min(size, weights.num_rows)
+        if self._wide is None or self._wide.size < num_rows * weights.width:
+            self._wide = self._device.empty((num_rows * weights.width,), np.uint16)
+        for first in range(0, weights.num_rows, size):
+            last = min(first + size, weights.num_rows)
+            items = (last - first) * weights.width
+            wide = self._wide[:items].reshape(last - first, weights.width)
+            self._device.kernels.widen(weights, first, last, wide)
+            multiply(wide, first, last)
+
+    def _attend(
+        self,
+        layer: int,
+        qkv: Any,
+        positions: Any,
+        slots: Any,
+        tables: Any,
+        last_position: int,
+    ) -> Any:
+        """Write keys and values to the cache, then let each token attend to what is before it."""
+        shape, kernels = self._shape, self._device.kernels
+        model, part = self._model, self._model.attention[layer]
+        assert part is not None
+        groups = shape.num_heads, shape.num_kv_heads
+        cache, scale, softcap = (part.keys, part.values), float(shape.scale), float(shape.softcap)
+        most = whole_length(last_position + 1, tables.shape[1] * PAGE_POSITIONS)
+        heads = self._device.empty((qkv.shape[0], shape.num_heads * shape.head_dim), np.float32)
+        for few in _few_at_once(qkv.shape[0]):
+            place = positions[few], slots[few], tables
+            norm_queries_and_keys(kernels, shape, model.norms[layer], qkv[few])
+            kernels.rope_store(qkv[few], *groups, model.rope_tables[layer], *place, *cache)
+        for few in _few_at_once(qkv.shape[0]):
+            place = positions[few], slots[few], tables
+            kernels.decode_attention(
+                qkv[few],
+                *groups,
+                *cache,
+                *place,
+                scale,
+                most,
+                self._scratch,
+                heads[few],
+                model.windows[layer],
+                softcap,
+            )
+        return heads
+
+    def _layer_input(self, layer: int, hidden: Any) -> Any:
+        return layer_input(self._shape.order, layer, hidden, self._ffn_norm)
+
+    def _ffn_norm(self, layer: int, x: Any) -> Any:
+        norms = self._model.norms[layer]
+        return self._norm(x, norms.ffn_weight, norms.ffn_bias)
+
+    def _norm(self, x: Any, weight: Any, bias: Any) -> Any:
+        shape, out = self._shape, self._device.empty(x.shape, np.float32)
+        for few in _few_at_once(x.shape[0]):
+            kernels = self._device.kernels
+            kernels.norm(shape.norm_kind, x[few], weight, bias, float(shape.norm_epsilon), out[few])
+        return out
+
+
+def _few_at_once(num_tokens: int) -> list[slice]:
+    """The tokens in parts that kernels take."""
+    return [slice(first, first + KERNEL_TOKENS) for first in range(0, num_tokens, KERNEL_TOKENS)]

@@ -1,0 +1,214 @@
+"""What a GPU computes for a step of few tokens, as launches of kernels: one request of the service
+each, so that a graph can hold it.
+
+A step is filled up to one of a few numbers of tokens with copies of its last one, so that few
+graphs serve all steps. A copy has its original's position and page: it writes and finds the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.actors.attention.cuda.model import CudaModel, Norms
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.cuda_kernels.protocol import DeviceKernels
+from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.serve.serve_attention import AttentionShape, adds_late
+
+_TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
+
+
+def whole_step(num_tokens: int) -> int:
+    """The number of tokens that a step of `num_tokens` is filled up to."""
+    return _TOKENS[bisect_left(_TOKENS, num_tokens)]
+
+
+def whole_length(length: int, most: int) -> int:
+    """Positions that a graph for sequences of `length` counts with: a power of two of pages."""
+    return min(PAGE_POSITIONS << max(0, (length - 1) // PAGE_POSITIONS).bit_length(), most)
+
+
+def norm_queries_and_keys(
+    kernels: DeviceKernels, shape: AttentionShape, norms: Norms, qkv: Any
+) -> None:
+    """Norm, in place, what a layer norms of qkv (T, rows): each head of q and k, or all of them."""
+    queries = shape.num_heads * shape.head_dim
+    keys, epsilon = shape.num_kv_heads * shape.head_dim, float(shape.norm_epsilon)
+    if norms.q_weight.shape[0]:
+        kernels.norm_parts(qkv, 0, queries, norms.q_weight, epsilon)
+    if norms.k_weight.shape[0]:
+        kernels.norm_parts(qkv, queries, queries + keys, norms.k_weight, epsilon)
+
+
+class StepWork:
+    """The buffers of a step on the device, and the launches over them.
+
+    hidden, then, for T tokens, `mixed_and_input` with rows 0 (mixed) and 1 (ffn_input) of T * d;
+    partial (T, d), logits (T, V), num_fired (2,) int32. positions, slots (32,) and page_tables
+    (slots, pages) int32 are one array, `place`.
+    """
+
+    def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
+        """Errors: DeviceMemoryError."""
+        self._device, self._model, self._shape = device, model, model.shape
+        config, tokens, width = model.config, KERNEL_TOKENS, layout.width
+        self.most_length = layout.pages_a_slot * PAGE_POSITIONS
+
+        def floats(*sizes: int) -> Any:
+            return device.empty(sizes, np.float32)
+
+        self.width = width
+        self.hidden = floats(tokens, width)
+        self._residual, self._normed = floats(tokens, width), floats(tokens, width)
+        self._qkv = floats(tokens, config.qkv_rows)
+        self._added = floats(tokens, width if adds_late(self._shape) else 0)
+        self._heads = floats(tokens, config.attention_size)
+        self.mixed_and_input = floats(2, tokens * width)
+        self.input = self.mixed_and_input[1]
+        self.partial, self.num_fired = floats(tokens, width), device.empty((2,), np.int32)
+        self._projected = floats(tokens, config.embed_size)
+        self.logits = floats(tokens, config.vocab_size if model.head else 0)
+        tables = layout.num_slots, layout.pages_a_slot
+        self.place = device.empty((2 * tokens + tables[0] * tables[1],), np.int32)
+        self._positions = self.place[:tokens]
+        self._slots = self.place[tokens : 2 * tokens]
+        self.tables = self.place[2 * tokens :].reshape(tables)
+        kernels = device.kernels
+        self.attention_scratch = floats(
+            kernels.attention_scratch_items(
+                tokens, config.num_heads, config.head_dim, self.most_length
+            )
+        )
+        most = max((part.num_neurons for part in model.ffn if part is not None), default=0)
+        self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
+
+    def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
+        """hidden → mixed_and_input."""
+        norms, normed = self._model.norms[layer], self._normed[:num_tokens]
+        mixed, ffn_input = self.outputs(num_tokens)
+
+        def norm(x: Any) -> Any:
+            out = ffn_input if x is mixed else normed
+            return self._norm(x, norms.weight, norms.bias, out)
+
+        def add_attention(x: Any, residual: Any) -> Any:
+            self._add_attention(layer, x, residual, max_length, mixed)
+            return mixed
+
+        found = mixed_and_ffn_input(
+            self._shape.order,
+            self._layer_input(layer, num_tokens),
+            norm=norm,
+            ffn_norm=lambda x: self._norm(x, norms.ffn_weight, norms.ffn_bias, ffn_input),
+            add_attention=add_attention,
+        )
+        for source, target in zip(found, (mixed, ffn_input), strict=True):
+            if source is not target:
+                self._copy(source, target)
+
+    def _add_attention(
+        self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any
+    ) -> None:
+        """mixed = residual + attention(x): (T, d) each."""
+        shape, kernels, num_tokens = self._shape, self._device.kernels, x.shape[0]
+        part = self._model.attention[layer]
+        assert part is not None
+        qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
+        kernels.rows_times_vectors(part.qkv, part.qkv_bias, x, qkv)
+        place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
+        cache = part.keys, part.values
+        groups = shape.num_heads, shape.num_kv_heads
+        norm_queries_and_keys(kernels, shape, self._model.norms[layer], qkv)
+        kernels.rope_store(qkv, *groups, self._model.rope_tables[layer], *place, *cache)
+        window, softcap = self._model.windows[layer], float(shape.softcap)
+        kernels.decode_attention(
+            qkv,
+            *groups,
+            *cache,
+            *place,
+            float(shape.scale),
+            max_length,
+            self.attention_scratch,
+            heads,
+            window,
+            softcap,
+        )
+        if not adds_late(shape):
+            kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
+            return
+        added = self._added[:num_tokens]
+        kernels.rows_times_vectors(part.out, part.out_bias, heads, added)
+        weight = self._model.norms[layer].attention_weight
+        self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
+
+    def hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
+        """ffn_input → partial, num_fired."""
+        part = self._model.ffn[layer]
+        assert part is not None
+        no_bias = part.gate_bias[:0]
+        self._device.kernels.hot_ffn(
+            part.gate,
+            part.gate_bias,
+            part.up,
+            part.up_bias,
+            part.down,
+            no_bias,
+            self.outputs(num_tokens)[1],
+            self._model.activation,
+            thresholds,
+            part.down_norms,
+            self._ffn_scratch,
+            self.partial[:num_tokens],
+            self.num_fired,
+        )
+
+    def head(self, num_tokens: int) -> None:
+        """hidden → logits."""
+        part, kernels = self._model.head, self._device.kernels
+        assert part is not None
+        x = self._layer_input(self._model.config.num_layers, num_tokens)
+        no_bias = part.norm_bias[:0]
+        if part.norm_weight.shape[0]:
+            normed = self._normed[:num_tokens]
+            self._norm(x, part.norm_weight, part.norm_bias, normed)
+            x = normed
+        if part.project_out is not None:
+            projected = self._projected[:num_tokens]
+            kernels.rows_times_vectors(part.project_out, no_bias, x, projected)
+            x = projected
+        logits = self.logits[:num_tokens]
+        kernels.rows_times_vectors(part.head, no_bias, x, logits)
+        if self._shape.logit_softcap:
+            kernels.softcap(logits, float(self._shape.logit_softcap))
+
+    def outputs(self, num_tokens: int) -> tuple[Any, Any]:
+        """mixed and ffn_input: (T, d) each."""
+        flat = self.mixed_and_input[:, : num_tokens * self.width]
+        shape = num_tokens, self.width
+        return flat[0].reshape(shape), flat[1].reshape(shape)
+
+    def _layer_input(self, layer: int, num_tokens: int) -> Any:
+        def ffn_norm(layer: int, x: Any) -> Any:
+            norms, out = self._model.norms[layer], self._residual[:num_tokens]
+            return self._norm(x, norms.ffn_weight, norms.ffn_bias, out)
+
+        return layer_input(self._shape.order, layer, self.hidden[:num_tokens], ffn_norm)
+
+    def _norm(
+        self, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None, factor: float = 1.0
+    ) -> Any:
+        kind, epsilon = self._shape.norm_kind, float(self._shape.norm_epsilon)
+        self._device.kernels.norm(kind, x, weight, bias, epsilon, out, residual, factor)
+        return out
+
+    def _copy(self, source: Any, target: Any) -> None:
+        """A norm without weights copies, and can be part of a graph."""
+        nothing = source.reshape(-1)[:0]
+        self._norm(source, nothing, nothing, target)

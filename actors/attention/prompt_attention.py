@@ -1,0 +1,232 @@
+"""Attention and head of many tokens of one sequence (prefill), by torch.
+
+What numba_kernels.serve.serve_attention computes, as matrix products over all tokens. What is
+written here is what shall be computed; `MatrixProducts.at_once` has all threads do it.
+"""
+
+import numpy as np
+import torch
+
+from hotcold.actors.cpu.matmul import MatrixProducts
+from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.numba_kernels.decode.attention import read_kernel
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.prompt.norms import norm_rows_kernel
+from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
+from hotcold.numba_kernels.serve.serve_attention import (
+    AttentionArrays,
+    AttentionShape,
+    norm_whole,
+    rotate_and_store,
+)
+
+_NO_BIAS = np.empty(0, np.float32)
+_QUERIES = 64  # at a time: they read no keys but up to the last of them
+_PARTS = 4  # of the KV heads, where there are so many
+
+
+class _Rows:
+    """What becomes of rows of tokens, once `products` are run: each thread has its own tokens."""
+
+    def __init__(
+        self, products: MatrixProducts, shape: AttentionShape, arrays: AttentionArrays
+    ) -> None:
+        self._products, self._shape, self._arrays = products, shape, arrays
+
+    def norm(self, rows: torch.Tensor, weight: np.ndarray, bias: np.ndarray) -> torch.Tensor:
+        """The rows normed; themselves where there are no weights."""
+        if not weight.size:
+            return rows
+        kind, epsilon = self._shape.norm_kind, self._shape.norm_epsilon
+        into, x = self._products.scratch(tuple(rows.shape)), rows.numpy()
+        out = torch.from_numpy(into)
+
+        def norm(first: int, last: int) -> None:
+            norm_rows_kernel(kind, x, weight, bias, epsilon, into, first, last)
+
+        self._products.then_rows(rows.shape[0], norm)
+        return out
+
+    def add(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """residual + rows, scaled where the model does so."""
+        out = torch.from_numpy(self._products.scratch(tuple(rows.shape)))
+        scale = float(self._shape.residual_scale)
+
+        def add(first: int, last: int) -> None:
+            torch.add(residual[first:last], rows[first:last], alpha=scale, out=out[first:last])
+
+        self._products.then_rows(rows.shape[0], add)
+        return out
+
+    def ffn_norm(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the layer's FFN, or the layer after it, reads them."""
+        arrays = self._arrays
+        return self.norm(rows, arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer])
+
+    def layer_input(self, layer: int, hidden: np.ndarray) -> torch.Tensor:
+        """What layer `layer` begins with, or after the last one the head."""
+        return layer_input(self._shape.order, layer, torch.from_numpy(hidden), self.ffn_norm)
+
+
+def _attend(
+    products: MatrixProducts,
+    wires: Wires,
+    layer: int,
+    qkv: np.ndarray,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> torch.Tensor:
+    """Write keys and values to the cache, attend over all of it; (T, H * head_dim) once run.
+
+    qkv (T, rows) is overwritten.
+    """
+    num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
+    first = int(wires.positions[0])
+    window = int(arrays.windows[layer])
+    first_page = max(0, first + 1 - window) // size if window else 0
+    end_page = -(-(first + num_tokens) // size)
+    pages = wires.page_tables[wires.slots[0], first_page:end_page]
+    cached = products.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
+
+    def norm(thread: int) -> None:
+        norm_whole(thread, num_threads, layer, shape, arrays, qkv)
+
+    def store(thread: int) -> None:
+        rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+
+    def read(thread: int) -> None:
+        heads = split_range(shape.num_kv_heads, thread, num_threads, 1)
+        for cache, out in zip((arrays.keys, arrays.values), cached, strict=True):
+            read_kernel(cache[layer], pages, *heads, out)
+
+    if arrays.q_norm_weight.shape[1] > shape.head_dim:
+        products.then(norm)
+    products.then(store)
+    products.then(read)
+    heads = torch.from_numpy(qkv).view(num_tokens, -1, shape.head_dim)
+    queries = heads[:, : shape.num_heads].transpose(0, 1)
+    keys, values = torch.from_numpy(cached)
+    attended = torch.from_numpy(products.scratch((num_tokens, shape.num_heads, shape.head_dim)))
+    group = shape.num_heads // shape.num_kv_heads
+
+    def part(begin: int, own: slice) -> None:
+        """Queries from `begin` on, of the heads that read KV heads `own`."""
+        end = min(begin + _QUERIES, num_tokens)
+        seen = max(0, first + begin + 1 - window) if window else 0
+        theirs = torch.arange(seen, first + end)
+        at = torch.arange(first + begin, first + end)[:, None]
+        mask = theirs <= at
+        if window:
+            mask &= theirs > at - window
+        span = slice(seen - first_page * size, first + end - first_page * size)
+        of_group = slice(own.start * group, own.stop * group)
+        # Heads that read the same keys are like more queries of one head.
+        asked = queries[of_group, begin:end].reshape(own.stop - own.start, -1, shape.head_dim)
+        found = _attention(shape, asked, keys[own, span], values[own, span], mask.repeat(group, 1))
+        by_head = found.view(-1, end - begin, shape.head_dim)
+        attended[begin:end, of_group] = by_head.transpose(0, 1)
+
+    # The last queries read most keys: they are begun first, each by whichever thread is free.
+    at_once = max(1, shape.num_kv_heads // _PARTS)
+    starts = range(0, shape.num_kv_heads, at_once)
+    owns = [slice(start, min(start + at_once, shape.num_kv_heads)) for start in starts]
+    parts = [(begin, own) for begin in reversed(range(0, num_tokens, _QUERIES)) for own in owns]
+    left = iter(parts)
+
+    def attend(thread: int) -> None:
+        for begin, own in left:
+            part(begin, own)
+
+    products.then(attend)
+    return attended.view(num_tokens, -1)
+
+
+def _attention(
+    shape: AttentionShape,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """queries (G, T, hd), keys and values (G, P, hd), mask (T, P): (G, T, hd)."""
+    scale, cap = float(shape.scale), float(shape.softcap)
+    if not cap:
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=mask, scale=scale
+        )
+        return whole[0]
+    scores = cap * torch.tanh(queries @ keys.transpose(1, 2) * scale / cap)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return shares @ values
+
+
+def dense_attention(
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> None:
+    """Answer an ATTENTION request whose tokens are consecutive positions of one sequence.
+
+    Errors:  ValueError for tokens of several sequences
+    """
+    layer = int(wires.requests[service, LAYER])
+    num_tokens = int(wires.requests[service, NUM_TOKENS])
+    if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
+        raise ValueError("prefill takes consecutive positions of one sequence")
+
+    rows = _Rows(products, shape, arrays)
+    products.begin_layer()
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return rows.norm(x, arrays.norm_weight[layer], arrays.norm_bias[layer])
+
+    def add_attention(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        num_rows = sum(map(len, arrays.qkv.parts(layer)))
+        qkv = torch.from_numpy(products.scratch((num_tokens, num_rows)))
+        products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
+        heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
+        out = torch.from_numpy(products.scratch((num_tokens, len(arrays.out[layer]))))
+        products.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
+        out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
+        return rows.add(residual, out)
+
+    with products.at_once():
+        mixed, ffn_input = mixed_and_ffn_input(
+            shape.order,
+            rows.layer_input(layer, wires.hidden[:num_tokens]),
+            norm=norm,
+            ffn_norm=lambda x: rows.ffn_norm(layer, x),
+            add_attention=add_attention,
+        )
+
+        def answer(first: int, last: int) -> None:
+            wires.mixed[first:last] = mixed[first:last].numpy()
+            wires.ffn_input[first:last] = ffn_input[first:last].numpy()
+
+        products.then_rows(num_tokens, answer)
+
+
+def dense_head(
+    products: MatrixProducts,
+    service: int,
+    wires: Wires,
+    shape: AttentionShape,
+    arrays: AttentionArrays,
+) -> None:
+    """Answer a HEAD request for many tokens."""
+    begin = int(wires.requests[service, FIRST_LOGIT])
+    end = int(wires.requests[service, NUM_TOKENS])
+    num_layers = arrays.norm_weight.shape[0]
+    logits, cap = torch.from_numpy(wires.logits[: end - begin]), float(shape.logit_softcap)
+    rows = _Rows(products, shape, arrays)
+    products.begin_layer()
+    with products.at_once():
+        x = rows.layer_input(num_layers, wires.hidden[begin:end])
+        x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)
+        if arrays.project_out.shape[0]:
+            x = products.linear(x, arrays.project_out, _NO_BIAS)
+        products.linear(x, arrays.head, _NO_BIAS, logits)
+    if cap:
+        logits.copy_(cap * torch.tanh(logits / cap))

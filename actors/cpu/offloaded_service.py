@@ -1,0 +1,120 @@
+"""The CPU service of a model larger than memory: its neurons are read when they are wanted."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.cpu.neuron_store import NeuronStore
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.offloaded_neurons import StoredShare
+from hotcold.actors.telemetry.snapshot import bucket_of
+from hotcold.model.bundles.bundle_file import read_bundle_file
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.mapped_file import forget_pages
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.ffn import load_ffn_biases
+from hotcold.numba_kernels.decode.activations import Activation, activation
+from hotcold.numba_kernels.serve.layer_ffn import FfnArrays
+from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
+from hotcold.numba_kernels.storage.serve_offloaded import serve_stored_ffn
+from hotcold.predictors.predictor_file import read_predictors
+from hotcold.predictors.read_ahead import shard_predictors
+
+
+class StoredCpuService(CpuService):
+    """`CpuService` over a `NeuronStore`."""
+
+    loop = staticmethod(serve_stored_ffn)
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        num_threads: int,
+        store: NeuronStore,
+        function: Activation,
+        buckets: np.ndarray | None = None,
+    ) -> None:
+        """See `load_stored_service`."""
+        super().__init__(name, index, num_threads, store.arrays, function, buckets)
+        self.store, self.loop_arrays = store, store.stored
+
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; predictors' bits may be in the arena."""
+        super().prepare(layout)
+        self.store.use_bits(self.wires.predictor_bits)
+        self.loop_arrays = self.store.stored
+
+    def answer_in_python(self) -> None:
+        """As `CpuService`; the next layer is read while attention goes over the prompt."""
+        super().answer_in_python()
+        layer, following = self.wires.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        if following not in (0, layer + 1):
+            self.store.ask_for_layer(following - 1)
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
+        """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
+
+        Up and down rows may still be on their way: see `await_rest`.
+        """
+
+        def together(phase: Callable[[int], None]) -> None:
+            with (products := self._products.get()).at_once():
+                products.then(phase)
+
+        return self.store.layer_arrays(layer, together), 0
+
+    def await_rest(self) -> None:
+        """See `CpuService.await_rest`."""
+        self.store.await_rest()
+
+    def explain(self, service: int) -> str:
+        """What became of a read, if the last one failed; else as `Service.explain`."""
+        return self.store.failure() or super().explain(service)
+
+    def release(self) -> None:
+        """End the reading threads too."""
+        super().release()
+        self.store.close()
+
+
+def load_stored_service(
+    path: Path,
+    config: ModelConfig,
+    index: int,
+    num_threads: int,
+    neuron_ids: Sequence[np.ndarray],
+    include_down_bias: bool,
+    on_bytes: Callable[[int], None],
+    bundles: Path,
+    share: StoredShare,
+    weight_dtype: str = "",
+    predictors: Path | None = None,
+    has_down_norms: bool = False,
+    among: np.ndarray | None = None,
+) -> StoredCpuService:
+    """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
+
+    By the file `predictors` the next layer's neurons are read ahead; with `among`, as of
+    `shard_predictors`, by the bits of it that the driver lays into the arena.
+    Errors:  CheckpointError, UsageError; ArtifactError where the file is not this model's;
+             ServiceError where it cannot be read
+    """
+    checkpoint = Checkpoint(path, keeps_pages=False)
+    geometry = BundleGeometry.of(stored_config(checkpoint, config, weight_dtype))
+    file = read_bundle_file(bundles, geometry, ModelIdentity.of(path))
+    forget_pages(bundles)
+    weights = load_ffn_biases(checkpoint, config, neuron_ids, include_down_bias)
+    ahead = None
+    if predictors is not None:
+        found = read_predictors(predictors, ModelIdentity.of(path), config, keeps_pages=False)
+        ahead = shard_predictors(found, neuron_ids, among)
+    store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
+    buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
+    function = activation(config.activation_fn, config.activation_threshold)
+    return StoredCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)

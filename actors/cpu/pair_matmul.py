@@ -1,0 +1,139 @@
+"""Products of 16-bit weights with many tokens' vectors, by this project's kernels."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.actors.cpu.thread_team import Then
+from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
+from hotcold.numba_kernels.ir.target import LANES
+from hotcold.numba_kernels.prompt import bfloat16_matmul, int16_matmul
+from hotcold.numba_kernels.prompt.bfloat16_matmul import (
+    combine_kernel,
+    linear_kernel,
+    num_groups,
+    pack_tokens_kernel,
+)
+from hotcold.numba_kernels.prompt.int16_matmul import (
+    linear_words_kernel,
+    num_column_groups,
+    pack_words_kernel,
+)
+
+
+class Words(NamedTuple):
+    """Tokens in pairs of int16, and the scales of their groups of columns."""
+
+    tokens: np.ndarray
+    scales: np.ndarray
+
+
+class _Space:
+    """An array that is kept from call to call, as it takes long to get."""
+
+    def __init__(self, dtype: type) -> None:
+        self._items = aligned_empty((0,), dtype)
+
+    def shaped(self, *shape: int) -> np.ndarray:
+        """An array of that shape; what was got before is in the same place."""
+        count = int(np.prod(shape))
+        if self._items.size < count:
+            self._items = aligned_empty((count,), self._items.dtype)
+        return self._items[:count].reshape(shape)
+
+
+class PairProducts:
+    """Products of bfloat16.
+
+    Each thread has rows of `linear`, or columns of `combine`, and a buffer of its own.
+    """
+
+    def __init__(self, num_threads: int, then: Then) -> None:
+        """`then` has a function called with every thread's number, after those before."""
+        self._num_threads, self._then = num_threads, then
+        self._buffers = _buffers(bfloat16_matmul.BUFFER_PAIRS, num_threads)
+        self._tokens, self._sums = _Space(np.int32), _Space(np.float32)
+
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """x (T, d) float32 in pairs, LANES tokens side by side, in space that is kept."""
+        groups = num_groups(x.shape[0])
+        tokens = self._tokens.shaped(groups, -(-x.shape[1] // 2), LANES)
+
+        def pack(thread: int) -> None:
+            part = split_range(groups, thread, self._num_threads, 1)
+            pack_tokens_kernel(x, tokens, self._buffers[thread], *part)
+
+        self._then(pack)
+        return tokens
+
+    def linear(self, operand: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T.
+
+        Shapes:  operand of x (T, d), weights (N, d), out (T, N)
+        Dtypes:  out float32; weights uint16 (float16 bits) or int16 (bfloat16 bits)
+        """
+        self._multiply(linear_kernel, operand, weights, out)
+
+    def combine(self, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        """out = h @ rows.
+
+        Shapes:  h (T, N), rows (N, d), out (T, d)
+        Dtypes:  h float32, the others as in `linear`
+        """
+        self._multiply(combine_kernel, self.operand(h, rows), rows, out)
+
+    def _multiply(
+        self, kernel: Callable[..., None], tokens: np.ndarray, weights: np.ndarray, out: np.ndarray
+    ) -> None:
+        groups = tokens.shape[0]
+        sums = self._sums.shaped(self._num_threads, bfloat16_matmul.MOST_SUMS, groups, LANES)
+
+        def multiply(thread: int) -> None:
+            part = split_range(out.shape[1], thread, self._num_threads, LANES)
+            kernel(weights, tokens, self._buffers[thread], sums[thread], out, *part)
+
+        self._then(multiply)
+
+
+class WordProducts:
+    """Products of int16 with scales; each thread has rows, and a buffer of its own."""
+
+    def __init__(self, num_threads: int, then: Then) -> None:
+        """See `PairProducts`."""
+        self._num_threads, self._then = num_threads, then
+        self._buffers = _buffers(int16_matmul.BUFFER_PAIRS, num_threads)
+        self._tokens, self._scales, self._sums = (
+            _Space(dtype) for dtype in (np.int32, np.float32, np.float32)
+        )
+
+    def operand(self, x: np.ndarray, weights: np.ndarray) -> Words:
+        """x (T, d) float32 in pairs with scales, LANES tokens side by side, in space kept."""
+        groups, parts = num_groups(x.shape[0]), num_column_groups(x.shape[1])
+        tokens = self._tokens.shaped(groups, parts * GROUP_PAIRS, LANES)
+        scales = self._scales.shaped(groups, parts, LANES)
+
+        def pack(thread: int) -> None:
+            part = split_range(groups, thread, self._num_threads, 1)
+            pack_words_kernel(x, tokens, scales, self._buffers[thread], *part)
+
+        self._then(pack)
+        return Words(tokens, scales)
+
+    def linear(self, operand: Words, weights: np.ndarray, out: np.ndarray) -> None:
+        """out = x @ weights.T; see `PairProducts.linear`."""
+        groups = operand.tokens.shape[0]
+        sums = self._sums.shaped(self._num_threads, int16_matmul.MOST_SUMS, groups, LANES)
+
+        def multiply(thread: int) -> None:
+            part = split_range(weights.shape[0], thread, self._num_threads, LANES)
+            buffer = self._buffers[thread]
+            linear_words_kernel(weights, *operand, buffer, sums[thread], out, *part)
+
+        self._then(multiply)
+
+
+def _buffers(num_pairs: int, num_threads: int) -> list[np.ndarray]:
+    return [aligned_empty((num_pairs,), np.int32) for _ in range(num_threads)]

@@ -1,0 +1,113 @@
+"""From a request's text, messages or ids to checked token ids."""
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import PromptError, PromptTooLongError, require_something
+from hotcold.model.text.long_texts import LongTexts
+from hotcold.model.text.tokenizer import Tokenizer
+
+_MAX_CHARS_A_TOKEN = 1000
+_LONG = 1 << 18  # characters, which take a fifth of a second
+
+
+class Prompts:
+    """A model's prompts; needs no weights, so a command can refuse a bad prompt before loading."""
+
+    def __init__(self, path: Path, config: ModelConfig, context_length: int) -> None:
+        """Tokenizer and chat template come from the model's directory `path`."""
+        self.tokenizer = Tokenizer.from_model(path)
+        self.config = config
+        self.context_length = context_length
+        self._long_texts = LongTexts(path)
+
+    @functools.cached_property
+    def opening_id(self) -> int | None:
+        """The model's bos where its texts open with it: as its tokenizer does, if there is one."""
+        bos = self.config.bos_token_id
+        if self.tokenizer is None or self.tokenizer.encode("a")[:1] == [bos]:
+            return bos
+        return None
+
+    def checked(
+        self, request: GenerateRequest, unwanted: threading.Event | None = None
+    ) -> GenerateRequest:
+        """The same request with `ids` in place of its text. Errors: PromptError."""
+        return replace(
+            request,
+            prompt=None,
+            messages=None,
+            tools=None,
+            template_variables=None,
+            prompt_ids=self.ids(request, unwanted),
+        )
+
+    def ids(self, request: GenerateRequest, unwanted: threading.Event | None = None) -> list[int]:
+        """The request's token ids, all in the vocabulary, no more than the context holds.
+
+        Of a prompt that is to be answered there are fewer. Nobody waits for them once `unwanted` is
+        set.
+        Errors:  PromptError
+        """
+        ids = self._encode(request, unwanted)
+        if request.sampling.stop and self.tokenizer is None:
+            raise PromptError("this model has no tokenizer, so no text; leave out --stop")
+        require_something(ids)
+        self.require_in_vocabulary(ids)
+        self.require_in_vocabulary(request.sampling.stop_token_ids)
+        self.require_in_vocabulary([token_id for token_id, _ in request.sampling.logit_bias])
+        if len(ids) + (not request.wants_embedding) > self.context_length:
+            room = "" if request.wants_embedding else " with the answer"
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length}{room}"
+                f"; shorten it or give a larger --context (this model allows "
+                f"{self.config.max_positions})"
+            )
+        return ids
+
+    def require_in_vocabulary(self, ids: Sequence[int]) -> None:
+        """Raise PromptError where one of `ids` is no token of the model."""
+        last = self.config.vocab_size - 1
+        for token_id in ids:
+            if not 0 <= token_id <= last:
+                raise PromptError(f"token id {token_id} is not in the vocabulary 0..{last}")
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        unwanted: threading.Event | None = None,
+    ) -> list[int]:
+        """As the model's tokenizer does, of which a long text keeps no thread. Errors: PromptError.
+
+        Nobody waits for the ids once `unwanted` is set.
+        """
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer, so no text")
+        if len(text) > _LONG:
+            return self._long_texts.encode(text, add_special_tokens, unwanted)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _encode(self, request: GenerateRequest, unwanted: threading.Event | None) -> list[int]:
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer; give token ids (--prompt-ids)")
+        if request.messages is not None:
+            text = self.tokenizer.render_chat(
+                request.messages, tools=request.tools, variables=request.template_variables
+            )
+        else:
+            text = request.prompt or ""
+        if len(text) > self.context_length * _MAX_CHARS_A_TOKEN:  # would take minutes to encode
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, far more than the context of "
+                f"{self.context_length} tokens holds; shorten it"
+            )
+        # A chat template writes the special tokens itself.
+        return self.encode(text, request.messages is None, unwanted) if text else []

@@ -1,1 +1,0 @@
-"""What a request has of text: prompts, stop strings, grammars, logprobs of tokens."""

@@ -1,1 +1,0 @@
-"""What a system takes of memory, and which of its neurons stay there."""

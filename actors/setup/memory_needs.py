@@ -1,0 +1,104 @@
+"""What a system takes of memory, on a host and on a GPU, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
+from hotcold.actors.setup.gpu_share import beside_gpu, beside_share, expected_share
+from hotcold.actors.setup.shards import arena_layout, num_kv_pages
+from hotcold.actors.setup.storage_shares import bytes_in_memory, stored_bytes
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
+
+KV_ITEM_BYTES = {"float16": 2, "float32": 4}  # of the KV cache, by --kv-dtype
+# More than counted of each process, as measured after long prompts: of a service, and of Ray's own
+# processes and the command's together.
+_SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
+CUDA_BYTES = 512 << 20  # of CUDA, CuPy and cuBLAS in the host's memory; not measured
+
+
+def system_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """What the system will take of memory; of several hosts that of the driver's, the most."""
+    if system.storage is not None:
+        share = expected_gpu(system, config)
+        need = beside_share(_whole_need(system, config), share, config)
+        need = replace(
+            need,
+            ffn_bytes=stored_bytes(share, config, system.storage),
+            process_bytes=need.process_bytes + more_process_bytes(share, config),
+        )
+        return _of_one_host(need, system)
+    need = _whole_need(system, config)
+    if system.device == "cuda":
+        need = beside_gpu(need, system.gpu_memory_bytes)
+    return _of_one_host(need, system)
+
+
+def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Bytes of weights that its services load: on a GPU, and of stored neurons those in memory."""
+    if system.storage is None:
+        return weight_bytes(config)
+    share = expected_gpu(system, config)
+    kept = bytes_in_memory(config, system.storage)
+    return weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
+
+
+def memory_beside_gpu(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """The same with all cold neurons in memory, and as much on a GPU as surely fits there."""
+    need = beside_share(_whole_need(system, config), expected_gpu(system, config), config)
+    return _of_one_host(need, system)
+
+
+def expected_gpu(system: SystemConfig, config: ModelConfig) -> SystemConfig:
+    """The system with what its GPU holds, or surely will, where neurons are on storage."""
+    return expected_share(_whole_need(system, config), system, config)
+
+
+def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """What the driver's host's processes take at most, beside what `MemoryNeed` counts.
+
+    `system` says what a GPU holds. Its service holds a part of that while it loads: a layer's
+    attention, a layer's neurons, or the head.
+    """
+    num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
+    num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
+    if system.device == "cuda":
+        num_neurons = min(config.ffn_size, max(0, system.num_hot_neurons))
+        layer = -(-attention_bytes(config) // config.num_layers)
+        parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
+        num_bytes += CUDA_BYTES + max(parts)
+    return num_bytes
+
+
+def _of_one_host(need: MemoryNeed, system: SystemConfig) -> MemoryNeed:
+    """Services on other hosts look at their own memory (`actors/setup/host_files.py`)."""
+    return replace(need, ffn_bytes=-(-need.ffn_bytes // max(1, len(system.hosts))))
+
+
+def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
+    """What the driver's host takes, and its GPU, with all hosts' neurons there."""
+    num_hosts = max(1, len(system.hosts))  # which share the CPU services equally
+    num_processes = 2 + system.num_cpu_actors // num_hosts  # driver, GPU service, CPU services
+    # Exchanging by calls, every process has an arena of its own.
+    num_arenas = 1 if system.exchange == "arena" else num_processes
+    return memory_need(
+        config,
+        num_kv_pages(system) * PAGE_POSITIONS,
+        KV_ITEM_BYTES[system.kv_dtype],
+        num_processes,
+        num_arenas * arena_layout(system, config).num_bytes,
+        _predictor_bytes(system),
+    )
+
+
+def _predictor_bytes(system: SystemConfig) -> int:
+    """What the driver has of predictors for itself, beside those of their bits in the arena."""
+    if not system.predictors_path:
+        return 0
+    words = system.storage.predictor_words if system.storage is not None else 0
+    return Path(system.predictors_path).stat().st_size - words * WORD_BYTES

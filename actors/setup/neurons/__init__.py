@@ -1,1 +1,0 @@
-"""Which service holds which neurons: by a plan, by a profile, by dealing them in turn."""

@@ -1,0 +1,214 @@
+"""What each service of a system is to load: its neurons, its threads, its share of memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.protocol.messages import (
+    THRESHOLD,
+    CacheSpec,
+    GpuShare,
+    ServiceSpec,
+    SystemConfig,
+)
+from hotcold.actors.protocol.neuron_bundles import bundle_bytes
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.assignment import cold_shards, runs_of_layers
+from hotcold.actors.setup.hot_neurons import Layers, cold_neurons, hot_neurons, system_plan
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.limits import cpu_quota
+from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.down_outputs import has_down_outputs, num_units
+from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
+from hotcold.placement.machine.pinning import HostShare, not_pinned_because
+from hotcold.placement.machine.survey import usable_cores
+from hotcold.placement.machine.sysfs import read_numa_nodes
+
+# Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
+# it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
+_LEAST_LOGITS = 8
+
+
+def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
+    """The GPU service and the CPU services of a system, with the neurons of its plan if it has one.
+
+    For a system that starts: what runs may have been started by other files than lie there now.
+    Errors:  ArtifactError
+    """
+    threads = service_threads(system)
+    plan = system_plan(system, config)
+    hot = hot_neurons(system, config, plan)
+    if system.down_by_outputs:
+        cold = runs_of_layers(threads, config)
+    else:
+        cold = cold_shards(threads, *cold_neurons(system, config, plan, hot))
+    identity = ModelIdentity.of(system.model_path)
+    gpu = ServiceSpec(
+        "gpu",
+        0,
+        system.num_threads,
+        system.model_path,
+        cache=CacheSpec(num_kv_pages(system), system.context_length, system.kv_dtype),
+        neuron_ids=hot,
+        weight_dtype=system.weight_dtype,
+        has_down_norms=system.has_down_norms,
+        model_digest=identity.content if system.hosts else identity.state,
+        has_own_files=bool(system.hosts),
+        share=host_share(system, threads, None),
+        gpu=_gpu_share(system, config),
+        storage=system.storage,
+    )
+    return [gpu, *_cpu_specs(system, gpu, threads, cold)]
+
+
+def changed_specs(system: SystemConfig, config: ModelConfig, gpu: ServiceSpec) -> list[ServiceSpec]:
+    """What the services of a running `system` are with another number of CPU services.
+
+    The GPU service `gpu` keeps its neurons; all others are dealt to the new CPU services in turn.
+    """
+    threads = service_threads(system)
+    if system.down_by_outputs:
+        shards = runs_of_layers(threads, config)
+    else:
+        shards = cold_shards(threads, None, cold_neurons(system, config, None, gpu.neuron_ids)[1])
+    gpu = replace(gpu, share=host_share(system, threads, None))
+    if gpu.gpu is not None:
+        gpu = replace(gpu, gpu=replace(gpu.gpu, layout=arena_layout(system, config)))
+    return [gpu, *_cpu_specs(system, gpu, threads, shards)]
+
+
+def _cpu_specs(
+    system: SystemConfig, gpu: ServiceSpec, threads: Sequence[int], shards: Sequence[Layers]
+) -> list[ServiceSpec]:
+    """The CPU services beside `gpu`: service i has threads[i] threads and the neurons shards[i]."""
+    return [
+        ServiceSpec(
+            f"cpu{i}",
+            i + 1,
+            threads[i],
+            system.model_path,
+            weight_dtype=gpu.weight_dtype,
+            has_down_norms=gpu.has_down_norms,
+            down_by_outputs=system.down_by_outputs,
+            neuron_ids=shard,
+            model_digest=gpu.model_digest,
+            has_own_files=gpu.has_own_files,
+            share=host_share(system, threads, i),
+            storage=_storage_share(system, shard, shards)
+            if any(ids.size for ids in shard)
+            else None,
+            among=_among(system, shards, i),
+        )
+        for i, shard in enumerate(shards)
+    ]
+
+
+def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """`config` with the formats in which the system's services hold matrices.
+
+    Errors:  CheckpointError, UsageError
+    """
+    by_layer, by_outputs = system.device != "cuda", system.down_by_outputs
+    return stored_config(checkpoint, config, system.weight_dtype, by_layer, by_outputs)
+
+
+def can_keep_outputs(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether down projections can stay as the file has them, a row for each output.
+
+    They can where no neuron is chosen before its gate is computed, by services that hold runs of
+    neurons. With thresholds whole rows of few bits are read as fast as chosen ones of 8.
+    Errors:  CheckpointError
+    """
+    return (
+        system.mode in ("dense", THRESHOLD)
+        and system.device == "cpu"
+        and not system.weight_dtype
+        and system.num_cpu_actors <= num_units(config)
+        and has_down_outputs(checkpoint, config)
+    )
+
+
+def _storage_share(
+    system: SystemConfig, shard: Layers, shards: Sequence[Layers]
+) -> NeuronStorage | None:
+    """One CPU service's, which has as large a share of what stays as of the neurons."""
+    storage = system.storage
+    if storage is None:
+        return None
+    own, total = (sum(ids.size for ids in layers) for layers in (shard, chain(*shards)))
+    return replace(
+        storage,
+        num_gates=storage.num_gates * own // max(1, total),
+        num_rests=storage.num_rests * own // max(1, total),
+    )
+
+
+def _among(system: SystemConfig, shards: Sequence[Layers], service: int) -> np.ndarray | None:
+    """Of each layer, how many neurons the services before one hold, and all: (L, 2) int64."""
+    if system.storage is None or not system.storage.predictor_words:
+        return None
+    sizes = np.array([[ids.size for ids in shard] for shard in shards], np.int64)
+    return np.stack([sizes[:service].sum(axis=0), sizes.sum(axis=0)], axis=1)
+
+
+def _gpu_share(system: SystemConfig, config: ModelConfig) -> GpuShare | None:
+    if system.device == "cpu":
+        return None
+    return GpuShare(
+        system.gpu_memory_bytes,
+        system.num_host_layers,
+        not system.head_on_host,
+        arena_layout(system, config),
+    )
+
+
+def service_threads(system: SystemConfig) -> tuple[int, ...]:
+    """Threads of each CPU service: in proportion to its cores, where those are this host's nodes'.
+
+    Services are dealt to hosts in turn, and all hosts are taken to be like this one.
+    """
+    num_hosts = max(1, len(system.hosts))
+    num_services = system.num_cpu_actors // num_hosts
+    root = Path(system.numa_root)
+    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, system.num_threads))
+    if not_pinned_because(system.pin, nodes, cpu_quota(root)):
+        nodes = ()
+    threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
+    return tuple(count for count in threads for _ in range(num_hosts))
+
+
+def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
+    """What CPU service `service` is to its host; None: the GPU service."""
+    num_hosts = max(1, len(system.hosts))
+    index = None if service is None else service // num_hosts
+    return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)
+
+
+def num_kv_pages(system: SystemConfig) -> int:
+    """Pages of the KV cache."""
+    return num_pages_of(max(system.kv_positions, system.context_length))
+
+
+def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
+    """The wires that this system needs."""
+    return ArenaLayout(
+        num_services=1 + system.num_cpu_actors,
+        max_tokens=max(system.max_batch, min(system.prefill_chunk, system.context_length)),
+        width=config.hidden_size,
+        max_neurons=config.ffn_size,
+        vocab_size=config.vocab_size,
+        max_logits=max(system.max_batch, _LEAST_LOGITS),
+        num_slots=system.max_batch,
+        pages_a_slot=num_pages_of(system.context_length),
+        num_layers=config.num_layers,
+        products=system.products,
+        predictor_words=system.storage.predictor_words if system.storage is not None else 0,
+        bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
+    )

@@ -1,0 +1,169 @@
+"""Which neurons of a model larger than memory stay on storage, and what that takes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import (
+    ALONE,
+    BUNDLES,
+    CACHE,
+    PIPELINE,
+    NeuronStorage,
+    StoredShare,
+)
+from hotcold.actors.setup.memory_needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
+from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.actors.setup.storage_shares import divided, kept_parts, reads_whole, stored_bytes
+from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
+from hotcold.model.bundles.direct import PAGE_BYTES
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.bundles.pack import OnBytes, write_bundles
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.placement.memory import MemoryNeed
+from hotcold.placement.profile import ActivationProfile
+
+_GIB = 1 << 30
+
+
+def fit_storage(
+    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+) -> NeuronStorage | None:
+    """How much of the FFN can stay in memory where all of `need` has not `free_bytes`.
+
+    `need` and `free_bytes` are of the driver's host, which has most to hold; every host has an
+    equal part of the FFN. `system` says what a GPU holds. None where neurons cannot be stored: with
+    a GPU and several hosts, and where it would take no less memory.
+    Errors:  MemoryBudgetError naming the least that would do
+    """
+    if system.device == "cuda" and system.hosts:
+        return None
+    if _least(need, system, config)[1] >= need.total_bytes:
+        return None
+    return storage_within(path, need, system, config, free_bytes)
+
+
+def storage_within(
+    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+) -> NeuronStorage:
+    """As `fit_storage`, even where all would fit. Errors: as there."""
+    least, least_bytes = _least(need, system, config)
+    num_hosts = max(1, len(system.hosts))
+    if least_bytes > free_bytes:
+        each = " on each host" if system.hosts else ""
+        raise MemoryBudgetError(
+            f"this model needs {need.total_bytes / _GIB:.2f} GiB of memory{each}, or at least "
+            f"{least_bytes / _GIB:.2f} GiB ({least_bytes} bytes) with its neurons on storage, and "
+            f"{free_bytes / _GIB:.2f} GiB are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
+        )
+    return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
+
+
+def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
+    """How much of the FFN stays in memory, now that it is known what the GPU of `system` holds.
+
+    As before where nothing was promised. Errors: MemoryBudgetError naming the least that would do
+    """
+    storage = system.storage
+    if storage is None or not storage.memory_bytes:
+        return storage
+    need = memory_beside_gpu(system, config)
+    if system.device == "cpu":  # the GPU was tried, and what that took stays with its service
+        need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
+    path, free = Path(system.model_path), storage.memory_bytes
+    found = storage_within(path, need, system, config, free)
+    return replace(found, memory_bytes=free, without=storage.without)
+
+
+def _least(
+    need: MemoryNeed, system: SystemConfig, config: ModelConfig
+) -> tuple[NeuronStorage, int]:
+    """As many slots as a layer has neurons, and what the driver's host then takes of memory.
+
+    Of a layer a GPU may turn out to hold few neurons.
+    """
+    geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
+    file = bundle_path(system.model_path, geometry)  # absolute: other hosts have it there too
+    least = NeuronStorage(str(file), geometry.num_neurons, geometry.num_neurons)
+    rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
+    return least, rest + -(-stored_bytes(system, config, least) // num_hosts)
+
+
+def _rounded_up(num_bytes: int) -> str:
+    return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}GiB"
+
+
+def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
+    """What a CPU service keeps in memory; `config` has the dtypes that matrices are loaded in.
+
+    Errors:  ArtifactError
+    """
+    storage, shards = spec.storage, spec.neuron_ids or []
+    if storage is None:
+        raise ValueError(f"{spec.name} has no neurons on storage")
+    geometry = BundleGeometry.of(config)
+    most = max(ids.size for ids in shards)
+    num_gates, num_rests = max(most, storage.num_gates), max(most, storage.num_rests)
+    path = Path(spec.model_path)
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    rates = np.empty(0, np.float32)
+    if profile is not None:
+        parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
+        rates = np.concatenate(parts).astype(np.float32)
+    is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_rests))
+    share = StoredShare(num_gates, num_rests, rates, is_whole)
+    return _left_out(share, storage, geometry, most)
+
+
+def _left_out(
+    share: StoredShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
+) -> StoredShare:
+    """The share of a benchmark that leaves out parts of how neurons are read."""
+    if CACHE in storage.without:
+        unknown = np.empty(0, np.float32)
+        share = replace(share, num_gates=most, num_rests=most, rates=unknown, forgets=True)
+    if BUNDLES in storage.without:
+        # Each row by a read of its own, wherever it lies.
+        piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES
+        share = replace(share, piece_bytes=piece_bytes, most_gap=ALONE)
+    return replace(share, waits_first=PIPELINE in storage.without)
+
+
+def pack_model(
+    path: Path,
+    config: ModelConfig,
+    weight_dtype: str = "",
+    on_bytes: OnBytes = lambda written, total: None,
+    takes_others: bool = False,
+) -> Path:
+    """Write the model's bundle file: neurons that fire often first, where a profile tells.
+
+    As `write_bundles`, with the dtypes of `config` and the profile that lies beside the model.
+    """
+    profile = own_profile(path, ModelIdentity.of(path), config)
+    order, name = _file_order(config, profile)
+    return write_bundles(path, config, order, name, weight_dtype, on_bytes, takes_others)
+
+
+def _file_order(config: ModelConfig, profile: ActivationProfile | None) -> tuple[np.ndarray, str]:
+    shape = config.num_layers, config.ffn_size
+    if profile is None:
+        return np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), "checkpoint"
+    order = np.argsort(-profile.counts, axis=1, kind="stable")
+    return order.astype(np.int32), profile.digest
+
+
+def has_bundles(path: Path, config: ModelConfig) -> bool:
+    """Whether the bundle file is there. Errors: ArtifactError where it is not this model's."""
+    geometry = BundleGeometry.of(config)
+    file = bundle_path(path, geometry)
+    if not file.exists():
+        return False
+    read_bundle_file(file, geometry, ModelIdentity.of(path))
+    return True

@@ -1,0 +1,145 @@
+"""Train the embedded demo model on the docstrings of the Python that runs this.
+
+    python -m examples.train_demo                          train, write demo/ and its report
+    python -m examples.train_demo --evaluate demo          recompute the report of demo/
+    ray job submit --working-dir . -- python -m examples.train_demo --out /data/demo
+
+Needs transformers and tokenizers. Stop it at any time: given the same --checkpoint it continues.
+"""
+
+import platform
+import random
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TextColumn, TimeElapsedColumn
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from examples.train_demo.corpus import held_out_text, questions, running_text, stdlib_entries
+from examples.train_demo.report import write_report
+from examples.train_demo.rows import RowSource, train_tokenizer
+from examples.train_demo.training import Progress, Trainer, TrainingConfig, model_config
+from hotcold.model.limits import num_cpus
+
+VOCAB_SIZE, CONTEXT = 4096, 512
+PLAIN_LINE_STEPS = 20
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
+@click.option("--minutes", default=20.0, show_default=True, help="Computing time to train for.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--threads", default=num_cpus(), show_default="all")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Default: OUT/training.pt")
+@click.option("--evaluate", type=click.Path(path_type=Path, exists=True), help="Only the report.")
+def main(
+    out: Path,
+    minutes: float,
+    device: str,
+    threads: int,
+    seed: int,
+    checkpoint: Path | None,
+    evaluate: Path | None,
+) -> None:
+    """Train the demo model within a budget of computing time, or recompute a model's report."""
+    if minutes <= 0:
+        raise click.BadParameter("must be more than 0", param_hint="--minutes")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("no CUDA device here; use --device cpu", param_hint="--device")
+    torch.set_num_threads(threads)
+    if evaluate is not None:
+        write_report(evaluate, None)
+        return
+    train(TrainingConfig(minutes=minutes, device=device, seed=seed), out, checkpoint)
+
+
+def train(config: TrainingConfig, out: Path, checkpoint: Path | None) -> None:
+    """Train, then write the model, the held-out text and the report to the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = checkpoint or out / "training.pt"
+    entries = stdlib_entries()
+    asked, documents = questions(entries), running_text(entries)
+    spoken = [f"{question.canonical} {question.answer}" for question in asked]
+    tokenizer = train_tokenizer([*documents, *spoken], VOCAB_SIZE, CONTEXT)
+    source = RowSource(tokenizer, asked, documents, random.Random(config.seed))
+    shape = model_config(
+        len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    )
+    trainer = Trainer(config, shape, source)
+    with TrainingDisplay(config) as display:
+        trainer.run(checkpoint, display.show)
+    trainer.save(checkpoint)
+    tokenizer.save_pretrained(out)
+    save_model(trainer.master, out)
+    (out / "heldout.txt").write_text(held_out_text(entries), "utf-8")
+    write_report(out, training_facts(config, trainer.progress))
+    checkpoint.unlink()
+
+
+def save_model(model: LlamaForCausalLM, out: Path) -> None:
+    """Write config.json, generation_config.json (greedy) and model.safetensors in float16."""
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    model.half().save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+
+
+def training_facts(config: TrainingConfig, progress: Progress) -> dict[str, object]:
+    """What the report says about the training itself."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": config.device,
+        "torch_threads": torch.get_num_threads(),
+        "computing_minutes": round(progress.budget_s / 60, 1),
+        "steps": progress.step,
+        "tokens_seen": progress.tokens,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+class TrainingDisplay:
+    """A progress bar on a terminal, a plain line every few steps elsewhere."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.budget_s = config.minutes * 60
+        self.started, self.first_tokens = time.perf_counter(), 0
+        columns = (*Bar.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[f]}"))
+        self.bar = Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self.task = self.bar.add_task("training", total=self.budget_s, f="")
+
+    def __enter__(self) -> "TrainingDisplay":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Show how far the training is."""
+        self.first_tokens = self.first_tokens or progress.tokens
+        seconds = time.perf_counter() - self.started
+        figures = (
+            f"step {progress.step}  loss: chat {progress.chat_loss:.3f}"
+            f" text {progress.text_loss:.3f}  firing {progress.density:.3f}"
+            f"  {(progress.tokens - self.first_tokens) / seconds:,.0f} tokens/s"
+        )
+        self.bar.update(self.task, completed=progress.budget_s, f=figures)
+        if self.bar.disable and progress.step % PLAIN_LINE_STEPS == 0:
+            done = min(progress.budget_s / self.budget_s, 1)
+            print(f"{done:6.1%}  {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A job's system: a running one of that name, or a new one; a private one without a name."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from hotcold.actors.processes.cluster import connect, in_cluster, num_cpus
+from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.system import System
+from hotcold.model.config.weight_formats import CAST_NAMES
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import locate_model, resolved_model
+from hotcold.placement.machine.survey import usable_cores
+
+_LINE_EVERY_S = 5.0
+# Options that a running system cannot change, as the command line spells them.
+_COMPARED = {
+    "mode": "--mode",
+    "num_threads": "--threads",
+    "num_cpu_actors": "--cpu-actors",
+    "context_length": "--context",
+    "max_batch": "--parallel",
+    "kv_positions": "--kv-tokens",
+    "kv_dtype": "--kv-dtype",
+    "exchange": "--exchange",
+    "pin": "--pin",
+    "device": "--device",
+    "hosts": "--hosts",
+}
+
+
+def job_system(
+    model: str | None, given: SystemOptions, name: str | None, keep: bool
+) -> tuple[System, SystemConfig]:
+    """Attach to the system `name`, or start one of `model` with the options `given`.
+
+    A running system is taken as it is where `model` is None. With `keep` a new one outlives this
+    job. In a cluster it is the cluster's, else in a Ray of its own.
+    Errors:  HotcoldError; UsageError where the running system is another than asked for
+    """
+    if keep and not name:
+        raise UsageError("--keep needs a name by which later jobs find it; give --system NAME")
+    if in_cluster():
+        connect()
+    elif keep:
+        raise UsageError("--keep needs a Ray cluster that stays; use `ray job submit`")
+    found = System.attach(name, on_progress=progress_lines()) if name and in_cluster() else None
+    if found is None:
+        config, _ = prepare_system(locate_model(model), _within_cluster(given))
+        found = System.start(config, on_progress=progress_lines(), name=name, detached=keep)
+    running: SystemConfig = found.call("describe")
+    if difference := _difference(running, model, given):
+        raise UsageError(
+            f"the running system {name!r} {difference}; leave that option out, or end the system "
+            f"with `python -m hotcold.jobs.stop --system {name}`"
+        )
+    return found, running
+
+
+def _within_cluster(given: SystemOptions) -> SystemOptions:
+    """Without --threads, as many as a node of the cluster gives."""
+    if given.num_threads is not None or not in_cluster():
+        return given
+    return replace(given, num_threads=min(len(usable_cores()), num_cpus()))
+
+
+def _difference(running: SystemConfig, model: str | None, given: SystemOptions) -> str:
+    """How the running system differs from what was asked for; memory limits count at its start."""
+    if model is not None and str(resolved_model(locate_model(model))) != running.model_path:
+        return f"has the model {running.model_path}"
+    unasked = SystemOptions()
+    for name, option in _COMPARED.items():
+        asked, value = getattr(given, name), getattr(running, name)
+        if (name, asked) == ("mode", AUTO_MODE) and running.auto_mode:
+            continue
+        if asked not in (getattr(unasked, name), value):
+            return f"has {option} {value}, not {asked}"
+    return _dtype_difference(running, given.weight_dtype)
+
+
+def _dtype_difference(running: SystemConfig, asked: str | None) -> str:
+    """As `_difference`; a model that is stored quantized has that --dtype without being told."""
+    if asked in (None, running.weight_dtype):
+        return ""
+    if running.weight_dtype:
+        return f"has --dtype {running.weight_dtype}, not {asked}"
+    stored = read_model(Path(running.model_path)).dtype
+    is_same = CAST_NAMES.get(asked or "", asked) == stored
+    return "" if is_same else f"has the weights as stored ({stored}), not --dtype {asked}"
+
+
+def progress_lines() -> Callable[[LoadProgress], None]:
+    """A reporter of loading for logs: a line for each stage, and one every few seconds."""
+    text, printed = "", 0.0
+    told: set[str] = set()
+
+    def show(progress: LoadProgress) -> None:
+        nonlocal text, printed
+        for note in set(progress.notes) - told:
+            click.echo(note)
+        told.update(progress.notes)
+        done, total = progress.loaded_bytes / 1e6, progress.total_bytes / 1e6
+        is_loading = 0 < done < total
+        new = progress.stage + (f": {done:,.0f} of {total:,.0f} MB" if is_loading else "")
+        same_stage = new.split(":")[0] == text.split(":")[0]
+        if new != text and not (same_stage and time.monotonic() - printed < _LINE_EVERY_S):
+            click.echo(new)
+            text, printed = new, time.monotonic()
+
+    return show

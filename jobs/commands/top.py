@@ -1,0 +1,69 @@
+"""`hotcold top`: a running system, each second anew."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import Any
+
+import click
+
+from hotcold.jobs.kept.client import KeptSystem
+from hotcold.jobs.kept.commands import running_systems
+from hotcold.jobs.support.console import json_option, print_json
+from hotcold.model.errors import UsageError
+
+_COUNT_S = 1.0  # in which services answer and count, for a picture that comes alone
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--once", is_flag=True, help="Print one picture and end, as where nobody watches.")
+@json_option
+def top(name: str | None, once: bool, as_json: bool) -> None:
+    """Watch the running system NAME (see `hotcold ps`); the only one without it. q ends.
+
+    FIRE is the share of a layer's neurons that were computed for a token, of late and on average,
+    GATES that of their gates, HOT that of those on a GPU, which nobody counts. BUSY is a service's
+    share of a step's time.
+    """
+    system = _chosen(name)
+    is_seen = sys.stdout is not None and sys.stdout.isatty()
+    if is_seen and not (once or as_json) and sys.stdin is not None and sys.stdin.isatty():
+        from hotcold.jobs.support.top_watch import watch
+
+        watch(system)
+        return
+    found = system.telemetry()
+    if _is_first(found):
+        time.sleep(_COUNT_S)
+        found = system.telemetry()
+    if not as_json or once:
+        from hotcold.jobs.support.top_picture import drawn, picture
+
+        width = shutil.get_terminal_size().columns
+        click.echo(drawn(picture(system.record.name, found, width), width, is_seen))
+    if as_json:
+        print_json(found)
+
+
+def _is_first(found: dict[str, Any]) -> bool:
+    """Whether nobody has looked before: services have not answered, and count from now on."""
+    is_unknown = any(one["state"] == "alive" and not one["pid"] for one in found["actors"])
+    return is_unknown or (found["running"] and not found["map"]["steps"])
+
+
+def _chosen(name: str | None) -> KeptSystem:
+    """The system of that name. Errors: UsageError."""
+    running = running_systems()
+    chosen = [one for one in running if name is None or one[1].name == name]
+    if len(chosen) == 1:
+        return KeptSystem(*chosen[0])
+    names = ", ".join(record.name for _, record in running)
+    if name is not None:
+        told = f"these do: {names}" if names else "none does"
+        raise UsageError(f"no system named {name!r} is running; {told}")
+    if running:
+        raise UsageError(f"several systems run: {names}; say which")
+    raise UsageError("no system is running; `hotcold serve` or --keep starts one")

@@ -1,1 +1,0 @@
-"""The systems of one `hotcold serve`: what they need, their start, their end."""

@@ -1,0 +1,193 @@
+"""Settings: options given by environment variables or by one TOML file.
+
+A command line wins over the environment, the environment over the file. In the file a shared option
+stands at the top, any option in a table of its command:
+
+    mode = "sign"
+    cpu-memory = "8GiB"
+
+    [serve]
+    port = 8080
+
+    [bench.decode]
+    tokens = 128
+
+HOTCOLD_MODE and HOTCOLD_SERVE_PORT do the same. The file is HOTCOLD_CONFIG, where that is set (and
+none where it is empty), else hotcold/config.toml in the folder that the system has for settings.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from hotcold.jobs.support.shared_option import SHARED_OPTIONS, SharedOption
+from hotcold.model.errors import UsageError, shown
+
+_FILE_VARIABLE = "HOTCOLD_CONFIG"
+_MOST_BYTES = 1 << 20
+
+
+class Setting(NamedTuple):
+    """One option or argument that can be set, and how."""
+
+    param: click.Parameter
+    key: str  # in the file
+    variables: tuple[str, ...]  # the first that is set holds
+    is_shared: bool  # at the top of the file, too
+
+
+def settings_path() -> Path | None:
+    """The settings' file, whether it is there or not; None where there is to be none."""
+    chosen = os.environ.get(_FILE_VARIABLE)
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
+    return Path(click.get_app_dir("hotcold")) / "config.toml"
+
+
+def read_settings() -> dict[str, Any]:
+    """The file's content; empty where there is none.
+
+    Errors:  UsageError where it cannot be read or is no TOML
+    """
+    path = settings_path()
+    try:
+        if path is None or not path.exists():
+            return {}
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise UsageError(f"{path} has over {_MOST_BYTES >> 20} MiB; settings are short")
+        return tomllib.loads(text.decode())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def settings_of(command: click.Command, names: tuple[str, ...]) -> Iterator[Setting]:
+    """What can be set of the command called by `names`, such as ("bench", "decode")."""
+    for param in command.params:
+        own = _setting_name(param)
+        if own is None:
+            continue
+        is_shared = isinstance(param, (SharedOption, click.Argument))
+        spellings = [own] if is_shared else []
+        spellings.append("-".join((*names, own)))
+        variables = [f"HOTCOLD_{text.replace('-', '_').upper()}" for text in reversed(spellings)]
+        yield Setting(param, own, tuple(variables), is_shared)
+
+
+def _setting_name(param: click.Parameter) -> str | None:
+    """The key of what may be set: options but for help and the like, and a MODEL that may miss."""
+    if isinstance(param, click.Argument):
+        return "model" if param.name == "model" and not param.required else None
+    if not isinstance(param, click.Option) or param.is_eager or param.required:
+        return None
+    return max(param.opts, key=len).lstrip("-")
+
+
+def let_settings_decide(
+    command: click.Command, names: tuple[str, ...], content: dict[str, Any]
+) -> dict[str, Any]:
+    """Let the environment set the options of `command`; returns the file's, as a default_map.
+
+    command: also a group whose commands are at hand
+    content: the whole file, `read_settings`
+    Errors:  UsageError for a key that no option has, or a value that no option takes
+    """
+    if isinstance(command, click.Group):
+        return {
+            name: let_settings_decide(below, (*names, name), content)
+            for name, below in command.commands.items()
+        }
+    table = _table(content, names)
+    found: dict[str, Any] = {}
+    known: set[str] = set()
+    for setting in settings_of(command, names):
+        param = setting.param
+        explicit = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
+        param.envvar = [*explicit, *(name for name in setting.variables if name not in explicit)]
+        known.add(setting.key)
+        value = table.get(setting.key)
+        if value is None and setting.is_shared and not isinstance(content.get(setting.key), dict):
+            value = content.get(setting.key)  # a table at the top is the command of that name
+        if value is not None:
+            found[str(param.name)] = _plain(value, setting.key)
+    for key, value in table.items():
+        if key not in known and not isinstance(value, dict):
+            where = f"[{'.'.join(names)}] of {settings_path()}"
+            raise UsageError(f"{where}: {_unknown(key, known)}")
+    return found
+
+
+def check_top(content: dict[str, Any], commands: list[str]) -> None:
+    """Refuse what stands at the top of the file and is neither a shared option nor a command.
+
+    Errors:  UsageError
+    """
+    shared = {"model"}.union(*SHARED_OPTIONS.values())
+    for key, value in content.items():
+        if isinstance(value, dict):
+            if key not in commands:
+                nearest = _nearest(key, commands)
+                raise UsageError(f"{settings_path()}: no command is called {shown(key)}{nearest}")
+        elif key not in shared:
+            raise UsageError(f"{settings_path()}: {_unknown(key, shared)}")
+
+
+def origin_of(error: click.BadParameter) -> str | None:
+    """Where a wrong value came from that was not on the line: a variable's name, or the file."""
+    ctx, param = error.ctx, error.param
+    if ctx is None or param is None or param.name is None:
+        return None
+    match ctx.get_parameter_source(param.name):
+        case ParameterSource.ENVIRONMENT:
+            names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+            return next((name for name in names if os.environ.get(name)), None)
+        case ParameterSource.DEFAULT_MAP:
+            return str(settings_path())
+    return None
+
+
+def _table(content: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The part of the file that is the command's own."""
+    table: Any = content
+    for depth, name in enumerate(names, 1):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            path = ".".join(names[:depth])
+            raise UsageError(f"{settings_path()}: {path} is a command; write [{path}]")
+    return dict(table)
+
+
+def _plain(value: Any, key: str) -> Any:
+    """The value as a command line would have it, so that one conversion serves both."""
+    if isinstance(value, list):
+        return [_plain(item, key) for item in value]
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise UsageError(
+        f"{settings_path()}: {key} is {shown(value)}; options take text, numbers, true or false, "
+        "and lists of these"
+    )
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    return f"no option is called {shown(key)}{_nearest(key, sorted(known))}"
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    nearest = get_close_matches(key, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

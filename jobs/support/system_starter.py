@@ -1,0 +1,163 @@
+"""Starts and ends the systems of a server, all in one private Ray, and has commands find them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import click
+import psutil
+
+from hotcold.actors.exchange.watch import Pulse
+from hotcold.actors.protocol.messages import LoadProgress
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.system import System
+from hotcold.jobs.kept.holder import Holder
+from hotcold.jobs.support.loading import running_system
+from hotcold.jobs.support.served_plans import ModelPlan
+from hotcold.jobs.support.stored_model import require_bundles
+from hotcold.model.errors import HotcoldError, ServiceError, UsageError
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.serving import OwnServer, ServerThread
+
+_PATIENCE_LOOKS = 60  # seconds in which a driver says nothing: requests give up earlier
+_ENDED_S = 10.0
+_CLOSED_S = 20.0
+_RAY = ("raylet", "gcs_server")
+
+
+class SystemStarter:
+    """Of one server; the first system brings Ray, with room for all, and ends with it.
+
+    `lost` and `start_first` are for the main thread, `start` and `end` for any other.
+    """
+
+    def __init__(
+        self, server: ServerThread, url: str, plans: Sequence[ModelPlan], options: SystemOptions
+    ) -> None:
+        """`server` answers at `url`; nothing has started."""
+        self._server = server
+        self._url = url
+        self._plans = {plan.name: plan for plan in plans}
+        self._options = options
+        self._doors: dict[str, tuple[Holder, OwnServer]] = {}  # by name, of what is found
+        self._pulses: dict[Backend, Pulse] = {}
+        self._is_closed = False
+        self._working = threading.Lock()  # one starts or ends at a time
+        self._ray: list[psutil.Process] = []
+
+    def start_first(
+        self, backend: Backend, show: Callable[[LoadProgress], None], stack: ExitStack
+    ) -> System:
+        """Start the first system, with a progress bar; it ends with `stack`, and Ray too.
+
+        `show` is told how far it is. Errors: HotcoldError
+        """
+        plan = self._plans[backend.name]
+        others = [one.system for one in self._plans.values() if one is not plan]
+        found = self._register(plan)
+        stack.callback(self.leave)
+
+        def tell(progress: LoadProgress) -> None:
+            show(progress)
+            found(progress)
+
+        system = stack.enter_context(running_system(plan.system, tell, others))
+        stack.callback(self.leave)  # before the system ends
+        children = psutil.Process().children()
+        self._ray = [process for process in children if process.name() in _RAY]
+        self._answer(backend, system)
+        return system
+
+    def start(self, backend: Backend) -> System:
+        """See `Starter`."""
+        plan = self._plans[backend.name]
+        with self._working, ExitStack() as undo:
+            found = self._register(plan)
+            undo.callback(self._unregister, plan.name)
+
+            def tell(progress: LoadProgress) -> None:
+                self._require_open()
+                found(progress)
+
+            self._require_open()
+            require_bundles(plan.system)
+            system = System.start(plan.system, on_progress=tell)
+            undo.callback(system.end)
+            self._answer(backend, system)
+            undo.pop_all()
+            return system
+
+    def end(self, backend: Backend, system: System) -> None:
+        """See `Starter`."""
+        with self._working:
+            self._pulses.pop(backend, None)
+            self._unregister(backend.name)
+            processes = []
+            with suppress(HotcoldError):
+                for pid in system.call("processes").values():
+                    with suppress(psutil.NoSuchProcess):
+                        processes.append(psutil.Process(pid))
+            system.end()
+            psutil.wait_procs(processes, timeout=_ENDED_S)  # their memory is free then
+
+    def lost(self) -> list[tuple[Backend, ServiceError]]:
+        """The loaded models whose systems have failed since the last look, and how."""
+        found = []
+        for backend, pulse in list(self._pulses.items()):
+            try:
+                pulse.look(_PATIENCE_LOOKS)
+            except ServiceError as problem:
+                if backend.is_loaded:  # else it has just been given up
+                    found.append((backend, problem))
+                    self._pulses.pop(backend, None)
+        return found
+
+    def require_ray(self) -> None:
+        """Raise ServiceError where no system can run or be started any more."""
+        for process in self._ray:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise ServiceError("Ray has ended, so no model can run; start again")
+
+    def leave(self) -> None:
+        """Have no command find a system here any more; may be repeated."""
+        for holder, _ in list(self._doors.values()):
+            holder.leave()
+
+    def close(self) -> None:
+        """Start nothing more; returns once what starts or ends has ended. May be repeated."""
+        self._is_closed = True
+        if self._working.acquire(timeout=_CLOSED_S):
+            self._working.release()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ServiceError("the server is being stopped")
+
+    def _register(self, plan: ModelPlan) -> Callable[[LoadProgress], None]:
+        """Let commands find a system that is about to start; returns what tells them how far it is.
+
+        Where there is no folder for that, says so.
+        """
+        try:
+            gate = self._server.loading_gate
+            holder = Holder.of_server(gate, plan.name, self._url, plan.model, self._options)
+        except (UsageError, OSError) as problem:
+            click.echo(f"other commands will not find this system: {problem}", err=True)
+            return lambda progress: None
+        self._doors[plan.name] = holder, self._server.open_own(*holder.own)
+        return holder.show
+
+    def _answer(self, backend: Backend, system: System) -> None:
+        """Let commands ask a system that has loaded."""
+        if backend.name in self._doors:
+            self._doors[backend.name][0].open(backend, system.call("describe"), None)
+        self._pulses[backend] = Pulse("driver", partial(system.begin, "driver_load"))
+
+    def _unregister(self, name: str) -> None:
+        if name in self._doors:
+            holder, server = self._doors.pop(name)
+            holder.leave()
+            self._server.close_own(server)

@@ -1,0 +1,243 @@
+"""The architectures of GGUF files that are read: a new one is an entry here.
+
+What a file leaves out because llama.cpp has it in its source stands here too.
+Source:  llama.cpp, gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/models/
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hotcold.model.config.gguf_architecture import (
+    LLAMA_NAMES,
+    Architecture,
+    Metadata,
+    Values,
+    gated_values,
+    grouped_qkv_rows,
+    head_dim,
+    longrope_values,
+    named,
+    paired_rows,
+    rope_values,
+)
+from hotcold.model.errors import ConfigError
+
+_PAIRED = {
+    "attn_q": paired_rows("num_attention_heads"),
+    "attn_k": paired_rows("num_key_value_heads"),
+}
+_QK_NORMS = {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+_OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_output_norm": "post_ffw_norm"}
+_TWO_MATRICES = {"gate": "ffn_up", "up": ""}
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    """A window makes it a Mistral; llama.cpp leaves it out, and sees more than the model did."""
+    window = metadata.integer("attention.sliding_window", 0)
+    windowed = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": window,
+    }
+    return {
+        **gated_values(metadata),
+        "hidden_act": "silu",
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": metadata.has_tensor("blk.0.ffn_down.bias"),
+        "num_local_experts": metadata.integer("expert_count", 0),
+        **(windowed if window else {}),
+    }
+
+
+def _qwen(metadata: Metadata) -> dict[str, Any]:
+    return {**gated_values(metadata), "hidden_act": "silu", "use_sliding_window": False}
+
+
+def _gemma(metadata: Metadata, blocks_of_27b: int) -> dict[str, Any]:
+    """The largest of each scales scores by its heads' share of the width."""
+    scalar = head_dim(metadata)
+    if metadata.integer("block_count") == blocks_of_27b:
+        heads = metadata.integer("attention.head_count")
+        scalar = metadata.integer("embedding_length") // heads
+    return {
+        **gated_values(metadata),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+    }
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_gemma(metadata, 46),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_gemma(metadata, 62),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+    }
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    return {
+        **gated_values(metadata),
+        "hidden_act": "silu",
+        "sliding_window": window or None,
+        **longrope_values(metadata),
+    }
+
+
+def _olmo2(metadata: Metadata) -> dict[str, Any]:
+    return {**gated_values(metadata), "hidden_act": "silu"}
+
+
+def _smollm3(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama(metadata), "no_rope_layer_interval": 4}
+
+
+def _arcee(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama(metadata), "hidden_act": "relu2"}
+
+
+def _nemotron(metadata: Metadata) -> dict[str, Any]:
+    epsilon = metadata.number("attention.layer_norm_epsilon")
+    values = gated_values(metadata, epsilon)
+    return {**values, "hidden_act": "relu2", "norm_eps": epsilon}
+
+
+def _minicpm(metadata: Metadata) -> dict[str, Any]:
+    """Older files leave out the scales, which all its models have alike.
+
+    MiniCPM-S computes fatrelu, of which a file says nothing: llama.cpp's own result is wrong.
+    """
+    name = metadata.model.metadata.get("general.name")
+    if isinstance(name, str) and "minicpm-s" in name.lower().replace("_", "-"):
+        raise ConfigError(
+            f"{metadata.model.path}: is MiniCPM-S, whose function of neurons a GGUF file does not "
+            "hold; use its safetensors files"
+        )
+    hidden, layers = metadata.integer("embedding_length"), metadata.integer("block_count")
+    depth = metadata.number("residual_scale", 1.4 / max(1, layers) ** 0.5)
+    return {
+        **_llama(metadata),
+        "scale_emb": metadata.number("embedding_scale", 12.0),
+        "scale_depth": depth * layers**0.5,
+        "dim_model_base": round(hidden / (metadata.number("logit_scale", hidden / 256) or 1.0)),
+    }
+
+
+def _falcon(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp computes gelu in all of them."""
+    kv_heads = metadata.integer("attention.head_count_kv", 1)
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "ffn_hidden_size": metadata.integer("feed_forward_length"),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 1 + metadata.has_tensor("blk.0.attn_norm_2.weight"),
+        "multi_query": kv_heads == 1,
+        "activation": "gelu",
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        **rope_values(metadata),
+    }
+
+
+def _llama_relu(metadata: Metadata) -> dict[str, Any]:
+    return {**_llama(metadata), "hidden_act": "relu"}
+
+
+def _bamboo(metadata: Metadata) -> dict[str, Any]:
+    window = metadata.integer("attention.sliding_window", 0)
+    return {**_llama_relu(metadata), "model_type": "bamboo", "sliding_window": window or None,
+            "architectures": ["BambooForCausalLM"]}  # fmt: skip
+
+
+def _falcon_relu(metadata: Metadata) -> dict[str, Any]:
+    return {**_falcon(metadata), "activation": "relu"}
+
+
+_FALCON_LAYER = {"qkv": ("attn_qkv",), "ffn_norm": "", "gate": "ffn_up", "up": ""}
+_TWO_NORMS = {"norm": "attn_norm_2", "ffn_norm": "attn_norm"}
+# PowerInfer's files have down by neurons, and predictors. What neurons compute is not in them: in
+# all of them ReLU, of gate and up in Bamboo. Its convert.py pairs rows of q and k of both, as
+# llama.cpp does (permute in convert_model_names), and its build_llama_variants rotates pairs.
+_DOWN_T = "blk.0.ffn_down_t.weight"
+_POWERINFER = {"down": "ffn_down_t", "predictor": ("fc1", "fc2")}
+
+
+def _falcon_of(values: Values, **layer: Any) -> Architecture:
+    """Either Falcon: the larger one norms for attention and for the FFN."""
+    large, small = {**_FALCON_LAYER, **_TWO_NORMS, **layer}, {**_FALCON_LAYER, **layer}
+    rows = {"attn_qkv": grouped_qkv_rows}
+    name = ("falcon", "FalconForCausalLM")
+    both = Architecture(*name, named(**large), values, rows)
+    return Architecture(
+        *name, named(**small), values, rows, variants=(("blk.0.attn_norm_2.weight", both),)
+    )
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        "llama",
+        "LlamaForCausalLM",
+        LLAMA_NAMES,
+        _llama,
+        _PAIRED,
+        variants=(
+            (
+                _DOWN_T,
+                Architecture(
+                    "llama", "LlamaForCausalLM", named(**_POWERINFER), _llama_relu, _PAIRED
+                ),
+            ),
+        ),
+    ),
+    "minicpm": Architecture("minicpm", "MiniCPMForCausalLM", LLAMA_NAMES, _minicpm, _PAIRED),
+    "bamboo": Architecture("bamboo", "BambooForCausalLM", named(**_POWERINFER), _bamboo, _PAIRED),
+    "falcon": replace(
+        _falcon_of(_falcon),
+        variants=(
+            (_DOWN_T, _falcon_of(_falcon_relu, **_POWERINFER)),
+            *_falcon_of(_falcon).variants,
+        ),
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", LLAMA_NAMES, _qwen),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", named(**_QK_NORMS), _qwen),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", named(**_OUTPUT_NORMS), _gemma2, adds_one_to_norms=True
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        named(**_OUTPUT_NORMS, **_QK_NORMS),
+        _gemma3,
+        adds_one_to_norms=True,
+    ),
+    "phi3": Architecture(
+        "phi3", "Phi3ForCausalLM", named(qkv=("attn_qkv",), gate="ffn_up", up="ffn_up"), _phi3
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        named(norm="", ffn_norm="", **_OUTPUT_NORMS, **_QK_NORMS),
+        _olmo2,
+    ),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", LLAMA_NAMES, _smollm3, _PAIRED),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", named(**_TWO_MATRICES), _arcee, _PAIRED),
+    "nemotron": Architecture(
+        "nemotron",
+        "NemotronForCausalLM",
+        named(**_TWO_MATRICES),
+        _nemotron,
+        adds_one_to_norms=True,
+    ),
+}

@@ -1,0 +1,241 @@
+"""The driver's way through the layers: what is asked of whom, in which order, and what is added up.
+
+A walk is told once, here, for every way of asking. Where the driver rings doorbells itself the walk
+asks, waits and goes on, layer after layer, without Python. It comes back to Python where something
+is to be decided or done there, and goes on from there when it is called again: `walk_layers`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.finite import finite_pair
+from hotcold.numba_kernels.decode.merge import merge_normed, merge_partials
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    ATTENTION,
+    BUSY_NS,
+    FFN,
+    GATE_THRESHOLD,
+    LAYER,
+    NEXT_NUMBER,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    NUM_UP,
+    OPERATION,
+    PRODUCT_THRESHOLD,
+    ask_services,
+)
+from hotcold.numba_kernels.serve.predict_team import choose_neurons, write_task
+
+GPU = 0  # the service of attention, head and hot neurons; the CPU services follow
+
+# words of a walk: where it is
+AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
+PREDICTS, OWN_FFN = 4, 5  # who has a predictor choose neurons; whether Python asks for the FFN
+FIRST, END, IS_ASKED = 6, 7, 8  # services first..end - 1 are, or were, asked; not counted yet
+ASK_WAITED_NS = 9  # for their answers
+# and sums over its layers, as `StepTimes` has them
+ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(10, 14)
+SUM_COMPUTED, SUM_UPS, SUM_GATES = range(14, 17)
+PREDICTOR_NS = 17
+PREDICTOR_INPUT = 18  # which array of the wires: as INPUT of `predict_team`
+NUM_WALK_WORDS = 24  # whole cache lines
+
+# as PREDICTS
+NOBODY, IN_PYTHON, IN_TEAM = range(3)
+
+# what a layer consists of, in order
+_ANNOUNCE, _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(5)
+_NUM_PHASES = 5
+
+# why a walk comes back to Python
+DONE = 0  # all layers are done
+ASK = 1  # services FIRST..END - 1 are to be asked what their request words say
+RESUME = 2  # they were rung: one is silent for so long that it is to be looked after, or failed
+ANNOUNCE = 3  # the GPU service is about to be asked for a predictor's input, which is Python's
+CHOOSE = 4  # the input is there: NUM_IDS and ids of the CPU services are to be written
+COMPUTE = 5  # services FIRST..END - 1 have their request words; their sum is added next
+NOT_FINITE = 6  # the layer's FFN input or output
+
+
+class LayerFacts(NamedTuple):
+    """What a walk knows of the model and of who holds it; L layers, width d, S services.
+
+    thresholds (L, 2) int64: `threshold_words`; num_hot (L,) int64: neurons of the GPU service;
+    output_norm (L, d) or (L, 0) float32: of the FFN's output; services: 0..S - 1, (S,) int64
+    """
+
+    thresholds: np.ndarray
+    num_hot: np.ndarray
+    ffn_size: int
+    output_norm: np.ndarray
+    norm_kind: int
+    norm_epsilon: np.float32
+    residual_scale: np.float32
+    services: np.ndarray
+
+
+def new_walk() -> np.ndarray:
+    """A walk's record, for `begin_walk`."""
+    return np.zeros(NUM_WALK_WORDS, np.int64)
+
+
+def begin_walk(
+    walk: np.ndarray,
+    layers: range,
+    num_tokens: int,
+    predicts: int = NOBODY,
+    own_ffn: bool = False,
+    predictor_input: int = 0,
+) -> None:
+    """Let `walk` stand before `layers`, with nothing counted."""
+    walk[:] = 0
+    walk[AT_LAYER], walk[END_LAYER], walk[TOKENS] = layers.start, layers.stop, num_tokens
+    walk[PREDICTS], walk[OWN_FFN] = predicts, own_ffn
+    walk[PREDICTOR_INPUT] = predictor_input
+
+
+@njit(nogil=True, cache=True)
+def walk_layers(walk, asking, wires, facts, team):
+    """Go on with a walk; returns why it comes back, or DONE.
+
+    `asking` is of `numba_kernels.serve.mailbox`, or empty where Python asks. `team` is a
+    `PredictTeam`, NO_TEAM unless it chooses neurons; it is Python's turn where `asking` is empty,
+    and where the team was not told of the answer that has come. After ASK and RESUME
+    Python adds what it waited to ASK_WAITED_NS. A walk that failed is begun again: what its layers
+    read of each other is `hidden` alone.
+    """
+    while walk[AT_LAYER] < walk[END_LAYER]:
+        phase = walk[AT_PHASE]
+        walk[AT_PHASE] = (phase + 1) % _NUM_PHASES
+        if phase == _ANNOUNCE:
+            reason = _announce(walk, asking, team)
+        elif phase == _ATTEND:
+            reason = _attend(walk, asking, wires, facts)
+        elif phase == _CHOOSE:
+            reason = _choose(walk, wires, facts, team)
+        elif phase == _COMPUTE:
+            reason = _compute(walk, asking, wires, facts)
+        else:
+            reason = _add(walk, wires, facts)
+        if reason != DONE:
+            return reason
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _announce(walk, asking, team):
+    """Tell the team what it is to score once attention is done."""
+    if walk[PREDICTS] == NOBODY:
+        return DONE
+    if walk[PREDICTS] == IN_PYTHON or asking.shape[0] == 0:
+        return ANNOUNCE
+    number = asking[NEXT_NUMBER]
+    write_task(team, walk[AT_LAYER], walk[TOKENS], walk[PREDICTOR_INPUT], number)
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _attend(walk, asking, wires, facts):
+    """Ask the GPU service for mixed and ffn_input. A GPU then begins with its hot neurons."""
+    _write_request(wires.requests[GPU], ATTENTION, walk, facts)
+    walk[FIRST], walk[END] = GPU, GPU + 1
+    return _ask(walk, asking, wires, facts)
+
+
+@njit(nogil=True, cache=True)
+def _choose(walk, wires, facts, team):
+    """Write who is to be asked for the FFN: all neurons, unless a predictor chooses."""
+    busy_ns = _longest_busy(walk, wires)
+    walk[ATTENTION_BUSY_NS] += busy_ns
+    walk[ATTENTION_WAITED_NS] += walk[ASK_WAITED_NS]
+    walk[IS_ASKED] = 0
+    walk[FIRST] = GPU if facts.num_hot[walk[AT_LAYER]] else GPU + 1
+    walk[END] = facts.services.shape[0]
+    for service in range(walk[FIRST], walk[END]):
+        _write_request(wires.requests[service], FFN, walk, facts)
+        wires.requests[service, NUM_IDS] = ALL_NEURONS
+    if walk[PREDICTS] == NOBODY:
+        return DONE
+    started_ns = now_ns()
+    if walk[PREDICTS] == IN_PYTHON or not choose_neurons(
+        team, walk[AT_LAYER], walk[TOKENS], wires, GPU
+    ):
+        return CHOOSE
+    walk[PREDICTOR_NS] += now_ns() - started_ns
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _compute(walk, asking, wires, facts):
+    """Ask for the FFN's partial outputs."""
+    return COMPUTE if walk[OWN_FFN] else _ask(walk, asking, wires, facts)
+
+
+@njit(nogil=True, cache=True)
+def _add(walk, wires, facts):
+    """hidden = mixed + the FFN's output, normed and scaled where the model does so."""
+    layer, num_tokens, first = walk[AT_LAYER], walk[TOKENS], walk[FIRST]
+    if walk[IS_ASKED]:
+        _count_ffn(walk, wires, facts)
+    partials, weight = wires.partials[: walk[END]], facts.output_norm[layer]
+    if weight.shape[0] == 0 and facts.residual_scale == 1:
+        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
+    else:
+        merge_normed(
+            wires.mixed, partials, first, num_tokens, facts.norm_kind, weight, facts.norm_epsilon,
+            facts.residual_scale, wires.hidden,
+        )  # fmt: skip
+    # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
+    if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
+        return NOT_FINITE
+    walk[AT_LAYER] = layer + 1
+    return DONE
+
+
+@njit(nogil=True, cache=True)
+def _write_request(request, operation, walk, facts):
+    layer = walk[AT_LAYER]
+    request[OPERATION], request[LAYER], request[NUM_TOKENS] = operation, layer, walk[TOKENS]
+    request[GATE_THRESHOLD] = facts.thresholds[layer, 0]
+    request[PRODUCT_THRESHOLD] = facts.thresholds[layer, 1]
+
+
+@njit(nogil=True, cache=True)
+def _ask(walk, asking, wires, facts):
+    walk[IS_ASKED], walk[ASK_WAITED_NS] = 1, 0
+    if asking.shape[0] == 0:
+        return ASK
+    started_ns = now_ns()
+    services = facts.services[walk[FIRST] : walk[END]]
+    is_answered = ask_services(asking, wires.cells, wires.replies, services)
+    walk[ASK_WAITED_NS] = now_ns() - started_ns
+    return DONE if is_answered else RESUME
+
+
+@njit(nogil=True, cache=True)
+def _longest_busy(walk, wires):
+    longest_ns = 0
+    for service in range(walk[FIRST], walk[END]):
+        longest_ns = max(longest_ns, wires.replies[service, BUSY_NS])
+    return longest_ns
+
+
+@njit(nogil=True, cache=True)
+def _count_ffn(walk, wires, facts):
+    """Add an answered FFN to the walk's sums."""
+    walk[IS_ASKED] = 0
+    walk[FFN_BUSY_NS] += _longest_busy(walk, wires)
+    walk[FFN_WAITED_NS] += walk[ASK_WAITED_NS]
+    num_gates, is_chosen = facts.num_hot[walk[AT_LAYER]], False
+    for service in range(walk[FIRST], walk[END]):
+        walk[SUM_COMPUTED] += wires.replies[service, NUM_COMPUTED]
+        walk[SUM_UPS] += wires.replies[service, NUM_UP]
+        if wires.requests[service, NUM_IDS] != ALL_NEURONS:
+            num_gates += wires.requests[service, NUM_IDS]
+            is_chosen = True
+    walk[SUM_GATES] += num_gates if is_chosen else facts.ffn_size

@@ -1,0 +1,194 @@
+"""io_uring: many reads under way at once, asked for and waited for by one call of the kernel.
+
+A read costs half of the CPU time that one by a thread of its own costs, and more of them keep the
+disk busy. Containers may refuse it, and old kernels have none: then threads read.
+Source: io_uring(7), io_uring_setup(2), io_uring_enter(2), linux/io_uring.h
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
+
+_SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on all architectures
+# One thread asks, and what has come is looked at when it asks (Linux 6.1).
+_SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
+# Features: both rings in one piece of memory (Linux 5.4), and one that came with reads (5.6).
+_SINGLE_MMAP, _CURRENT_PLACE = 1, 1 << 3
+_ENTRIES_PLACE = 0x10000000  # to map the submissions from
+_GET_EVENTS = 1
+_READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_mapped`
+_BUFFERS = 0  # what is registered
+_ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
+_INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
+MOST_TOGETHER = 8  # reads that are waited for at once
+_FIXED = 10  # words of `io_uring_params` before its two tables of offsets
+
+# words of `IoRing.facts`
+DESCRIPTOR, SENT_HEAD, SENT_TAIL, SENT_MASK, DONE_HEAD, DONE_TAIL, DONE_MASK, OPERATION = range(8)
+
+
+class IoRing(NamedTuple):
+    """The rings that are shared with the kernel.
+
+    facts (8,) int64: the descriptor, which of `words` are heads, tails, masks, and how it reads
+    words int32: the rings; entries (E, 8) int64: submissions; completions (C, 2) int64: the
+    number that was given with a read, and its result
+    """
+
+    facts: np.ndarray
+    words: np.ndarray
+    entries: np.ndarray
+    completions: np.ndarray
+
+
+def new_ring(num_entries: int) -> IoRing | None:
+    """For the thread that calls it, `num_entries` reads at once; None where there is no io_uring.
+
+    `close_ring` ends it.
+    """
+    params = np.zeros(30, np.uint32)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for flags in (_SINGLE_ISSUER | _DEFER_TASKRUN, 0):
+        params[:] = 0
+        params[2] = flags
+        arguments = _SETUP, num_entries, ctypes.c_void_p(params.ctypes.data)
+        descriptor = libc.syscall(*arguments)
+        if descriptor >= 0:
+            break
+    else:
+        return None
+    if not (params[5] & _SINGLE_MMAP and params[5] & _CURRENT_PLACE):
+        os.close(descriptor)
+        return None
+    return _mapped(descriptor, params)
+
+
+def has_rings() -> bool:
+    """Whether the kernel and the container allow io_uring."""
+    ring = new_ring(1)
+    if ring is None:
+        return False
+    close_ring(ring)
+    return True
+
+
+def _mapped(descriptor: int, params: np.ndarray) -> IoRing | None:
+    """The rings of a descriptor, as `io_uring_params` says where they are."""
+    num_submissions, num_completions = int(params[0]), int(params[1])
+    sent, done = params[_FIXED : _FIXED + 10], params[_FIXED + 10 : _FIXED + 20]
+    array, completions = int(sent[6]), int(done[5])
+    num_bytes = max(array + 4 * num_submissions, completions + _COMPLETION_BYTES * num_completions)
+    try:
+        rings = mmap.mmap(descriptor, num_bytes)
+        entries = mmap.mmap(descriptor, _ENTRY_BYTES * num_submissions, offset=_ENTRIES_PLACE)
+    except OSError:
+        os.close(descriptor)
+        return None
+    words = np.frombuffer(rings, np.int32)
+    words[array // 4 : array // 4 + num_submissions] = np.arange(num_submissions)
+    masks = int(words[sent[2] // 4]), int(words[done[2] // 4])
+    places = [int(each[i]) // 4 for each in (sent, done) for i in range(2)]
+    facts = [descriptor, *places[:2], masks[0], *places[2:], masks[1]]
+    found = np.frombuffer(rings, np.int64, 2 * num_completions, completions).reshape(-1, 2)
+    submissions = np.frombuffer(entries, np.int64).reshape(num_submissions, -1)
+    return IoRing(np.array([*facts, _READ], np.int64), words, submissions, found)
+
+
+def keep_mapped(ring: IoRing, buffers: np.ndarray) -> None:
+    """Tell the kernel once of the memory that all reads from now on go to.
+
+    It then does not look up the pages for each read. Where it refuses, because a process may not
+    lock so much memory, all stays as it was. Nothing may be under way.
+    """
+    whole = np.array([buffers.ctypes.data, buffers.nbytes], np.uint64)  # struct iovec
+    arguments = int(ring.facts[DESCRIPTOR]), _BUFFERS, ctypes.c_void_p(whole.ctypes.data), 1
+    if ctypes.CDLL(None, use_errno=True).syscall(_REGISTER, *arguments) == 0:
+        ring.facts[OPERATION] = _READ_FIXED
+
+
+def close_ring(ring: IoRing) -> None:
+    """Nothing may be under way."""
+    os.close(int(ring.facts[DESCRIPTOR]))
+
+
+def keep_for_ever(buffers: np.ndarray) -> None:
+    """Of a ring that failed with reads under way: the kernel may write there whenever they come.
+
+    No call tells when it no longer does, so this memory is never anything else's.
+    """
+    _written_by_kernel.append(buffers)
+
+
+_written_by_kernel: list[np.ndarray] = []
+
+
+@intrinsic
+def _enter(typingctx, descriptor, num_new, least):
+    """How many were taken, or minus errno."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i64 = ir.IntType(64)
+        call = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(i64, [i64] * 7), "syscall"
+        )
+        found = builder.call(call, [i64(_ENTER), *args, i64(_GET_EVENTS), i64(0), i64(0)])
+        kind = ir.FunctionType(ir.IntType(32).as_pointer(), [])
+        where = builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, "__errno_location"), []
+        )
+        number = builder.sext(builder.load(where, typ=ir.IntType(32)), i64)
+        return builder.select(builder.icmp_signed("<", found, i64(0)), builder.neg(number), found)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def add_read(ring, number, descriptor, place, address, size):
+    """Have bytes read with the next `submit`; fewer may be under way than there are entries.
+
+    After `keep_mapped` `address` and `size` are within those buffers.
+    """
+    facts = ring.facts
+    tail = atomic_load(ring.words, facts[SENT_TAIL])
+    entry = ring.entries[np.int64(tail) & facts[SENT_MASK]]
+    entry[0] = facts[OPERATION] | descriptor << np.int64(32)
+    entry[1], entry[2], entry[3], entry[4] = place, address, size, number
+    entry[5:] = 0
+    atomic_store(ring.words, facts[SENT_TAIL], np.int32(tail + 1))
+
+
+@njit(nogil=True, cache=True)
+def submit(ring, least):
+    """Begin what was added, and return when `least` > 0 reads are done; 0, or an errno."""
+    facts, words = ring.facts, ring.words
+    while True:
+        tail, head = atomic_load(words, facts[SENT_TAIL]), atomic_load(words, facts[SENT_HEAD])
+        taken = _enter(facts[DESCRIPTOR], np.int64(np.int32(tail - head)), least)
+        if taken >= 0 or taken == -_BUSY:  # busy: what is done has to be looked at first
+            return np.int64(0)
+        if taken != -_INTERRUPTED and taken != -_AGAIN:
+            return -taken
+
+
+@njit(nogil=True, cache=True)
+def next_done(ring):
+    """The number of a read that is done, and its bytes or minus errno; -1 where none is."""
+    facts = ring.facts
+    head = atomic_load(ring.words, facts[DONE_HEAD])
+    if head == atomic_load(ring.words, facts[DONE_TAIL]):
+        return np.int64(-1), np.int64(0)
+    completion = ring.completions[np.int64(head) & facts[DONE_MASK]]
+    number, result = completion[0], np.int64(np.int32(completion[1]))
+    atomic_store(ring.words, facts[DONE_HEAD], np.int32(head + 1))
+    return number, result

@@ -1,0 +1,186 @@
+"""Neurons out of a bundle file: spans of it are read, checked and copied to where rows belong.
+
+A bundle is a neuron's gate row in a part of its own, and its up and down rows in another; each part
+is padded with zeros to a multiple of PART_UNIT bytes, and each has a sum that tells damage.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.storage.direct_file import read_bytes
+
+PART_UNIT = 512  # bytes: what most file systems read directly
+GATE, REST = 1, 2  # parts of a bundle, as bits
+DAMAGED = -2  # beside an errno and SHORT
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+# words of `NeuronFile.facts`
+DESCRIPTOR, UNIT, KEEPS_PAGES, FIRST_BYTE, LAYER_BUNDLES, GATE_BYTES, REST_BYTES, PIECE = range(8)
+NUM_FACTS = 8
+
+
+class NeuronFile(NamedTuple):
+    """An open bundle file, and where in it a service's neurons are; N of all layers.
+
+    facts (8,) int64: the words above: bundles of a layer, bytes of each part with its padding, and
+    the most bytes of one read, 0: as many as are wanted
+    layers, places (N,) int32: a neuron's layer, and its bundle among those of its layer
+    sums (N, 2) uint32: of its parts
+    """
+
+    facts: np.ndarray
+    layers: np.ndarray
+    places: np.ndarray
+    sums: np.ndarray
+
+
+class RowBytes(NamedTuple):
+    """Where rows go: the bytes of arrays (slots, row bytes) uint8, and each neuron's slots.
+
+    gate, up, down: in the two-matrix FFN `up` has rows of no bytes
+    gate_slots, rest_slots (N,) int32: of the gate row, of the up and down rows
+    """
+
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    gate_slots: np.ndarray
+    rest_slots: np.ndarray
+
+
+class Wanted(NamedTuple):
+    """Neurons to be read: rows (M,) int32 in the file's order, parts (M,) uint8."""
+
+    rows: np.ndarray
+    parts: np.ndarray
+
+
+@njit(nogil=True, cache=True)
+def part_sum(part):
+    """A number that tells whether the bytes of a part, whole 64-bit words, are what they were.
+
+    sum of mix(word i) * odd constant * (2 i + 1) modulo 2^64, folded to 32 bits: any change of one
+    word shows, others in all but one of 2^32 cases.
+    """
+    words, total = part.view(np.uint64), np.uint64(0)
+    for i in range(words.shape[0]):
+        word = words[i]
+        total += (word ^ (word >> np.uint64(29))) * (_ODD * np.uint64(2 * i + 1))
+    return np.uint32(total ^ (total >> np.uint64(32)))
+
+
+@njit(nogil=True, cache=True)
+def part_span(file, row, parts):
+    """First and last (exclusive) byte of a neuron's parts in the file."""
+    facts = file.facts
+    gate, rest = facts[GATE_BYTES], facts[REST_BYTES]
+    bundle = file.layers[row] * facts[LAYER_BUNDLES] + file.places[row]
+    begin = facts[FIRST_BYTE] + bundle * (gate + rest)
+    first = begin if parts & GATE else begin + gate
+    return first, begin + gate + (rest if parts & REST else 0)
+
+
+@njit(nogil=True, cache=True)
+def cut_spans(file, wanted, count, most_bytes, most_gap, firsts):
+    """firsts[k] = the first of `count` wanted neurons in span k; returns how many spans there are.
+
+    Neighbours with at most `most_gap` bytes between them are read at once, up to `most_bytes`; a
+    neuron alone may take more. Where they are not in the file's order, each is read alone.
+    firsts (M + 1,) int32 also receives `count` at the end.
+    """
+    num_spans, begin, end = 0, np.int64(0), np.int64(0)
+    for i in range(count):
+        first, last = part_span(file, wanted.rows[i], wanted.parts[i])
+        is_near = end <= first <= end + most_gap
+        if i == 0 or not is_near or last - begin > most_bytes:
+            firsts[num_spans] = i
+            num_spans, begin = num_spans + 1, first
+        end = last
+    firsts[num_spans] = count
+    return num_spans
+
+
+@njit(nogil=True, cache=True)
+def staging_bytes(most_bytes, bundle_bytes, unit):
+    """Bytes of the buffer that spans cut with `most_bytes` are read into."""
+    return (max(most_bytes, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
+
+
+@njit(nogil=True, cache=True)
+def take_row(source, target, row):
+    """target[row] = the first of `source`, as many bytes as a row has."""
+    own = target[row]
+    for i in range(own.shape[0]):
+        own[i] = source[i]
+
+
+@njit(nogil=True, cache=True)
+def take_span(file, wanted, first, last, begin, staging, target):
+    """Copy rows out of what was read from byte `begin` on; the first that is damaged, or -1."""
+    gate, rest = file.facts[GATE_BYTES], file.facts[REST_BYTES]
+    for i in range(first, last):
+        row, parts = wanted.rows[i], wanted.parts[i]
+        at = part_span(file, row, parts)[0] - begin
+        if parts & GATE:
+            part = staging[at : at + gate]
+            if part_sum(part) != file.sums[row, 0]:
+                return i
+            take_row(part, target.gate, np.int64(target.gate_slots[row]))
+            at += gate
+        if parts & REST:
+            part = staging[at : at + rest]
+            if part_sum(part) != file.sums[row, 1]:
+                return i
+            slot = np.int64(target.rest_slots[row])
+            if target.up.shape[0]:
+                take_row(part, target.up, slot)
+            take_row(part[target.up.shape[1] :], target.down, slot)
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _read_pieces(facts, begin, size, staging):
+    """staging[:size] = the file's bytes from `begin` on; as `read_bytes`."""
+    piece = facts[PIECE] if facts[PIECE] else size
+    done, status = np.int64(0), np.int64(0)
+    while done < size and status == 0:
+        count = min(piece, size - done)
+        status = read_bytes(
+            facts[DESCRIPTOR], begin + done, count, facts[UNIT], facts[KEEPS_PAGES],
+            staging[done : done + count],
+        )  # fmt: skip
+        done += count
+    return status
+
+
+@njit(nogil=True, cache=True)
+def span_bytes(file, wanted, first, last):
+    """First byte and size of what is read for wanted neurons first..last-1: whole units."""
+    unit = file.facts[UNIT]
+    begin = part_span(file, wanted.rows[first], wanted.parts[first])[0] // unit * unit
+    end = part_span(file, wanted.rows[last - 1], wanted.parts[last - 1])[1]
+    return begin, (end - begin + unit - 1) // unit * unit
+
+
+@njit(nogil=True, cache=True)
+def read_span(file, wanted, first, last, staging, target, failure):
+    """Read wanted neurons first..last-1, a span of `cut_spans`, into their rows of `target`.
+
+    `staging` uint8, aligned to the file's unit. Returns the bytes read; a failure is noted in
+    `failure` (2,) int64: an errno, SHORT or DAMAGED, and the neuron's row. What does not agree
+    with its sum is read once more. Checks nothing.
+    """
+    begin, size = span_bytes(file, wanted, first, last)
+    for attempt in range(2):
+        status = _read_pieces(file.facts, begin, size, staging)
+        if status != 0:
+            failure[1], failure[0] = wanted.rows[first], status
+            return np.int64(0)
+        damaged = take_span(file, wanted, first, last, begin, staging, target)
+        if damaged < 0:
+            return size
+        if attempt == 1:
+            failure[1], failure[0] = wanted.rows[damaged], DAMAGED
+    return np.int64(0)

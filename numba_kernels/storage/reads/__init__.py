@@ -1,1 +1,0 @@
-"""Spans of a file of neurons: asked for, read by threads or a ring, checked, copied."""

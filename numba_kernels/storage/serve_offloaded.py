@@ -1,0 +1,79 @@
+"""One thread of a CPU service whose neurons are stored: its share of every FFN request."""
+
+import numpy as np
+
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.ffn import NO_IDS, NO_MASKS
+from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.serve.mailbox import (
+    BYTES_READ,
+    FAILED,
+    FFN,
+    LAYER,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    NUM_UP,
+    OPERATION,
+    PARTS_MISSED,
+    PARTS_WANTED,
+    PING,
+    READ_WAIT_NS,
+    STATUS,
+    WATCHED,
+    finish_request,
+    next_request,
+    read_thresholds,
+)
+from hotcold.numba_kernels.serve.serve_ffn import count_neurons
+from hotcold.numba_kernels.storage.neuron_slots import NUM_MISSED, NUM_WANTED
+from hotcold.numba_kernels.storage.offloaded_ffn import stored_layer_ffn
+
+
+@njit(nogil=True, cache=True)
+def _stored_request(thread, num_threads, service, wires, stored, scratch, buckets, function):
+    """As `numba_kernels.serve.serve_ffn.ffn_request`; the reply also says what was read so far."""
+    request, reply = wires.requests[service], wires.replies[service]
+    layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
+    ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
+    token_masks = NO_MASKS
+    if num_ids > 0 and num_tokens > 1:
+        token_masks = wires.active_masks[service, :num_ids]
+    done = stored_layer_ffn(
+        thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
+        read_thresholds(request), wires.ffn_input[:num_tokens], stored, scratch, function,
+        wires.partials[service, :num_tokens],
+    )  # fmt: skip
+    if thread != 0:
+        return
+    reply[BYTES_READ] = stored.queue.counts[:, 0].sum()
+    reply[READ_WAIT_NS] = stored.waits.max()
+    gates, rests = stored.gates.state, stored.rests.state
+    reply[PARTS_WANTED] = gates[NUM_WANTED] + rests[NUM_WANTED]
+    reply[PARTS_MISSED] = gates[NUM_MISSED] + rests[NUM_MISSED]
+    if not done:
+        reply[STATUS] = FAILED
+        return
+    reply[NUM_COMPUTED] = scratch.counts.sum()
+    reply[NUM_UP] = scratch.up_counts.sum()
+    if request[WATCHED]:
+        offsets = stored.arrays.offsets
+        first, last = offsets[layer], offsets[layer + 1]
+        count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch)
+
+
+@njit(nogil=True, cache=True)
+def serve_stored_ffn(thread, num_threads, service, seen, wires, stored, scratch, buckets, function):
+    """`numba_kernels.serve.serve_ffn.serve_ffn` of stored neurons."""
+    while True:
+        number = next_request(wires.cells, service, seen)
+        started = now_ns()
+        operation = wires.requests[service, OPERATION]
+        if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
+            _stored_request(thread, num_threads, service, wires, stored, scratch, buckets, function)
+        elif operation != PING:
+            return number
+        finish_request(
+            wires.cells, wires.replies, wires.cells[:0], service, number, num_threads, started
+        )
+        seen = np.int32(number)

@@ -1,1 +1,0 @@
-"""Which cores and memory the threads of services get."""

@@ -1,1 +1,0 @@
-"""Thresholds for activations that are never exactly zero: below them neurons are left out."""

@@ -1,0 +1,88 @@
+"""POST /v1/embeddings."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.errors import PromptError, ServiceError
+from hotcold.ui.api.answer import collect
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.embedding_schemas import EmbeddingsRequest
+from hotcold.ui.api.errors import as_api_error
+
+POOLING = "mean of the hidden states after the last layer and its norm"
+
+
+class EmbeddingsRoute:
+    """Makes vectors of texts."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def whole(self, body: EmbeddingsRequest) -> dict[str, Any]:
+        """All vectors. Errors: ApiError, HotcoldError."""
+        prompts = await prompts_to_embed(self._backend, body.inputs)
+        vectors = await embeddings(self._backend, prompts)
+        if body.encoding_format == "base64":
+            shown: Sequence[Any] = await asyncio.to_thread(lambda: list(map(_packed, vectors)))
+        else:
+            shown = vectors
+        data = [
+            {"object": "embedding", "index": index, "embedding": one}
+            for index, one in enumerate(shown)
+        ]
+        num_tokens = sum(map(len, prompts))
+        return {
+            "object": "list",
+            "data": data,
+            "model": self._backend.settings.model_name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+
+async def prompts_to_embed(
+    backend: Backend, inputs: Sequence[str | list[int]], field: str = "input"
+) -> list[list[int]]:
+    """Token ids of each input, checked. Errors: ApiError 400 that names the `field`."""
+    asked = [
+        replace(_request(backend), prompt=one)
+        if isinstance(one, str)
+        else replace(_request(backend), prompt_ids=one)
+        for one in inputs
+    ]
+    try:
+        return await backend.prompt_ids(asked)
+    except PromptError as error:
+        told = as_api_error(error)
+        told.param = field
+        raise told from error
+
+
+async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
+    """A vector for each prompt. Errors: ApiError, HotcoldError."""
+
+    async def make() -> list[GenerateRequest]:
+        return [replace(_request(backend), prompt_ids=ids) for ids in prompts]
+
+    found = []
+    for answer in await collect(await backend.start(len(prompts), make)):
+        vector = None if answer.result is None else answer.result.embedding
+        if vector is None:
+            raise ServiceError("an embedding ended without a vector")
+        found.append(vector)
+    return found
+
+
+def _request(backend: Backend) -> GenerateRequest:
+    """Without its prompt; one token is what every server allows."""
+    return GenerateRequest(replace(backend.defaults, max_tokens=1), wants_embedding=True)
+
+
+def _packed(vector: list[float]) -> str:
+    """Little-endian float32 in base64."""
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,268 @@
+"""What commands of the same user ask at the server's Unix socket; nobody else comes there.
+
+POST /own/generate, GET /own/state, /own/attend and /own/telemetry. Answers are lines of JSON.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.sampling import SamplingParams
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import first_then_rest
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
+from hotcold.ui.api.schemas import parse
+from hotcold.ui.strict import StrictModel
+from hotcold.ui.telemetry import telemetry_json
+
+_PREFIX = "/own/"
+_ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # what their processes are called
+_LONGEST_S = 1e9
+
+
+class OwnSampling(StrictModel):
+    """The fields of `SamplingParams`, which checks them."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: list[str]
+    ignore_eos: bool
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    penalize_prompt: bool
+    stop_token_ids: list[int]
+    min_tokens: int
+    include_stop_str_in_output: bool
+    logit_bias: list[tuple[int, float]]
+
+
+class OwnPrompt(StrictModel):
+    """One of a text, a conversation and token ids."""
+
+    sampling: OwnSampling
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+
+    def request(self) -> GenerateRequest:
+        """The request of the system. Errors: ApiError 400, UsageError."""
+        given = (self.prompt, self.messages, self.prompt_ids)
+        if sum(one is not None for one in given) != 1:
+            raise ApiError(400, "give one of prompt, messages and prompt_ids")
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.sampling.model_dump().items()
+        }
+        sampling = SamplingParams(**values)
+        return GenerateRequest(
+            sampling, prompt=self.prompt, messages=self.messages, prompt_ids=self.prompt_ids
+        )
+
+
+class OwnRequest(StrictModel):
+    """POST /own/generate."""
+
+    request: OwnPrompt
+    # Seconds that the system is to stay after it; less than 0: for ever; None: as it is.
+    keep_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+
+class Stay:
+    """How long a system stays that nobody asks: `hotcold serve` for ever, a kept one a while."""
+
+    def __init__(self, backend: Backend, keep_s: float | None) -> None:
+        """`keep_s`: seconds, less than 0 for ever; None for a system that others end."""
+        self.keep_s = keep_s
+        self._backend = backend
+        self._attended_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """How long nobody has asked or attended."""
+        if not self._backend.is_idle:
+            return 0.0
+        return time.monotonic() - max(self._attended_at, self._backend.used_at)
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it stays if nobody asks; None: for ever."""
+        if self.keep_s is None or self.keep_s < 0:
+            return None
+        return max(0.0, self.keep_s - self.idle_s)
+
+    def ask(self, keep_s: float | None) -> None:
+        """A request that wants the system to stay so long from now on."""
+        if keep_s is not None and self.keep_s is not None:
+            self.keep_s = min(keep_s, _LONGEST_S)
+
+    def attend(self, count: int) -> None:
+        """So many more attend."""
+        self._backend.attend(count)
+        self._attended_at = time.monotonic()
+
+
+class OwnDoor:
+    """Stands at the Unix socket: the routes below /own, and for all others `app`."""
+
+    def __init__(self, app: ASGIApp, state: Callable[[], dict[str, Any]]) -> None:
+        """Nothing is loaded yet; `state` says meanwhile how far it is."""
+        self._app = app
+        self._state = state
+        self._own: ASGIApp | None = None
+
+    def use(self, own: ASGIApp) -> None:
+        """Answer with the routes of `create_own_app` from now on."""
+        self._own = own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+            await self._app(scope, receive, send)
+        elif self._own is not None:
+            await self._own(scope, receive, send)
+        elif scope["path"] == f"{_PREFIX}state":
+            await _Line({"status": "loading", **self._state()})(scope, receive, send)
+        else:
+            error = unavailable("the model is loading; try again soon", "loading")
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+
+def create_own_app(backend: Backend, stay: Stay, facts: dict[str, Any]) -> Starlette:
+    """The routes of a system that has loaded; `facts` are what a state begins with."""
+
+    async def generate(request: Request) -> Response:
+        body = parse(OwnRequest, await request.body())
+        request.state.model = backend.name  # for the access log
+        stay.ask(body.keep_s)
+        return await sse.unless_gone(request.receive, _answer(backend, body.request.request()))
+
+    async def state(request: Request) -> Response:
+        memory = await asyncio.to_thread(memory_bytes, backend)
+        return _Line(
+            {
+                "status": "ready",
+                **facts,
+                "has_chat_template": _has_template(backend),
+                "context_length": backend.prompts.context_length,
+                "memory_bytes": memory,
+                "tokens_per_s": backend.tokens_per_s,
+                "num_active": backend.num_active,
+                "idle_s": stay.idle_s,
+                "left_s": stay.left_s,
+            }
+        )
+
+    async def attend(request: Request) -> Response:
+        async def held() -> AsyncGenerator[bytes, None]:
+            yield sse.line({})  # nobody reads more
+            await asyncio.Event().wait()
+
+        stay.attend(1)
+        return sse.LineStream(held(), at_end=lambda: stay.attend(-1))
+
+    async def telemetry(request: Request) -> Response:
+        try:
+            found = await asyncio.to_thread(backend.call, "telemetry")
+        except Exception as error:
+            raise as_api_error(error) from error
+        return _Line(telemetry_json(found))
+
+    async def told(request: Request, error: Exception) -> Response:
+        answer = as_api_error(error)
+        return JSONResponse(answer.body, answer.status, answer.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    return Starlette(
+        routes=[
+            Route("/own/generate", generate, methods=["POST"]),
+            Route("/own/state", state),
+            Route("/own/attend", attend),
+            Route("/own/telemetry", telemetry),
+        ],
+        exception_handlers={sse.ClientGoneError: gone, ApiError: told, Exception: told},
+    )
+
+
+class _Line(Response):
+    """One line of JSON."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(sse.line(content))
+
+
+async def _answer(backend: Backend, request: GenerateRequest) -> Response:
+    """The answer, once it has begun. Errors: ApiError."""
+    try:
+        answers = await backend.start(1, lambda: backend.encoded(request))
+        events = await first_then_rest(answers)
+    except Exception as error:
+        raise as_api_error(error) from error
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        try:
+            async for _, event in events:
+                line: dict[str, Any] = {"text": event.text, "num_tokens": event.num_tokens}
+                if event.result is not None:
+                    about = await asyncio.to_thread(_about, backend)
+                    line |= {"result": asdict(event.result), "about": about}
+                yield sse.line(line)
+        except Exception as error:
+            yield sse.line(as_api_error(error).body)
+
+    return sse.LineStream(pieces(), answers.deadline, answers.close)
+
+
+def _about(backend: Backend) -> dict[str, Any]:
+    """What `hotcold generate` says of the system behind an answer."""
+    system = backend.described  # with --mode auto, the mode chosen
+    config = backend.prompts.config
+    return {
+        "system": asdict(system),
+        "num_neurons": config.ffn_size * config.num_layers,
+        "has_text": backend.prompts.tokenizer is not None,
+    }
+
+
+def _has_template(backend: Backend) -> bool:
+    tokenizer = backend.prompts.tokenizer
+    return tokenizer is not None and tokenizer.has_chat_template
+
+
+def memory_bytes(backend: Backend) -> int:
+    """What this process and those below it have in memory, shared pages once.
+
+    Without the services of other models.
+    """
+    import psutil
+
+    services, own = backend.call("processes").values(), psutil.Process()
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            is_service = "".join(process.cmdline()).startswith(_ACTORS)
+            if process.pid in services or not is_service:
+                total += process.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total

@@ -1,1 +1,0 @@
-"""Which models a server has, and which of them are loaded."""
