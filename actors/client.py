@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.watch import DRIVER_LOOKS, LOOK_S
+from hotcold.actors.exchange.watch import DRIVER_POLLS, POLL_S
 from hotcold.actors.protocol.failures import service_error
 from hotcold.actors.protocol.messages import DriverLoad, GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System
@@ -17,7 +17,7 @@ from hotcold.model.errors import HotcoldError
 
 _WAIT_S = 1.0  # the longest that the driver keeps a question for events open
 # Unanswered looks at which the driver counts as stuck.
-_PATIENCE_LOOKS = round(_WAIT_S / LOOK_S) + DRIVER_LOOKS
+_TIMEOUT_POLLS = round(_WAIT_S / POLL_S) + DRIVER_POLLS
 
 Deliver = Callable[[TokenEvent | BaseException], None]
 
@@ -130,8 +130,8 @@ async def _answer(ref: Any) -> Any:
 async def _patient(ref: Any) -> Any:
     """What a call returned that a live driver answers soon. Errors: HotcoldError."""
     answering = asyncio.ensure_future(_answer(ref))
-    for _ in range(_PATIENCE_LOOKS):
-        if (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
+    for _ in range(_TIMEOUT_POLLS):
+        if (await asyncio.wait({answering}, timeout=POLL_S))[0]:
             return answering.result()
     answering.cancel()
     raise service_error("driver", ray.exceptions.GetTimeoutError())

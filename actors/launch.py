@@ -28,9 +28,9 @@ from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
-_LEAST_OBJECT_STORE_BYTES = 80 << 20
+_MIN_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
-_LEAST_ROOM_BYTES = 4 << 20  # for logs of a session, which begins with 0.2 MB of them
+_MIN_ROOM_BYTES = 4 << 20  # for logs of a session, which begins with 0.2 MB of them
 _LOOPBACK = "127.0.0.1"
 _REACHED_S = 10.0
 _STARTS = 3  # of a Ray of our own; its node has 30 s for each, which a busy machine may take
@@ -62,7 +62,7 @@ def start_local_ray(
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers otherwise run at niceness 15
     # What fits was checked; Ray would kill services while there are megabytes for them.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
-    store_bytes = max(_LEAST_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
+    store_bytes = max(_MIN_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
     require_shared_memory(store_bytes)
     _require_room()
     _require_loopback()
@@ -120,10 +120,10 @@ def _require_room() -> None:
             f"whose path has at most {LONGEST_CHOSEN} bytes"
         )
     free = shutil.disk_usage(folder).free
-    if free < _LEAST_ROOM_BYTES:
+    if free < _MIN_ROOM_BYTES:
         raise ServiceError(
             f"{folder}, where Ray writes its logs, has {free / 1e6:.1f} MB free, and "
-            f"{_LEAST_ROOM_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
+            f"{_MIN_ROOM_BYTES / 1e6:.0f} MB are needed; make room there, or set RAY_TMPDIR to "
             "another folder"
         )
 

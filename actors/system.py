@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.watch import DRIVER_LOOKS, LOOK_S, STARTING_LOOKS, Pulse
+from hotcold.actors.exchange.watch import DRIVER_POLLS, POLL_S, STARTING_POLLS, Pulse
 from hotcold.actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
 from hotcold.actors.protocol.failures import service_error
 from hotcold.actors.protocol.messages import (
@@ -25,7 +25,7 @@ from hotcold.actors.setup.shards import arena_layout
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 
-_STOP_LOOKS = 300
+_STOP_POLLS = 300
 _ATTEND_S = 1.0  # between two words to the driver that a stream is still read
 # Methods that are answered at once, or within a second, whatever else is asked: they have threads
 # of their own. All others may take as long as what runs.
@@ -99,8 +99,8 @@ class System:
     def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
         loading = self._driver.load.remote()
         reports = Pulse("driver", lambda: self.begin("progress"))
-        while not ray.wait([loading], timeout=LOOK_S)[0]:
-            progress = reports.look(STARTING_LOOKS)
+        while not ray.wait([loading], timeout=POLL_S)[0]:
+            progress = reports.look(STARTING_POLLS)
             if progress is not None:
                 on_progress(progress)
         self._get(loading)
@@ -182,7 +182,7 @@ class System:
     def end(self) -> None:
         """End the system, whoever started it."""
         with suppress(HotcoldError):
-            self._await(self.begin("stop"), _STOP_LOOKS)
+            self._await(self.begin("stop"), _STOP_POLLS)
         ray.kill(self._driver, no_restart=True)
 
     def __enter__(self) -> "System":
@@ -191,16 +191,16 @@ class System:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _await(self, coming: Any, most_looks: float = math.inf) -> None:
+    def _await(self, coming: Any, max_polls: float = math.inf) -> None:
         """Wait for an object or for a stream's next one.
 
-        Errors:  ServiceError if the driver is dead or stuck, or after `most_looks`
+        Errors:  ServiceError if the driver is dead or stuck, or after `max_polls`
         """
-        pulse, num_looks = Pulse("driver", lambda: self.begin("ping")), 0
-        while not ray.wait([coming], timeout=LOOK_S)[0]:
-            pulse.look(DRIVER_LOOKS)
-            num_looks += 1
-            if num_looks >= most_looks:
+        pulse, num_polls = Pulse("driver", lambda: self.begin("ping")), 0
+        while not ray.wait([coming], timeout=POLL_S)[0]:
+            pulse.look(DRIVER_POLLS)
+            num_polls += 1
+            if num_polls >= max_polls:
                 raise service_error("driver", ray.exceptions.GetTimeoutError())
 
     def _get(self, ref: Any) -> Any:

@@ -36,7 +36,7 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.files.locate import locate_model
 
-_A_MINUTE_S, _MOST_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
+_A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
 # The kernel says that it has killed somebody for want of memory, and not whom: a service that is
 # lost soon after is taken for it.
 _STARVED_S = 20.0
@@ -86,7 +86,7 @@ class Pace:
     """When the next fault of a kind may come, by what the system allows."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_MOST_A_MINUTE)
+        self._losses: deque[float] = deque(maxlen=_MAX_A_MINUTE)
         self._last: dict[str, float] = {}
         self._mended_s = 0.0
 
@@ -103,7 +103,7 @@ class Pace:
             return False
         if kind.loses is not False:
             served_s = now - self._mended_s
-            if len(self._losses) == _MOST_A_MINUTE and served_s - self._losses[0] < _A_MINUTE_S:
+            if len(self._losses) == _MAX_A_MINUTE and served_s - self._losses[0] < _A_MINUTE_S:
                 return False
             self._losses.append(served_s)
         self._last[kind.name] = now
@@ -158,8 +158,8 @@ def _leaks(system: System) -> str:
         if not (load.num_running or load.num_waiting or load.kv_cache_usage):
             return ""
         time.sleep(0.1)
-    lent = f"{load.kv_cache_usage:.1%} of the KV cache"
-    return f"{load.num_running} requests that run, {load.num_waiting} that wait, {lent}"
+    allocated = f"{load.kv_cache_usage:.1%} of the KV cache"
+    return f"{load.num_running} requests that run, {load.num_waiting} that wait, {allocated}"
 
 
 def table_of(report: Json) -> str:

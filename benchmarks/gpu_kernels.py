@@ -30,7 +30,7 @@ from hotcold.numba_kernels.decode.activations import activation, not_zero
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
-_LEAST_BYTES = 1 << 30
+_MIN_BYTES = 1 << 30
 _RANDOM_ROWS = 1021  # repeated; a prime, so that blocks of rows differ
 _PAGE = 64
 _HEAD_DIM = 128
@@ -100,7 +100,7 @@ class Bench:
                 size = row_bytes(weight_format, width) * height
                 matrices = [
                     self._matrix(seed, weight_format, height, width)
-                    for seed in range(3 * -(-_LEAST_BYTES // (3 * size)))
+                    for seed in range(3 * -(-_MIN_BYTES // (3 * size)))
                 ]
                 for num_tokens in batches:
                     yield self._rows(matrices, num_tokens)
@@ -146,7 +146,7 @@ class Bench:
 
         def work() -> None:
             for matrix, x in zip(matrices, xs, strict=True):
-                self.kernels.rows_times_vectors(matrix, None, x, out)
+                self.kernels.gemv(matrix, None, x, out)
 
         seconds = graph_seconds(work) / len(matrices)
         num_bytes = first.num_rows * first.row_bytes
@@ -183,14 +183,14 @@ class Bench:
         """The gate bias with which a normal vector lets such a share of the neurons fire."""
         x, count = self._vectors(1, 1, gate.width)[0], gate.num_rows
         out = self.to_device(np.empty((1, count), np.float32))
-        self.kernels.rows_times_vectors(gate, None, x, out)
+        self.kernels.gemv(gate, None, x, out)
         return float(NormalDist().inv_cdf(density) * self.to_host(out).std())
 
     def _attention(self, num_heads: int, group: int, length: int, num_tokens: int) -> Figure:
         kv_heads, pages_a_slot = num_heads // group, -(-length // _PAGE)
         pages = num_tokens * pages_a_slot
         cache_bytes = 2 * num_tokens * length * kv_heads * _HEAD_DIM * 2
-        num_layers = max(1, -(-_LEAST_BYTES // cache_bytes))
+        num_layers = max(1, -(-_MIN_BYTES // cache_bytes))
         rng = np.random.default_rng(2)
         shape = (num_layers, pages, kv_heads, _PAGE, _HEAD_DIM)
         page = rng.standard_normal(shape[2:], np.float32).astype(np.float16).view(np.uint16)

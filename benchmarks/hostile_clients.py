@@ -9,7 +9,7 @@ import threading
 from benchmarks.load_clients import CONTEXT, Tally, post
 from benchmarks.runs import Json
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _HELD = 24  # silent connections at once
 _BEGUN = (
     b"",
@@ -53,7 +53,7 @@ class SilentClient:
             while len(held) < _HELD:
                 held.append(connect(self._port))
                 held[-1].sendall(_BEGUN[len(held) % len(_BEGUN)])
-            for one in select.select(held, [], [], _LOOK_S)[0]:
+            for one in select.select(held, [], [], _POLL_S)[0]:
                 held.remove(one)
                 one.close()
                 self._tally.add("silent, cut off")
@@ -77,7 +77,7 @@ class StalledReader:
                 lost = select.poll()
                 lost.register(asking, select.POLLERR | select.POLLHUP)
                 while not ended.is_set():
-                    if lost.poll(_LOOK_S * 1000):
+                    if lost.poll(_POLL_S * 1000):
                         self._tally.add("stalled, cut off")
                         break
 

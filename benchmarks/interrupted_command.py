@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVES = "hotcold serves"
 _PROMPT = "> "
 _CTRL_C, _CTRL_D = b"\x03", b"\x04"
-_LONGEST_S, _ENDING_S, _LOOK_S = 600.0, 10.0, 0.05
+_LONGEST_S, _ENDING_S, _POLL_S = 600.0, 10.0, 0.05
 _AGAIN_S = 1.0  # until Ctrl-D is typed once more
 _ESCAPES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
 
@@ -175,7 +175,7 @@ class _Running:
                 raise RuntimeError(f"no end after {_LONGEST_S:.0f} s: {self.errors()[-2000:]}")
             if self._asks and self.output().endswith(_PROMPT):
                 self._type_at_prompt()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _type_at_prompt(self) -> None:
         if not self._num_typed:
@@ -199,7 +199,7 @@ class _Running:
         """What the ended command has left: processes, Ray's files, a core."""
         end_s = time.monotonic() + _ENDING_S
         while (names := self._processes()) and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         for stream in self._streams:
             stream.join()
         files = [path.name for path in self.ray_folder.iterdir()]

@@ -18,7 +18,7 @@ from tests.e2e.commands import environment, processes_left
 
 _ASK = ("generate", "--prompt", "Return the", "--max-tokens", "4")
 _KEPT_S = 3
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _User:
         return int(found["pid"])
 
     def left(self, end: str, began: float) -> Left:
-        processes = processes_left(self._ray, _PATIENCE_S)
+        processes = processes_left(self._ray, _TIMEOUT_S)
         seconds = time.monotonic() - began
         sockets = list(self._systems.glob("*.sock")) + list(self._systems.glob("*.json"))
         sessions = list(self._ray.glob("*"))

@@ -24,7 +24,7 @@ from hotcold.model.mapped_file import forget_pages
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMORY, _DISK = _CGROUPS / "memory", _CGROUPS / "blkio"
-_LOOKS, _LOOK_S = 50, 0.1
+_POLLS, _POLL_S = 50, 0.1
 _PAGE_BYTES, _WORD_BYTES = 4096, 8
 _PRESENT, _FRAME = np.uint64(1 << 63), np.uint64((1 << 55) - 1)  # of an entry of /proc/PID/pagemap
 _NEAR = 512  # frames that are looked up in one read
@@ -128,11 +128,11 @@ def _cgroup(root: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             with suppress(OSError):  # what was started in it may still be ending
                 folder.rmdir()
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 def _watched(running: subprocess.Popen[bytes], folder: Path | None, others_every_s: float) -> Peak:
@@ -146,7 +146,7 @@ def _watched(running: subprocess.Popen[bytes], folder: Path | None, others_every
             if others_every_s and seconds >= next_look:
                 others = max(others, others_bytes(folder))
                 next_look = seconds + others_every_s
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     if folder is None:
         return peak
     most = int((folder / "memory.max_usage_in_bytes").read_text())

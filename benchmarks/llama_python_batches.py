@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-_MOST_TOKENS = 512  # decoded at once
+_MAX_TOKENS = 512  # decoded at once
 
 
 class Sequences:
@@ -31,7 +31,7 @@ class Sequences:
         wanted.n_ctx, wanted.n_seq_max = context, num_sequences
         wanted.n_threads = wanted.n_threads_batch = threads
         self._context = library.llama_init_from_model(self._model, wanted)
-        self._batch = library.llama_batch_init(_MOST_TOKENS, 0, 1)
+        self._batch = library.llama_batch_init(_MAX_TOKENS, 0, 1)
 
     def clear(self) -> None:
         """Forget all tokens."""

@@ -25,7 +25,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.files.locate import locate_model
 from hotcold.placement.storage import Disk, Reads
 
-_MOST_BYTES = 256 << 10  # of one read
+_MAX_BYTES = 256 << 10  # of one read
 _FORMATS = {"f16": (8192, 16384), "q4": (2560, 4608)}  # bytes of a gate, of up and down rows
 _GAPS = (0, 16 << 10, 24 << 10)
 _SHARES = (0.1, 0.2, 0.3)
@@ -60,12 +60,12 @@ def coactivation_order(fired: Sequence[np.ndarray], num_neurons: int) -> np.ndar
         )
         path_of[members[small]] = large
         members[large] += members.pop(small)
-    paths = [_walk(links, path) for path in members.values()]
+    paths = [_layer_state(links, path) for path in members.values()]
     paths.sort(key=lambda path: -float(np.mean(counts[path])))
     return np.concatenate(paths)
 
 
-def _walk(links: Sequence[Sequence[int]], path: Sequence[int]) -> list[int]:
+def _layer_state(links: Sequence[Sequence[int]], path: Sequence[int]) -> list[int]:
     """A path's neurons from one end to the other."""
     at, before = next(neuron for neuron in path if len(links[neuron]) < 2), -1
     found = [at]
@@ -96,9 +96,9 @@ def reads_of(missed: Trace, places: np.ndarray, gate: int, rest: int, gap: int) 
     for token in missed:
         for layer, neurons in enumerate(token):
             begins = np.sort(places[layer, neurons % num_neurons]) * (gate + rest) + gate
-            first = end = -_MOST_BYTES - gap
+            first = end = -_MAX_BYTES - gap
             for begin in begins.tolist():
-                if begin - end > gap or begin + rest - first > _MOST_BYTES:
+                if begin - end > gap or begin + rest - first > _MAX_BYTES:
                     number, first, num_bytes = number + 1, begin, num_bytes + rest
                 else:
                     num_bytes += begin + rest - end

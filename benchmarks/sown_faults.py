@@ -122,8 +122,8 @@ _ACTORS = [
     Fault(
         "nan-of-an-ffn-is-not-seen",
         "numba_kernels", "layer_walk", _CHECK,
-        "if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):",
-        "if not finite_pair(wires.ffn_input, wires.ffn_input, num_tokens):",
+        "if not finite_pair(buffers.ffn_input, buffers.hidden, num_tokens):",
+        "if not finite_pair(buffers.ffn_input, buffers.ffn_input, num_tokens):",
         ("test_bad_numbers_of_hot_neurons_are_the_gpus",),
     ),
     Fault(
@@ -193,14 +193,14 @@ _ACTORS = [
     Fault(
         "answers-of-the-first-service",
         "actors", "call_exchange", _INDEX,
-        'return {"partials": wires.partials[service, :num_tokens]}',
-        'return {"partials": wires.partials[1, :num_tokens]}',
+        'return {"partials": buffers.partials[service, :num_tokens]}',
+        'return {"partials": buffers.partials[1, :num_tokens]}',
         ("test_questions_and_answers_can_be_copied",),
     ),
     Fault(
         "an-eleventh-failed-replacement",
         "actors", "recovery", _OFF_BY_ONE,
-        "self._num_in_a_row >= MOST_FAILURES", "self._num_in_a_row > MOST_FAILURES",
+        "self._num_in_a_row >= MAX_FAILURES", "self._num_in_a_row > MAX_FAILURES",
         ("test_ten_failed_replacements_are_enough_however_slow",),
     ),
     Fault(
@@ -231,7 +231,7 @@ _ACTORS = [
     Fault(
         "a-failure-is-not-told",
         "actors", "service", _UPDATE,
-        "self.wires.replies[self.index, STATUS] = FAILED", "pass",
+        "self.buffers.replies[self.index, STATUS] = FAILED", "pass",
         ("test_an_unknown_operation_is_named_and_survived",),
     ),
     Fault(
@@ -611,8 +611,8 @@ _NUMBA_KERNELS = [
     Fault(
         "a-token-is-left-out-of-attention",
         "numba_kernels", "serve_attention", _OFF_BY_ONE,
-        "length, pages = wires.positions[t] + 1, wires",
-        "length, pages = max(1, wires.positions[t]), wires",
+        "length, pages = buffers.positions[t] + 1, buffers",
+        "length, pages = max(1, buffers.positions[t]), buffers",
         ("test_in_process::test_only_the_logits_asked_for",),
     ),
     Fault(
@@ -797,7 +797,7 @@ _CUDA_KERNELS = [
     Fault(
         "more-tokens-than-a-kernel-takes",
         "cuda_kernels", "kernels", _CHECK,
-        "if not 0 < num_tokens <= MOST_TOKENS:", "if not 0 < num_tokens:",
+        "if not 0 < num_tokens <= MAX_TOKENS:", "if not 0 < num_tokens:",
         ("test_too_many_tokens_and_too_wide_heads_are_refused",),
     ),
     Fault(
@@ -810,7 +810,7 @@ _CUDA_KERNELS = [
     Fault(
         "only-old-gpus",
         "cuda_kernels", "device", _SIGN,
-        "if (major, minor) < _LEAST_CAPABILITY:", "if (major, minor) > _LEAST_CAPABILITY:",
+        "if (major, minor) < _MIN_CAPABILITY:", "if (major, minor) > _MIN_CAPABILITY:",
         ("test_the_gpu_that_is_used",),
     ),
 ]  # fmt: skip

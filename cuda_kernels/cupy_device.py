@@ -19,7 +19,7 @@ from hotcold.cuda_kernels.protocol import DRELU, FATRELU, GELU, GELU_TANH, RELU,
 _SMI_S = 20.0
 # Of cublas_api.h; CuPy does not promise names for them.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
-_MOST_FLOAT16 = 65504.0
+_MAX_FLOAT16 = 65504.0
 # By the numbers of functions: of the gate's product g, and of up's, f; h is a threshold.
 _CUT, _AS_IT_IS = "(g <= h ? 0.0f : g)", "f"
 _EXPRESSIONS = {
@@ -238,7 +238,7 @@ class CupyDevice:
         if kind == np.float32:
             return x
         if kind == np.uint16:
-            clipped = self.xp.clip(x, np.float32(-_MOST_FLOAT16), np.float32(_MOST_FLOAT16))
+            clipped = self.xp.clip(x, np.float32(-_MAX_FLOAT16), np.float32(_MAX_FLOAT16))
             return clipped.astype(np.float16).view(np.uint16)
         out = self.xp.empty(x.shape, np.int16)
         name = "hotcold_to_bfloat16"

@@ -11,7 +11,7 @@ from typing import Any
 # What an error's text must hold for the service's process to be given up: nothing that runs in it
 # can use the GPU again.
 GPU_FAILED = "the GPU failed"
-_LEAST_CAPABILITY = 7, 5
+_MIN_CAPABILITY = 7, 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -63,7 +63,7 @@ def first_gpu() -> tuple[str, int] | str:
         if runtime.getDeviceCount() > 0:
             properties = runtime.getDeviceProperties(0)
             major, minor = properties["major"], properties["minor"]
-            if (major, minor) < _LEAST_CAPABILITY:
+            if (major, minor) < _MIN_CAPABILITY:
                 return f"{properties['name'].decode()} has compute capability {major}.{minor}, " + (
                     "and kernels need 7.5"
                 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.launch import NULL, CupyLauncher, Launcher
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
-from hotcold.cuda_kernels.protocol import LAYER_NORM, MOST_TOKENS, RMS_NORM, DeviceKernels
+from hotcold.cuda_kernels.protocol import LAYER_NORM, MAX_TOKENS, RMS_NORM, DeviceKernels
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
     SPLIT_POSITIONS,
@@ -27,10 +27,10 @@ from hotcold.cuda_kernels.sizes import (
 )
 from hotcold.cuda_kernels.source import Entry
 
-__all__ = ["LAYER_NORM", "MOST_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
+__all__ = ["LAYER_NORM", "MAX_TOKENS", "RMS_NORM", "CudaKernels", "DeviceKernels"]
 
 _NORM_THREADS = 512
-_MOST_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
 _GROUP = 32
 _NORM = Entry("norm", "NORM_TOKENS")
@@ -89,7 +89,7 @@ class CudaKernels:
         arguments = self._at(x), np.int64(x.size), np.float32(cap)
         self._launcher.launch(_SOFTCAP, (ceil_div(x.size, THREADS), 1, 1), THREADS, arguments)
 
-    def rows_times_vectors(
+    def gemv(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
     ) -> None:
         """See `DeviceKernels`."""
@@ -153,8 +153,8 @@ class CudaKernels:
     ) -> None:
         """See `DeviceKernels`."""
         head_dim, num_tokens, group = keys.shape[3], qkv.shape[0], num_heads // num_kv_heads
-        if not 0 < head_dim <= _MOST_HEAD_DIM:
-            raise ValueError(f"heads of {head_dim} numbers; at most {_MOST_HEAD_DIM} are computed")
+        if not 0 < head_dim <= _MAX_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} numbers; at most {_MAX_HEAD_DIM} are computed")
         at = self._at(qkv), self._at(keys), self._at(values)
         is_vector = head_dim % 8 == 0 and not any(address % 16 for address in at)
         queries, num_splits = attention_queries(group), ceil_div(max_length, SPLIT_POSITIONS)
@@ -300,10 +300,10 @@ class CudaKernels:
         num_tokens, width = x.shape
         room = self._quantized.get(width)
         if room is None:
-            room = self._launcher.empty_bytes(MOST_TOKENS * (width + width // _GROUP * 8))
+            room = self._launcher.empty_bytes(MAX_TOKENS * (width + width // _GROUP * 8))
             self._quantized[width] = room
-        scales = np.uint64(MOST_TOKENS * width)
-        sums = scales + np.uint64(MOST_TOKENS * (width // _GROUP) * 4)
+        scales = np.uint64(MAX_TOKENS * width)
+        sums = scales + np.uint64(MAX_TOKENS * (width // _GROUP) * 4)
         at = self._at(room)
         grid = (ceil_div(width // _GROUP, _WARPS), num_tokens, 1)
         arguments = self._at(x), np.int32(width), at, at + scales, at + sums
@@ -326,6 +326,6 @@ def _cache_format(keys: Any) -> str:
 
 def _checked_tokens(x: Any) -> int:
     num_tokens = int(x.shape[0])
-    if not 0 < num_tokens <= MOST_TOKENS:
-        raise ValueError(f"{num_tokens} tokens; kernels take 1 to {MOST_TOKENS} at once")
+    if not 0 < num_tokens <= MAX_TOKENS:
+        raise ValueError(f"{num_tokens} tokens; kernels take 1 to {MAX_TOKENS} at once")
     return num_tokens

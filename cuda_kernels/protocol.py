@@ -9,7 +9,7 @@ from hotcold.cuda_kernels.matrix import DeviceMatrix
 RMS_NORM, LAYER_NORM = 0, 1  # the numbers of numba_kernels.decode.norm
 # The numbers of numba_kernels.checks.
 RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU = range(7)
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 
 
 class DeviceKernels(Protocol):
@@ -49,7 +49,7 @@ class DeviceKernels(Protocol):
     def softcap(self, x: Any, cap: float) -> None:
         """x = cap * tanh(x / cap), in place."""
 
-    def rows_times_vectors(
+    def gemv(
         self, weights: DeviceMatrix, bias: Any, x: Any, out: Any, residual: Any = None
     ) -> None:
         """out[t, n] = weights[n] . x[t] + bias[n] [+ residual[t, n]].

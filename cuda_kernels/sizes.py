@@ -22,7 +22,7 @@ _ITEMS_A_PIECE = {"f32": 4, "f16": 8, "bf16": 8, "q8": 16, "q4": 16, "q4_1": 16}
 _PRODUCT_ROWS = {1: 1, 2: 1, 4: 4, 8: 4}  # of a warp, by its tokens
 _DOWN_TILES = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (4, 2), 16: (4, 4), 32: (8, 4)}
 _WANTED_THREADS = 32768  # over parts, for one token: enough to keep a large GPU's memory busy
-_LEAST_PART, _MOST_PART = 16, 128
+_MIN_PART, _MAX_PART = 16, 128
 _SPREAD_TOKENS = 4  # up to so many, each part is a block's; of more, whole runs
 
 
@@ -95,7 +95,7 @@ class FfnLayout:
     def part_size(self) -> int:
         """Neurons that are summed one after the other."""
         wanted = ceil_div(self.num_neurons, _wanted_parts(self.width))
-        return min(max(ceil_div(wanted, _LEAST_PART) * _LEAST_PART, _LEAST_PART), _MOST_PART)
+        return min(max(ceil_div(wanted, _MIN_PART) * _MIN_PART, _MIN_PART), _MAX_PART)
 
     @property
     def num_parts(self) -> int:
@@ -129,8 +129,8 @@ class FfnLayout:
 
 def ffn_scratch_items(num_tokens: int, num_neurons: int, width: int) -> int:
     """Items that `FfnLayout` needs for so many tokens and neurons, or fewer of either."""
-    small = min(ceil_div(num_neurons, _LEAST_PART), _wanted_parts(width))
-    num_parts = max(small, ceil_div(num_neurons, _MOST_PART))
+    small = min(ceil_div(num_neurons, _MIN_PART), _wanted_parts(width))
+    num_parts = max(small, ceil_div(num_neurons, _MAX_PART))
     cells = max(
         num_parts * min(num_tokens, _SPREAD_TOKENS), ceil_div(num_parts, RUN_PARTS) * num_tokens
     )

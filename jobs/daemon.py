@@ -26,7 +26,7 @@ from hotcold.jobs.kept.records import Claim, Record, start_of
 from hotcold.jobs.support.listening import require_server_packages
 from hotcold.jobs.support.until_stopped import Signals
 
-_PATIENCE_LOOKS = 60  # seconds in which the driver says nothing
+_TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0
 _FOREVER_S = 1e8  # an answer's time is its client's to limit
 
@@ -99,7 +99,7 @@ def _hold(
     pulse = Pulse("driver", partial(running.begin, "driver_load"))
 
     def look() -> None:
-        pulse.look(_PATIENCE_LOOKS)
+        pulse.look(_TIMEOUT_POLLS)
         if stay.left_s == 0:
             raise _IdleError
 

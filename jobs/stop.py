@@ -13,7 +13,7 @@ from hotcold.jobs.cli import run
 from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.model.errors import ServiceError, UsageError
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 @click.command()
@@ -25,7 +25,7 @@ def stop(name: str) -> None:
     if system is None:
         raise UsageError(f"no system named {name!r} is running")
     system.end()
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while System.attach(name) is not None:
         if time.monotonic() > deadline:
             raise ServiceError(f"the system {name!r} does not end; see `ray list actors`")

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, Self
 import numpy as np
 
 from hotcold.numba_kernels.decode.predict import select_kernel
-from hotcold.numba_kernels.serve.mailbox import Wires
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.sign_team import SignTeam
@@ -67,16 +67,18 @@ class NeuronPredictor:
             layers.append(None if layer is None else layer.arranged(rows))
         return NeuronPredictor(layers, sizes, self.input_name)
 
-    def use_threads(self, wires: Wires, service: int, num_threads: int, max_tokens: int) -> None:
+    def use_threads(
+        self, buffers: SharedBuffers, service: int, num_threads: int, max_tokens: int
+    ) -> None:
         """Score on several cores, at once when `service` answers; only sign predictors do.
 
-        It is of use where doorbells ring in `wires`; `announce` and `close` go with it.
+        It is of use where doorbells ring in `buffers`; `announce` and `close` go with it.
         """
         known = [layer for layer in self._layers if isinstance(layer, SignLayer)]
         if not known or len(known) < sum(layer is not None for layer in self._layers):
             return
         layers = [layer if isinstance(layer, SignLayer) else None for layer in self._layers]
-        self._team = SignTeam(layers, wires, service, num_threads, max_tokens, self._bounds)
+        self._team = SignTeam(layers, buffers, service, num_threads, max_tokens, self._bounds)
         self._layers = list(self._team.layers)
 
     @property

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from hotcold.numba_kernels.serve.mailbox import DONE, Wires, cell
+from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
 from hotcold.numba_kernels.serve.predict_team import (
     FFN_INPUT,
     HIDDEN,
@@ -43,18 +43,18 @@ class SignTeam:
     def __init__(
         self,
         layers: Sequence[SignLayer | None],
-        wires: Wires,
+        buffers: SharedBuffers,
         service: int,
         num_threads: int,
         max_tokens: int,
         bounds: np.ndarray,
     ) -> None:
-        """Start num_threads - 1 helpers, which wake when `service` of the wires answers.
+        """Start num_threads - 1 helpers, which wake when `service` of the buffers answers.
 
-        Bits are laid into the wires where these have room for them. bounds: as in `PredictTeam`
+        Bits are laid into the buffers where these have room for them. bounds: as in `PredictTeam`
         """
-        self._predictors = stacked(layers, wires.predictor_bits)
-        self._wires = wires
+        self._predictors = stacked(layers, buffers.predictor_bits)
+        self._buffers = buffers
         self._service = service
         self._num_threads = num_threads
         most = max(layer.num_neurons for layer in layers if layer is not None)
@@ -69,7 +69,7 @@ class SignTeam:
         # For compiled code, which announces and scores by itself.
         self.compiled = PredictTeam(num_threads, self._predictors, self._work, bounds)
         seen = self._answered()
-        shared = (wires, self._predictors, self._work)
+        shared = (buffers, self._predictors, self._work)
         self._work.task[STOP] = 1
         help_predict(0, num_threads, service, _NO_REQUEST, *shared)  # compiled here, if at all
         self._work.task[STOP] = 0
@@ -99,7 +99,7 @@ class SignTeam:
     def announce(self, layer: int, num_tokens: int, input_name: str, number: int) -> None:
         """Say what to score when the service answers request `number`.
 
-        input_name: the array of the wires that holds the input, "ffn_input", "mixed" or "hidden"
+        input_name: the array of the buffers that holds the input, "ffn_input", "mixed" or "hidden"
         """
         write_task(self.compiled, layer, num_tokens, INPUTS[input_name], number)
 
@@ -108,7 +108,7 @@ class SignTeam:
 
         None if it was not announced, or for another request than the service answered last.
         """
-        if not score_task(self.compiled, layer, num_tokens, self._wires, self._service):
+        if not score_task(self.compiled, layer, num_tokens, self._buffers, self._service):
             return None
         count = self._predictors.offsets[layer + 1] - self._predictors.offsets[layer]
         return self._work.scores[:num_tokens, :count]
@@ -117,14 +117,14 @@ class SignTeam:
         """End the helpers, once nothing is asked of the service any more."""
         self._work.task[STOP] = 1
         answered = self._answered()
-        ring(self._wires.cells, cell(self._service, DONE), np.int32(_NO_REQUEST))
+        ring(self._buffers.cells, cell(self._service, DONE), np.int32(_NO_REQUEST))
         for helper in self._helpers:
             helper.join()
-        self._wires.cells[cell(self._service, DONE) * INTS_A_CELL] = answered
+        self._buffers.cells[cell(self._service, DONE) * INTS_A_CELL] = answered
 
     def _answered(self) -> int:
         """The number of the request that the service answered last."""
-        return int(self._wires.cells[cell(self._service, DONE) * INTS_A_CELL])
+        return int(self._buffers.cells[cell(self._service, DONE) * INTS_A_CELL])
 
 
 def stacked(layers: Sequence[SignLayer | None], into: np.ndarray = NOWHERE) -> SignPredictors:

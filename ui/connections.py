@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hotcold.ui.api.errors import unavailable
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Connections:
     async def watch(self) -> None:
         """Cut off connections that are late, for as long as the server's loop runs."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LEAST_KEY_CHARS = 16
+MIN_KEY_CHARS = 16
 _FREE_FAILURES = 5  # in which a person may mistype
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-_MOST_ADDRESSES = 4096  # that are remembered, those that were seen last
+_MAX_ADDRESSES = 4096  # that are remembered, those that were seen last
 _NETWORK_BITS = 64  # of an IPv6 address: what one client usually has
 
 
@@ -59,7 +59,7 @@ class Keys:
         network = _network(address)
         record = self._records.setdefault(network, _Record())
         self._records.move_to_end(network)
-        if len(self._records) > _MOST_ADDRESSES:
+        if len(self._records) > _MAX_ADDRESSES:
             self._records.popitem(last=False)
         if right:
             record.is_known = True

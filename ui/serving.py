@@ -164,10 +164,10 @@ class ServerThread:
         for server, _ in list(self._servers):
             server.should_exit = True
 
-    def stop(self, patience_s: float = 0.0) -> None:
-        """End; what still runs after `patience_s` is cut off. May be called again."""
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """End; what still runs after `timeout_s` is cut off. May be called again."""
         self.refuse_new()
-        self._thread.join(patience_s)
+        self._thread.join(timeout_s)
         for server, _ in list(self._servers):
             server.force_exit = True
         self._thread.join(_END_S)

@@ -47,7 +47,7 @@ from hotcold.numba_kernels.serve.serve_attention import (
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
 
 
-class GpuService(Service):
+class AttentionService(Service):
     """Computes attention and head for every token of a step."""
 
     def __init__(
@@ -130,12 +130,12 @@ class GpuService(Service):
             started = clock_ns()
             assert self._hot is not None
             self._hot.answer_share(thread)
-            cells, replies = self.wires.cells, self.wires.replies
+            cells, replies = self.buffers.cells, self.buffers.replies
             number, threads = np.int32(seen), self.num_threads
             finish_request(cells, replies, NO_COUNTERS, self.index, number, threads, started)
 
     def _asks_for_hot(self) -> bool:
-        request = self.wires.requests[self.index]
+        request = self.buffers.requests[self.index]
         few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
         return self._hot is not None and request[OPERATION] == FFN and bool(few)
 
@@ -146,7 +146,7 @@ class GpuService(Service):
                 self.num_threads,
                 self.index,
                 np.int32(seen),
-                self.wires,
+                self.buffers,
                 self.shape,
                 self.arrays,
                 self._scratch,
@@ -160,11 +160,11 @@ class GpuService(Service):
             dense_head,
         )
 
-        operation = self.wires.requests[self.index, OPERATION]
+        operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            dense_attention(self._products.get(), self.index, self.wires, self.shape, self.arrays)
+            dense_attention(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
         elif operation == HEAD:
-            dense_head(self._products.get(), self.index, self.wires, self.shape, self.arrays)
+            dense_head(self._products.get(), self.index, self.buffers, self.shape, self.arrays)
         elif self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
@@ -239,7 +239,7 @@ def load_gpu_service(
     neuron_ids: Sequence[np.ndarray] | None = None,
     has_down_norms: bool = False,
     keeps_pages: bool = True,
-) -> GpuService:
+) -> AttentionService:
     """Read attention, head and the neurons `neuron_ids`; make room for the KV cache.
 
     `touch` takes each new matrix before it is filled. Without `keeps_pages` what was read of the
@@ -267,4 +267,4 @@ def load_gpu_service(
             touch,
             has_down_norms,
         )
-    return GpuService("gpu", index, num_threads, attention_shape(config), arrays, hot)
+    return AttentionService("gpu", index, num_threads, attention_shape(config), arrays, hot)

@@ -12,7 +12,7 @@ from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
 from hotcold.numba_kernels.decode.attention import read_kernel
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.prompt.norms import norm_rows_kernel
-from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, Wires
+from hotcold.numba_kernels.serve.mailbox import FIRST_LOGIT, LAYER, NUM_TOKENS, SharedBuffers
 from hotcold.numba_kernels.serve.serve_attention import (
     AttentionArrays,
     AttentionShape,
@@ -70,7 +70,7 @@ class _Rows:
 
 def _attend(
     products: MatrixProducts,
-    wires: Wires,
+    buffers: SharedBuffers,
     layer: int,
     qkv: np.ndarray,
     shape: AttentionShape,
@@ -81,18 +81,18 @@ def _attend(
     qkv (T, rows) is overwritten.
     """
     num_tokens, num_threads, size = qkv.shape[0], products.num_threads, arrays.keys.shape[3]
-    first = int(wires.positions[0])
+    first = int(buffers.positions[0])
     window = int(arrays.windows[layer])
     first_page = max(0, first + 1 - window) // size if window else 0
     end_page = -(-(first + num_tokens) // size)
-    pages = wires.page_tables[wires.slots[0], first_page:end_page]
+    pages = buffers.page_tables[buffers.slots[0], first_page:end_page]
     cached = products.scratch((2, shape.num_kv_heads, pages.size * size, shape.head_dim))
 
     def norm(thread: int) -> None:
         norm_whole(thread, num_threads, layer, shape, arrays, qkv)
 
     def store(thread: int) -> None:
-        rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
+        rotate_and_store(thread, num_threads, layer, buffers, shape, arrays, qkv)
 
     def read(thread: int) -> None:
         heads = split_range(shape.num_kv_heads, thread, num_threads, 1)
@@ -163,7 +163,7 @@ def _attention(
 def dense_attention(
     products: MatrixProducts,
     service: int,
-    wires: Wires,
+    buffers: SharedBuffers,
     shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> None:
@@ -171,9 +171,9 @@ def dense_attention(
 
     Errors:  ValueError for tokens of several sequences
     """
-    layer = int(wires.requests[service, LAYER])
-    num_tokens = int(wires.requests[service, NUM_TOKENS])
-    if np.ptp(wires.slots[:num_tokens]) or (np.diff(wires.positions[:num_tokens]) != 1).any():
+    layer = int(buffers.requests[service, LAYER])
+    num_tokens = int(buffers.requests[service, NUM_TOKENS])
+    if np.ptp(buffers.slots[:num_tokens]) or (np.diff(buffers.positions[:num_tokens]) != 1).any():
         raise ValueError("prefill takes consecutive positions of one sequence")
 
     rows = _Rows(products, shape, arrays)
@@ -186,7 +186,7 @@ def dense_attention(
         num_rows = sum(map(len, arrays.qkv.parts(layer)))
         qkv = torch.from_numpy(products.scratch((num_tokens, num_rows)))
         products.layer_linear(x, arrays.qkv, layer, arrays.qkv_bias[layer], qkv)
-        heads = _attend(products, wires, layer, qkv.numpy(), shape, arrays)
+        heads = _attend(products, buffers, layer, qkv.numpy(), shape, arrays)
         out = torch.from_numpy(products.scratch((num_tokens, len(arrays.out[layer]))))
         products.linear(heads, arrays.out[layer], arrays.out_bias[layer], out)
         out = rows.norm(out, arrays.attention_norm_weight[layer], _NO_BIAS)
@@ -195,15 +195,15 @@ def dense_attention(
     with products.at_once():
         mixed, ffn_input = mixed_and_ffn_input(
             shape.order,
-            rows.layer_input(layer, wires.hidden[:num_tokens]),
+            rows.layer_input(layer, buffers.hidden[:num_tokens]),
             norm=norm,
             ffn_norm=lambda x: rows.ffn_norm(layer, x),
             add_attention=add_attention,
         )
 
         def answer(first: int, last: int) -> None:
-            wires.mixed[first:last] = mixed[first:last].numpy()
-            wires.ffn_input[first:last] = ffn_input[first:last].numpy()
+            buffers.mixed[first:last] = mixed[first:last].numpy()
+            buffers.ffn_input[first:last] = ffn_input[first:last].numpy()
 
         products.then_rows(num_tokens, answer)
 
@@ -211,19 +211,19 @@ def dense_attention(
 def dense_head(
     products: MatrixProducts,
     service: int,
-    wires: Wires,
+    buffers: SharedBuffers,
     shape: AttentionShape,
     arrays: AttentionArrays,
 ) -> None:
     """Answer a HEAD request for many tokens."""
-    begin = int(wires.requests[service, FIRST_LOGIT])
-    end = int(wires.requests[service, NUM_TOKENS])
+    begin = int(buffers.requests[service, FIRST_LOGIT])
+    end = int(buffers.requests[service, NUM_TOKENS])
     num_layers = arrays.norm_weight.shape[0]
-    logits, cap = torch.from_numpy(wires.logits[: end - begin]), float(shape.logit_softcap)
+    logits, cap = torch.from_numpy(buffers.logits[: end - begin]), float(shape.logit_softcap)
     rows = _Rows(products, shape, arrays)
     products.begin_layer()
     with products.at_once():
-        x = rows.layer_input(num_layers, wires.hidden[begin:end])
+        x = rows.layer_input(num_layers, buffers.hidden[begin:end])
         x = rows.norm(x, arrays.final_norm_weight, arrays.final_norm_bias)
         if arrays.project_out.shape[0]:
             x = products.linear(x, arrays.project_out, _NO_BIAS)

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from hotcold.actors.protocol.offloaded_neurons import MOST_GAP, READ_BYTES
+from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.direct import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
@@ -38,7 +38,7 @@ from hotcold.numba_kernels.storage.read_queue import (
 )
 from hotcold.numba_kernels.storage.ring_reads import go_on_without_ring, serve_ring
 
-_LOOK_S = 0.001
+_POLL_S = 0.001
 
 
 class BundleReads:
@@ -111,7 +111,7 @@ class BundleReads:
             reader.start()
         begun = self.queue.counts[: len(readers), HAS_BEGUN]
         while not begun.all() and all(reader.is_alive() for reader in readers):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _by_ring(self) -> None:
         """Many reads under way in one thread, where the kernel and the container allow that."""
@@ -147,7 +147,7 @@ class BundleReads:
         for array, values in zip(wanted, (rows, parts), strict=True):
             array[: rows.size] = values[order]
         # All of a layer is wanted, so what lies between is not much, or is other rows of the same.
-        gap = max(MOST_GAP, self._geometry.rest_bytes)
+        gap = max(MAX_GAP, self._geometry.rest_bytes)
         if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap):
             raise ServiceError(self.failure())
 

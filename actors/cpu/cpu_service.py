@@ -32,7 +32,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     ROUND,
     SHIP,
-    told_thresholds,
+    decode_thresholds,
 )
 from hotcold.numba_kernels.serve.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 
@@ -106,7 +106,7 @@ class CpuService(Service):
                 self.num_threads,
                 self.index,
                 np.int32(seen),
-                self.wires,
+                self.buffers,
                 self.loop_arrays,
                 self._scratch,
                 self._buckets,
@@ -116,7 +116,7 @@ class CpuService(Service):
 
     def work_within(self, service: Service) -> None:
         """Take another service's requests and threads for one's own."""
-        self.thread_cores, self.wires = service.thread_cores, service.wires
+        self.thread_cores, self.buffers = service.thread_cores, service.buffers
         self._arena = service._arena
 
     def answer_share(self, thread: int) -> None:
@@ -125,7 +125,7 @@ class CpuService(Service):
             thread,
             self.num_threads,
             self.index,
-            self.wires,
+            self.buffers,
             self.arrays,
             self._scratch,
             self._buckets,
@@ -134,7 +134,7 @@ class CpuService(Service):
 
     def answer_in_python(self) -> None:
         """The FFN of many tokens, or a count: dense matrix products over the whole shard."""
-        request = self.wires.requests[self.index]
+        request = self.buffers.requests[self.index]
         if request[OPERATION] == SHIP:
             self._ship(int(request[LAYER]), int(request[ROUND]))
             return
@@ -144,8 +144,8 @@ class CpuService(Service):
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)
-        x = self.wires.ffn_input[:num_tokens]
-        partial = self.wires.partials[self.index, :num_tokens]
+        x = self.buffers.ffn_input[:num_tokens]
+        partial = self.buffers.partials[self.index, :num_tokens]
         first, last = self.arrays.offsets[layer], self.arrays.offsets[layer + 1]
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
@@ -155,11 +155,11 @@ class CpuService(Service):
             x,
             self.function,
             partial,
-            skip_silent=bool(told_thresholds(request).gate >= 0),
+            skip_silent=bool(decode_thresholds(request).gate >= 0),
             counts=counts,
             await_rest=self.await_rest,
         )
-        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
 
     def layer_arrays(self, layer: int) -> tuple[FfnArrays | DenseFfnArrays, int]:
         """Arrays with all neurons of the layer, and which of their layers it is."""
@@ -196,7 +196,7 @@ class CpuService(Service):
         with (products := self._products.get()).at_once():
             products.then(copy)
         write_count(place, last - first)
-        self.wires.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
+        self.buffers.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 
 
 def load_cpu_service(

@@ -35,7 +35,7 @@ class DenseCpuService(CpuService):
 
     def answer_in_python(self) -> None:
         """See `CpuService`. Errors: ValueError where some neurons are listed: it has no rows."""
-        request = self.wires.requests[self.index]
+        request = self.buffers.requests[self.index]
         if request[OPERATION] == FFN and request[NUM_IDS] >= 0:
             raise ValueError(f"{self.name} computes all gates, and was asked for some")
         super().answer_in_python()

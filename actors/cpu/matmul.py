@@ -89,7 +89,7 @@ class MatrixProducts:
         self._team = ThreadTeam(num_threads, begin)
         self._phases: list[Phase] = []
         self._scratch: list[np.ndarray] = []
-        self._num_lent = 0
+        self._num_allocated = 0
         self._torch = TorchProducts(num_threads, self.then)
         self._pairs = PairProducts(num_threads, self.then)
         self._words = WordProducts(num_threads, self.then)
@@ -116,7 +116,7 @@ class MatrixProducts:
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
-        self._num_lent = 0
+        self._num_allocated = 0
 
     def scratch(self, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
         """An array of whatever was there, until the next `begin_layer`.
@@ -124,12 +124,12 @@ class MatrixProducts:
         The next layer has the same memory: to be given new memory takes as long as to fill it.
         """
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if self._num_lent == len(self._scratch):
+        if self._num_allocated == len(self._scratch):
             self._scratch.append(aligned_empty((num_bytes,), np.uint8))
-        elif self._scratch[self._num_lent].size < num_bytes:
-            self._scratch[self._num_lent] = aligned_empty((num_bytes,), np.uint8)
-        buffer = self._scratch[self._num_lent]
-        self._num_lent += 1
+        elif self._scratch[self._num_allocated].size < num_bytes:
+            self._scratch[self._num_allocated] = aligned_empty((num_bytes,), np.uint8)
+        buffer = self._scratch[self._num_allocated]
+        self._num_allocated += 1
         return buffer[:num_bytes].view(dtype).reshape(shape)
 
     def close(self) -> None:

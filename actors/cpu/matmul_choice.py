@@ -27,7 +27,7 @@ import torch
 from hotcold.actors.cpu.pair_matmul import PairProducts, WordProducts
 from hotcold.actors.protocol.step_sizes import ProductChoice
 from hotcold.model.files.whole_file import write_first
-from hotcold.numba_kernels.decode.rows import rows_times_vectors
+from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.formats import Q8, row_items
 from hotcold.numba_kernels.ir.bfloat16_ir import has_pair_products
 from hotcold.numba_kernels.ir.int16_ir import has_word_products
@@ -111,7 +111,7 @@ def _try() -> ProductChoice:
     rows, block = np.zeros((_ROWS, row_items(Q8, _WIDTH)), Q8), np.empty((_ROWS, _WIDTH), np.int16)
     widen_s = _fastest(lambda: widen_kernel(rows, block, 0, _ROWS))
     vectors, halves = x.numpy(), weights.to(torch.float16).numpy().view(np.uint16)
-    integers_s = _fastest(lambda: rows_times_vectors(rows, vectors))
+    integers_s = _fastest(lambda: gemv(rows, vectors))
     halves_s = _fastest(lambda: widen_kernel(halves, block, 0, _ROWS))
     own_s = _own_s(PairProducts, has_pair_products(), vectors, halves)
     bfloat16 = min(narrow_s, own_s) * _CLEARLY < wide_s

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.protocol.offloaded_neurons import MOST_GAP, READ_BYTES, StoredShare
+from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES, OffloadedShare
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ServiceError
@@ -26,13 +26,17 @@ from hotcold.numba_kernels.storage.layer_slots import (
 )
 from hotcold.numba_kernels.storage.neuron_file import GATE, REST, RowBytes
 from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
-from hotcold.numba_kernels.storage.offloaded_neurons import NUM_COUNTERS, NUM_OPTIONS, StoredNeurons
+from hotcold.numba_kernels.storage.offloaded_neurons import (
+    NUM_COUNTERS,
+    NUM_OPTIONS,
+    OffloadedNeurons,
+)
 from hotcold.numba_kernels.storage.read_ahead import new_read_ahead
 from hotcold.placement.storage import LISTED, listed_rates
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
 
-_MOST_AHEAD = 512  # neurons of a layer, where there are slots for them
+_MAX_AHEAD = 512  # neurons of a layer, where there are slots for them
 _NO_LAYER = -1, -1
 
 
@@ -43,7 +47,7 @@ class NeuronStore:
         self,
         file: BundleFile,
         weights: FfnWeights,
-        share: StoredShare,
+        share: OffloadedShare,
         num_threads: int,
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         predictors: SignPredictors | None = None,
@@ -107,10 +111,10 @@ class NeuronStore:
         self,
         num_gates: int,
         num_rests: int,
-        share: StoredShare,
+        share: OffloadedShare,
         num_threads: int,
         predictors: SignPredictors | None,
-    ) -> StoredNeurons:
+    ) -> OffloadedNeurons:
         options = np.zeros(NUM_OPTIONS, np.int64)
         options[:] = [
             share.reads_whole,
@@ -125,7 +129,7 @@ class NeuronStore:
         if num_gates < num_neurons:
             spare = min(spare, num_gates - self._most)
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
-        return StoredNeurons(
+        return OffloadedNeurons(
             arrays=self.arrays,
             gate_bias=self._weights.gate_bias,
             up_bias=self._weights.up_bias,
@@ -134,7 +138,7 @@ class NeuronStore:
             gates=new_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
             rests=new_slots(rates, num_rests),
             queue=self._reads.queue,
-            ahead=new_read_ahead(predictors, num_threads, min(_MOST_AHEAD, spare // 2)),
+            ahead=new_read_ahead(predictors, num_threads, min(_MAX_AHEAD, spare // 2)),
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
             gate_slots=np.zeros(self._most, np.int32),
@@ -198,7 +202,7 @@ class NeuronStore:
 
     def _try_layers(self) -> None:
         """Go through what prompts need, so that none waits until it is compiled."""
-        ask_for_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MOST_GAP)
+        ask_for_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MAX_GAP)
         copy_layer(*self._copied, 0, *self._bases, 0, 0)
         await_layer(self.stored)
         settle_reads(self.stored)
@@ -213,7 +217,7 @@ class NeuronStore:
 
     def _ask_for_layer(self, layer: int) -> None:
         # All of the layer is wanted: what lies between is not much, or is other rows of the same.
-        gap = max(MOST_GAP, self._file.geometry.rest_bytes)
+        gap = max(MAX_GAP, self._file.geometry.rest_bytes)
         settle_reads(self.stored)
         layer_rows = self._layer_rows()[layer]
         ask_for_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)

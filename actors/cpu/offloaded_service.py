@@ -8,7 +8,7 @@ import numpy as np
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.offloaded_neurons import StoredShare
+from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.actors.telemetry.snapshot import bucket_of
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -26,7 +26,7 @@ from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
 
-class StoredCpuService(CpuService):
+class OffloadedCpuService(CpuService):
     """`CpuService` over a `NeuronStore`."""
 
     loop = staticmethod(serve_stored_ffn)
@@ -47,13 +47,13 @@ class StoredCpuService(CpuService):
     def prepare(self, layout: ArenaLayout) -> None:
         """As `CpuService`; predictors' bits may be in the arena."""
         super().prepare(layout)
-        self.store.use_bits(self.wires.predictor_bits)
+        self.store.use_bits(self.buffers.predictor_bits)
         self.loop_arrays = self.store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention goes over the prompt."""
         super().answer_in_python()
-        layer, following = self.wires.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
         if following not in (0, layer + 1):
             self.store.ask_for_layer(following - 1)
 
@@ -92,12 +92,12 @@ def load_stored_service(
     include_down_bias: bool,
     on_bytes: Callable[[int], None],
     bundles: Path,
-    share: StoredShare,
+    share: OffloadedShare,
     weight_dtype: str = "",
     predictors: Path | None = None,
     has_down_norms: bool = False,
     among: np.ndarray | None = None,
-) -> StoredCpuService:
+) -> OffloadedCpuService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
     By the file `predictors` the next layer's neurons are read ahead; with `among`, as of
@@ -117,4 +117,4 @@ def load_stored_service(
     store = NeuronStore(file, weights, share, num_threads, on_bytes, ahead, has_down_norms)
     buckets = bucket_of(np.concatenate([np.zeros(0, np.int32), *neuron_ids]), config.ffn_size)
     function = activation(config.activation_fn, config.activation_threshold)
-    return StoredCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)
+    return OffloadedCpuService(f"cpu{index - 1}", index, num_threads, store, function, buckets)

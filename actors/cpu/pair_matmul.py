@@ -89,7 +89,7 @@ class PairProducts:
         self, kernel: Callable[..., None], tokens: np.ndarray, weights: np.ndarray, out: np.ndarray
     ) -> None:
         groups = tokens.shape[0]
-        sums = self._sums.shaped(self._num_threads, bfloat16_matmul.MOST_SUMS, groups, LANES)
+        sums = self._sums.shaped(self._num_threads, bfloat16_matmul.MAX_SUMS, groups, LANES)
 
         def multiply(thread: int) -> None:
             part = split_range(out.shape[1], thread, self._num_threads, LANES)
@@ -125,7 +125,7 @@ class WordProducts:
     def linear(self, operand: Words, weights: np.ndarray, out: np.ndarray) -> None:
         """out = x @ weights.T; see `PairProducts.linear`."""
         groups = operand.tokens.shape[0]
-        sums = self._sums.shaped(self._num_threads, int16_matmul.MOST_SUMS, groups, LANES)
+        sums = self._sums.shaped(self._num_threads, int16_matmul.MAX_SUMS, groups, LANES)
 
         def multiply(thread: int) -> None:
             part = split_range(weights.shape[0], thread, self._num_threads, LANES)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring, wait_change
 
-_LOOKS, _WAIT_NS = 2000, 100_000_000
+_POLLS, _WAIT_NS = 2000, 100_000_000
 _ROUNDS = 1 << 30  # the doorbell is a 32-bit number
 
 Phase = Callable[[int], None]  # of the thread's number
@@ -75,6 +75,6 @@ class ThreadTeam:
                 self._num_met, self._round = 0, (seen + 1) % _ROUNDS
         if is_last:
             ring(self._cells, 0, self._round)
-        while not is_last and wait_change(self._cells, 0, seen, _LOOKS, _WAIT_NS) == seen:
+        while not is_last and wait_change(self._cells, 0, seen, _POLLS, _WAIT_NS) == seen:
             if self._has_failed:
                 raise _Abandoned

@@ -16,7 +16,7 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest, Generator, Stream
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.profiling import ProfilingEngine
-from hotcold.actors.driver.readers import LOOK_S, Reader, Readers
+from hotcold.actors.driver.readers import POLL_S, Reader, Readers
 from hotcold.actors.driver.request_events import OpenStreams, RequestEvent
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
@@ -121,18 +121,18 @@ class Driver:
         self.engine = engine
         self._use_threads(predictor, exchange)
         self.generator = Generator(path, config, engine, system.context_length)
-        opening_id = self.generator.prompts.opening_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, opening_id, num_hot)
+        bos_id = self.generator.prompts.bos_id
+        self._profiling = ProfilingEngine(config, embedding, exchange, bos_id, num_hot)
         self._trials = ThresholdTrials(engine)
         engine.prepare_products = self._profiling.prepare_products = prepare_products
-        slots = exchange.wires.page_tables[: engine.kernel_tokens]
+        slots = exchange.buffers.page_tables[: engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), slots)
         self.generator.warm_up()
         self._streams = OpenStreams()
         self.readers = Readers()
         self._scheduler = Scheduler(engine, self._pool)
         self._queue = RequestQueue(self._scheduler)
-        self.neuron_watch = NeuronWatch(config, exchange.wires, shards)
+        self.neuron_watch = NeuronWatch(config, exchange.buffers, shards)
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         self._looking = threading.Thread(target=self._look, name="readers", daemon=True)
@@ -209,7 +209,7 @@ class Driver:
 
     def _look(self) -> None:
         """Look after the readers until the end."""
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(POLL_S):
             self.readers.look()
 
     def cancel(self, request_id: str) -> None:
@@ -246,7 +246,7 @@ class Driver:
         engine = self.engine
         mode = default_mode(engine.config)
         other = Engine(engine.config, engine.embedding, engine.exchange, mode, None, engine.num_hot)
-        first_id = self.generator.prompts.opening_id or 0
+        first_id = self.generator.prompts.bos_id or 0
 
         def settle() -> ModeTrial:
             length = self.generator.context_length
@@ -305,7 +305,7 @@ class Driver:
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
                  failed before: nothing has changed then
         """
-        watch = NeuronWatch(self.generator.config, change.exchange.wires, change.shards)
+        watch = NeuronWatch(self.generator.config, change.exchange.buffers, change.shards)
         old = new = self.engine.predictor
         if old is not None:
             new = old.rearranged(self._shards, change.shards)
@@ -322,7 +322,7 @@ class Driver:
     ) -> None:
         """First what can fail and changes nothing; what fails later leaves nothing that serves."""
         num_hot = hot_counts(self.generator.config, change.shards)
-        tables = change.exchange.wires.page_tables[: self.engine.kernel_tokens]
+        tables = change.exchange.buffers.page_tables[: self.engine.kernel_tokens]
         self._pool.copy_to(tables)
         change.prepare()
         try:
@@ -377,7 +377,7 @@ class Driver:
         """Let several cores predict, where they can hear the doorbell that brings the input."""
         if predictor is not None and exchange.next_number:
             num_threads, num_tokens = self._system.num_threads, self.engine.kernel_tokens
-            predictor.use_threads(exchange.wires, GPU, num_threads, num_tokens)
+            predictor.use_threads(exchange.buffers, GPU, num_threads, num_tokens)
 
 
 def _load_predictor(

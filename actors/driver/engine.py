@@ -25,9 +25,9 @@ from hotcold.numba_kernels.serve import layer_loop
 from hotcold.numba_kernels.serve.layer_loop import (
     GPU,
     LayerFacts,
-    begin_walk,
-    new_walk,
-    walk_layers,
+    begin_layers,
+    new_layer_state,
+    run_layers,
 )
 from hotcold.numba_kernels.serve.mailbox import (
     BUSY_NS,
@@ -73,7 +73,7 @@ class Engine:
         self.config = config
         self.exchange = exchange
         self.mode = mode
-        self.max_tokens = exchange.wires.hidden.shape[0]
+        self.max_tokens = exchange.buffers.hidden.shape[0]
         self.kernel_tokens = min(KERNEL_TOKENS, self.max_tokens)  # of any sequences
         self.embedding = embedding
         self.predictor = predictor
@@ -86,7 +86,7 @@ class Engine:
         self.times = StepTimes()
         self.num_steps = 0
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
-        self._walk = new_walk()
+        self._layer_state = new_layer_state()
 
     def use_services(self, num_hot: np.ndarray) -> None:
         """Ask all services that the exchange has now; the GPU service holds num_hot[l] neurons."""
@@ -100,7 +100,7 @@ class Engine:
             norm_kind=norm_kind(config.norm_kind),
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
-            services=np.arange(self.exchange.wires.requests.shape[0]),
+            services=np.arange(self.exchange.buffers.requests.shape[0]),
         )
 
     @property
@@ -140,7 +140,7 @@ class Engine:
 
     def _count_reads(self) -> None:
         """Count what services say that they have read since they were asked last."""
-        found = self.exchange.wires.replies[1:, BYTES_READ : PARTS_MISSED + 1]
+        found = self.exchange.buffers.replies[1:, BYTES_READ : PARTS_MISSED + 1]
         if not found.any():
             return
         before = self._reads if self._reads.shape == found.shape else np.zeros_like(found)
@@ -157,14 +157,14 @@ class Engine:
         num_tokens = len(token_ids)
         if self._multiplies(num_tokens):
             self.prepare_products()
-        wires = self.exchange.wires
-        wires.positions[:num_tokens] = positions
-        wires.slots[:num_tokens] = slots
-        wires.hidden[:num_tokens] = self.embedding.lookup(
+        buffers = self.exchange.buffers
+        buffers.positions[:num_tokens] = positions
+        buffers.slots[:num_tokens] = slots
+        buffers.hidden[:num_tokens] = self.embedding.lookup(
             np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
         )
-        if not finite_rows(wires.hidden, num_tokens):
-            raise bad_embedding(wires, num_tokens)
+        if not finite_rows(buffers.hidden, num_tokens):
+            raise bad_embedding(buffers, num_tokens)
 
     def _multiplies(self, num_tokens: int) -> bool:
         """Whether services answer such a step by matrix products."""
@@ -178,28 +178,30 @@ class Engine:
         Errors:  those of `step`
         """
         is_known = next_layer < self.config.num_layers
-        self.exchange.wires.requests[1:, NEXT_LAYER] = next_layer + 1 if is_known else 0
+        self.exchange.buffers.requests[1:, NEXT_LAYER] = next_layer + 1 if is_known else 0
         self._run_layers(range(layer, layer + 1), num_tokens)
 
     def _run_layers(self, layers: range, num_tokens: int) -> None:
-        walk, exchange = self._walk, self.exchange
+        layer_state, exchange = self._layer_state, self.exchange
         team = NO_TEAM if self.predictor is None else self.predictor.team
         predicts = layer_loop.NOBODY
         if self._predicts(num_tokens):
             predicts = layer_loop.IN_TEAM if team.num_threads else layer_loop.IN_PYTHON
         own_ffn, read = self._asks_ffn(num_tokens), INPUTS[self._predictor_input()]
-        begin_walk(walk, layers, num_tokens, predicts, own_ffn, read)
-        while reason := walk_layers(walk, exchange.asking, exchange.wires, self._facts, team):
-            self._come_back(reason, int(walk[layer_loop.AT_LAYER]), num_tokens)
-        self.times.add_layers(walk)
+        begin_layers(layer_state, layers, num_tokens, predicts, own_ffn, read)
+        while reason := run_layers(
+            layer_state, exchange.asking, exchange.buffers, self._facts, team
+        ):
+            self._come_back(reason, int(layer_state[layer_loop.AT_LAYER]), num_tokens)
+        self.times.add_layers(layer_state)
 
     def _come_back(self, reason: int, layer: int, num_tokens: int) -> None:
         """Do what a walk leaves to Python."""
-        walk, exchange = self._walk, self.exchange
+        layer_state, exchange = self._layer_state, self.exchange
         if reason == layer_loop.ASK:
-            walk[layer_loop.ASK_WAITED_NS] = exchange.ask(self._asked())
+            layer_state[layer_loop.ASK_WAITED_NS] = exchange.ask(self._asked())
         elif reason == layer_loop.RESUME:
-            walk[layer_loop.ASK_WAITED_NS] += exchange.resume(self._asked())
+            layer_state[layer_loop.ASK_WAITED_NS] += exchange.resume(self._asked())
         elif reason == layer_loop.ANNOUNCE:
             name, number = self._predictor_input(), exchange.next_number
             assert self.predictor is not None
@@ -209,25 +211,27 @@ class Engine:
         elif reason == layer_loop.COMPUTE:
             self._ffn(layer, num_tokens)
         else:
-            first = int(walk[layer_loop.FIRST])
-            raise bad_layer(exchange.wires, layer, num_tokens, first)
+            first = int(layer_state[layer_loop.FIRST])
+            raise bad_layer(exchange.buffers, layer, num_tokens, first)
 
     def _asked(self) -> range:
         """The services that the walk asks."""
-        return range(int(self._walk[layer_loop.FIRST]), int(self._walk[layer_loop.END]))
+        return range(
+            int(self._layer_state[layer_loop.FIRST]), int(self._layer_state[layer_loop.END])
+        )
 
     def logits(self, num_tokens: int, num_logits: int) -> np.ndarray:
         """Logits of the last `num_logits` tokens after the last layer; as in `step`."""
-        wires = self.exchange.wires
+        buffers = self.exchange.buffers
         if num_logits == 0:
-            return wires.logits[:0]
-        request = wires.requests[GPU]
+            return buffers.logits[:0]
+        request = buffers.requests[GPU]
         request[OPERATION], request[NUM_TOKENS] = HEAD, num_tokens
         request[FIRST_LOGIT] = num_tokens - num_logits
-        self.times.add("head", self.exchange.ask([GPU]), wires.replies[GPU, BUSY_NS])
-        if not finite_rows(wires.logits, num_logits):
-            raise bad_logits(wires, num_tokens, num_logits)
-        return wires.logits[:num_logits]
+        self.times.add("head", self.exchange.ask([GPU]), buffers.replies[GPU, BUSY_NS])
+        if not finite_rows(buffers.logits, num_logits):
+            raise bad_logits(buffers, num_tokens, num_logits)
+        return buffers.logits[:num_logits]
 
     def _asks_ffn(self, num_tokens: int) -> bool:
         """Whether `_ffn` asks for the FFN of such steps, instead of the walk."""
@@ -241,13 +245,13 @@ class Engine:
             return
         ffn_with_upload(self.exchange, self.times, layer, num_tokens)
         self.times.count_neurons(*[self.config.ffn_size] * 3)
-        self._walk[layer_loop.FIRST], self._walk[layer_loop.END] = GPU, GPU + 1
+        self._layer_state[layer_loop.FIRST], self._layer_state[layer_loop.END] = GPU, GPU + 1
 
     def _ask_ffn(self, num_gates: int) -> tuple[int, int]:
         """Ask `_asked`; returns how many neurons were computed, and how many neurons' up was."""
         services = self._asked()
         waited_ns = self.exchange.ask(services)
-        replies = self.exchange.wires.replies[services.start : services.stop]
+        replies = self.exchange.buffers.replies[services.start : services.stop]
         self.times.add("ffn", waited_ns, replies[:, BUSY_NS].max())
         num_computed, num_up = replies[:, [NUM_COMPUTED, NUM_UP]].sum(axis=0).tolist()
         self.times.count_neurons(num_computed, num_up, num_gates)
@@ -255,21 +259,21 @@ class Engine:
 
     def _choose(self, layer: int, num_tokens: int) -> None:
         """List the neurons that are expected to fire, or leave it at all of them."""
-        wires, started = self.exchange.wires, time.monotonic_ns()
+        buffers, started = self.exchange.buffers, time.monotonic_ns()
         assert self.predictor is not None
-        x: np.ndarray = getattr(wires, self._predictor_input())
+        x: np.ndarray = getattr(buffers, self._predictor_input())
         chosen = self.predictor.choose(
-            layer, x[:num_tokens], wires.active_ids[1:], wires.active_masks[1:]
+            layer, x[:num_tokens], buffers.active_ids[1:], buffers.active_masks[1:]
         )
         if chosen is not None:
-            wires.requests[1:, NUM_IDS] = chosen
+            buffers.requests[1:, NUM_IDS] = chosen
         self.times.add_predictor(time.monotonic_ns() - started)
 
     def _predicts(self, num_tokens: int) -> bool:
         return self.predictor is not None and num_tokens <= KERNEL_TOKENS
 
     def _predictor_input(self) -> str:
-        """The array of the wires that the predictor reads."""
+        """The array of the buffers that the predictor reads."""
         if self.predictor is None or self.predictor.input_name == "ffn_input":
             return "ffn_input"
         return "hidden" if self.config.layer_order.is_parallel else "mixed"

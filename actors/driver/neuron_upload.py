@@ -26,17 +26,17 @@ _UNKNOWN = -1  # how many rounds there are, before the first
 
 def ffn_with_upload(exchange: Exchange, times: StepTimes, layer: int, num_tokens: int) -> None:
     """Let partials[0] be the whole FFN's output. Errors: as in `Exchange.ask`."""
-    wires = exchange.wires
-    services = range(wires.requests.shape[0])
-    wires.requests[:, LAYER], wires.requests[:, NUM_TOKENS] = layer, num_tokens
-    wires.requests[0, OPERATION], wires.requests[1:, OPERATION] = STREAM, SHIP
+    buffers = exchange.buffers
+    services = range(buffers.requests.shape[0])
+    buffers.requests[:, LAYER], buffers.requests[:, NUM_TOKENS] = layer, num_tokens
+    buffers.requests[0, OPERATION], buffers.requests[1:, OPERATION] = STREAM, SHIP
     number, num_rounds = 0, _UNKNOWN
     while num_rounds == _UNKNOWN or number <= num_rounds:
-        wires.requests[:, ROUND] = number
-        wires.requests[0, NUM_IDS] = num_rounds
+        buffers.requests[:, ROUND] = number
+        buffers.requests[0, NUM_IDS] = num_rounds
         asked = services if number != num_rounds else services[:1]
         waited_ns = exchange.ask(asked)
-        times.add("ffn", waited_ns, wires.replies[asked, BUSY_NS].max())
+        times.add("ffn", waited_ns, buffers.replies[asked, BUSY_NS].max())
         if num_rounds == _UNKNOWN:
-            num_rounds = int(wires.replies[1:, NUM_COMPUTED].max())
+            num_rounds = int(buffers.replies[1:, NUM_COMPUTED].max())
         number += 1

@@ -20,16 +20,16 @@ class ProfilingEngine(Engine):
         config: ModelConfig,
         embedding: EmbeddingWeights,
         exchange: Exchange,
-        opening_id: int | None,
+        bos_id: int | None,
         num_hot: np.ndarray | None = None,
     ) -> None:
         """Shares the exchange with the engine that answers requests; the two take turns.
 
-        `opening_id` stands before each window, where texts of this model open with one.
+        `bos_id` stands before each window, where texts of this model open with one.
         """
         super().__init__(config, embedding, exchange, "dense", num_hot=num_hot)
-        self._opening_id = opening_id
-        self.num_opening = 0 if opening_id is None else 1
+        self._bos_id = bos_id
+        self.num_opening = 0 if bos_id is None else 1
         self._counts = False
         self._rows = np.zeros(0, np.int64)  # of the step's tokens, those to be recorded
         self._inputs: np.ndarray = np.zeros((0, 0, 0), np.uint16)
@@ -51,9 +51,9 @@ class ProfilingEngine(Engine):
         chosen = np.asarray(recorded, np.int64)
         self._inputs = np.zeros((config.num_layers, chosen.size, config.hidden_size), np.uint16)
         self._num_recorded = 0
-        if self._opening_id is not None:
+        if self._bos_id is not None:
             self._counts = False
-            self.step([self._opening_id], [0], [0], num_logits=0)
+            self.step([self._bos_id], [0], [0], num_logits=0)
         self._counts = True
         for first in range(0, len(ids), self.max_tokens):
             last = min(first + self.max_tokens, len(ids))
@@ -75,12 +75,12 @@ class ProfilingEngine(Engine):
         if not self._counts:
             super()._ffn(layer, num_tokens)
             return
-        wires = self.exchange.wires
+        buffers = self.exchange.buffers
         if self._rows.size:
             first = self._num_recorded
-            inputs = wires.ffn_input[self._rows]
+            inputs = buffers.ffn_input[self._rows]
             self._inputs[layer, first : first + self._rows.size] = as_float16_bits(inputs)
-        wires.requests[self._asked(), OPERATION] = COUNT_FFN
+        buffers.requests[self._asked(), OPERATION] = COUNT_FFN
         self._ask_ffn(self.config.ffn_size)
 
 

@@ -54,9 +54,9 @@ class PromptChunk:
         return self.next_layer == self._engine.config.num_layers
 
     def _shared_rows(self, most: int) -> list[np.ndarray]:
-        wires = self._engine.exchange.wires
+        buffers = self._engine.exchange.buffers
         num_rows = min(self._size, most)
-        return [rows[:num_rows] for rows in (wires.hidden, wires.positions, wires.slots)]
+        return [rows[:num_rows] for rows in (buffers.hidden, buffers.positions, buffers.slots)]
 
 
 class PromptChunks:

@@ -27,7 +27,7 @@ class Prompts:
         self._long_texts = LongTexts(path)
 
     @functools.cached_property
-    def opening_id(self) -> int | None:
+    def bos_id(self) -> int | None:
         """The model's bos where its texts open with it: as its tokenizer does, if there is one."""
         bos = self.config.bos_token_id
         if self.tokenizer is None or self.tokenizer.encode("a")[:1] == [bos]:

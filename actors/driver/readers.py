@@ -13,10 +13,10 @@ from hotcold.actors.driver.request_events import EventQueue, RequestEvent
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import ReaderEpoch
 
-LOOK_S = 1.0  # between two looks
+POLL_S = 1.0  # between two looks
 # Silent looks at which a reader counts as gone. Looks are counted, not seconds: time in which all
 # processes are stopped is no silence.
-PATIENCE_LOOKS = 60
+TIMEOUT_POLLS = 60
 
 
 class Reader:
@@ -103,7 +103,7 @@ class Readers:
         with self._changing:
             for name, reader in list(self._readers.items()):
                 reader.num_silent += 1
-                if reader.num_silent < PATIENCE_LOOKS:
+                if reader.num_silent < TIMEOUT_POLLS:
                     continue
                 if reader.events.is_idle and not reader.has_ended:
                     del self._readers[name]

@@ -26,7 +26,7 @@ from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.errors import HotcoldError, ServiceError
 
-_MOST_RECENT = 2048  # steps that are remembered, to say how fast it goes
+_MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
 
 
@@ -72,7 +72,7 @@ class Scheduler:
         self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
         self._turns = Turns(clock)
-        self.recent: deque[StepRecord] = deque(maxlen=_MOST_RECENT)
+        self.recent: deque[StepRecord] = deque(maxlen=_MAX_RECENT)
 
     @property
     def is_idle(self) -> bool:
@@ -190,7 +190,7 @@ class Scheduler:
         self._engine.times = StepTimes()
         with self._failing(requests):
             engine = self._engine
-            most_logits = engine.exchange.wires.logits.shape[0]
+            most_logits = engine.exchange.buffers.logits.shape[0]
             ends = Batch.of(requests, engine.kernel_tokens, most_logits).step(engine)
             for request, logits in ends:
                 if request.has_answered:

@@ -89,15 +89,15 @@ class AuditedEngine(Engine):
         """As the engine's. A reply counts a neuron once a step, so steps are of one token."""
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
-        wires, cpus = self.exchange.wires, slice(1, None)
-        num_ids, num_listed = wires.requests[cpus, NUM_IDS], self.config.ffn_size
+        buffers, cpus = self.exchange.buffers, slice(1, None)
+        num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self.config.ffn_size
         is_listed = num_ids[0] != ALL_NEURONS
         if is_listed:
             num_listed = int(num_ids.sum() + self.num_hot[layer])
         num_fired_listed, num_up = self._ask_ffn(num_listed)
         num_fired = num_fired_listed
         if is_listed:
-            partials = wires.partials[:, :num_tokens]
+            partials = buffers.partials[:, :num_tokens]
             answer = partials.copy()
             num_ids[:] = ALL_NEURONS
             num_fired, _ = self._ask_ffn(self.config.ffn_size)
@@ -193,8 +193,8 @@ def scored_rows(
 
     In steps of at most `most` tokens. Errors: as of `score_window`.
     """
-    wires = engine.exchange.wires
-    most = min(most, KERNEL_TOKENS, engine.max_tokens, wires.logits.shape[0])
+    buffers = engine.exchange.buffers
+    most = min(most, KERNEL_TOKENS, engine.max_tokens, buffers.logits.shape[0])
     num_run = len(ids) - 1  # nothing follows the last token
     for begin in range(0, num_run, most):
         check()

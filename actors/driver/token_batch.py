@@ -52,7 +52,7 @@ class Batch:
             request.num_done += count
         embedding = [request for request in self.requests if request.embeds]
         if embedding:
-            hidden = engine.exchange.wires.hidden
+            hidden = engine.exchange.buffers.hidden
             for row, (request, place) in enumerate(silent):
                 if request.embeds:
                     request.embed(place, hidden[row])

@@ -1,6 +1,6 @@
 """The exchange over ordinary actor calls: for services that share no memory with the driver.
 
-The driver's wires are then private arrays. What a request reads travels with the call, what it
+The driver's buffers are then private arrays. What a request reads travels with the call, what it
 wrote comes back as an object in Ray's store; the service answers it through an arena of its own.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from hotcold.actors.exchange.doorbell_exchange import Watch
-from hotcold.actors.exchange.watch import LOOK_S
+from hotcold.actors.exchange.watch import POLL_S
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
 from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.model.errors import HotcoldError
@@ -27,7 +27,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
-    Wires,
+    SharedBuffers,
 )
 
 _INPUTS = {
@@ -48,25 +48,25 @@ class Question:
     inputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, wires: Wires, service: int) -> "Question":
-        """What the wires ask of `service`."""
-        words = wires.requests[service].copy()
+    def read(cls, buffers: SharedBuffers, service: int) -> "Question":
+        """What the buffers ask of `service`."""
+        words = buffers.requests[service].copy()
         num_tokens = int(words[NUM_TOKENS])
         names = _INPUTS.get(int(words[OPERATION]), ())
-        inputs = {name: getattr(wires, name)[:num_tokens].copy() for name in names}
+        inputs = {name: getattr(buffers, name)[:num_tokens].copy() for name in names}
         if words[OPERATION] == FFN and words[NUM_IDS] > 0:
             for name in _OF_SERVICE if num_tokens > 1 else _OF_SERVICE[:1]:
-                inputs[name] = getattr(wires, name)[service, : words[NUM_IDS]].copy()
+                inputs[name] = getattr(buffers, name)[service, : words[NUM_IDS]].copy()
         if words[OPERATION] == ATTENTION:
             most_pages = num_pages_of(int(inputs["positions"].max()) + 1)
-            inputs[_PAGES] = wires.page_tables[np.unique(inputs["slots"]), :most_pages]
+            inputs[_PAGES] = buffers.page_tables[np.unique(inputs["slots"]), :most_pages]
         return cls(words, inputs)
 
-    def write(self, wires: Wires, service: int) -> None:
-        """Put the question into the wires of the process that answers it."""
-        wires.requests[service] = self.words
+    def write(self, buffers: SharedBuffers, service: int) -> None:
+        """Put the question into the buffers of the process that answers it."""
+        buffers.requests[service] = self.words
         for name, array in self.inputs.items():
-            target = getattr(wires, name)
+            target = getattr(buffers, name)
             if name == _PAGES:
                 target[np.unique(self.inputs["slots"]), : array.shape[1]] = array
                 continue
@@ -83,27 +83,27 @@ class Answer:
     outputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, wires: Wires, service: int) -> "Answer":
-        """What is in the wires after `service` has answered."""
-        outputs = {name: view.copy() for name, view in _outputs(wires, service).items()}
-        return cls(wires.replies[service].copy(), outputs)
+    def read(cls, buffers: SharedBuffers, service: int) -> "Answer":
+        """What is in the buffers after `service` has answered."""
+        outputs = {name: view.copy() for name, view in _outputs(buffers, service).items()}
+        return cls(buffers.replies[service].copy(), outputs)
 
-    def write(self, wires: Wires, service: int) -> None:
-        """Put the answer into the driver's wires."""
-        wires.replies[service] = self.words
-        for name, view in _outputs(wires, service).items():
+    def write(self, buffers: SharedBuffers, service: int) -> None:
+        """Put the answer into the driver's buffers."""
+        buffers.replies[service] = self.words
+        for name, view in _outputs(buffers, service).items():
             view[:] = self.outputs[name]
 
 
-def _outputs(wires: Wires, service: int) -> dict[str, np.ndarray]:
-    words = wires.requests[service]
+def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
+    words = buffers.requests[service]
     operation, num_tokens = int(words[OPERATION]), int(words[NUM_TOKENS])
     if operation == ATTENTION:
-        return {"mixed": wires.mixed[:num_tokens], "ffn_input": wires.ffn_input[:num_tokens]}
+        return {"mixed": buffers.mixed[:num_tokens], "ffn_input": buffers.ffn_input[:num_tokens]}
     if operation == HEAD:
-        return {"logits": wires.logits[: num_tokens - int(words[FIRST_LOGIT])]}
+        return {"logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])]}
     if operation in (FFN, COUNT_FFN):
-        return {"partials": wires.partials[service, :num_tokens]}
+        return {"partials": buffers.partials[service, :num_tokens]}
     return {}
 
 
@@ -111,10 +111,10 @@ class CallExchange:
     """Asks by `handle.answer.remote(question)`, one call a service."""
 
     def __init__(
-        self, wires: Wires, watch: Watch, names: Sequence[str], handles: Sequence[Any]
+        self, buffers: SharedBuffers, watch: Watch, names: Sequence[str], handles: Sequence[Any]
     ) -> None:
         """`names[s]` and `handles[s]` are of the actor of service s."""
-        self.wires = wires
+        self.buffers = buffers
         self._watch = watch
         self._names = names
         self._handles = handles
@@ -123,12 +123,12 @@ class CallExchange:
     def ask(self, services: Sequence[int]) -> int:
         """Call all, wait for all. See `Exchange.ask`."""
         started = time.monotonic_ns()
-        refs = {self._handles[s].answer.remote(Question.read(self.wires, s)): s for s in services}
+        refs = {self._handles[s].answer.remote(Question.read(self.buffers, s)): s for s in services}
         pending: list[Any] = list(refs)
         failure: HotcoldError | None = None  # told when nobody works on the request any more
-        num_looks = 0
+        num_polls = 0
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
             for ref in done:
                 try:
                     self._collect(ref, refs[ref])
@@ -138,8 +138,8 @@ class CallExchange:
                     failure = error
             try:
                 if pending:
-                    num_looks += 1
-                    self._watch.check([refs[ref] for ref in pending], num_looks)
+                    num_polls += 1
+                    self._watch.check([refs[ref] for ref in pending], num_polls)
             except ServiceLost as error:
                 failure = error
                 pending = [ref for ref in pending if refs[ref] != error.service]
@@ -163,4 +163,4 @@ class CallExchange:
             if isinstance(told, AnswerFailed):
                 raise told from error
             raise ServiceLost(service, str(told)) from error
-        answer.write(self.wires, service)
+        answer.write(self.buffers, service)

@@ -1,7 +1,7 @@
 """How the driver asks services, and the fast way to do it: doorbells in a shared arena.
 
-The driver fills the request words and the input arrays of the wires, asks, and finds the answers in
-the output arrays. `call_exchange` does the same over ordinary actor calls.
+The driver fills the request words and the input arrays of the buffers, asks, and finds the answers
+in the output arrays. `call_exchange` does the same over ordinary actor calls.
 """
 
 import time
@@ -14,13 +14,13 @@ from hotcold.actors.protocol.failures import AnswerFailed, ServiceLost
 from hotcold.numba_kernels.serve.mailbox import (
     FAILED,
     FIRST_NUMBER,
-    LOOK_NS,
     NEXT_NUMBER,
     NUM_DONE,
     NUMBER,
-    PATIENCE_NS,
+    POLL_NS,
     STATUS,
-    Wires,
+    TIMEOUT_NS,
+    SharedBuffers,
     ask_services,
     await_all,
     new_asking,
@@ -31,7 +31,7 @@ class Exchange(Protocol):
     """Asks services and waits for their answers."""
 
     @property
-    def wires(self) -> Wires:
+    def buffers(self) -> SharedBuffers:
         """What is asked and answered stands here."""
         ...
 
@@ -69,7 +69,7 @@ class Exchange(Protocol):
 class Watch(Protocol):
     """Looks after services while the driver waits for them."""
 
-    def check(self, services: Sequence[int], num_looks: int) -> None:
+    def check(self, services: Sequence[int], num_polls: int) -> None:
         """Raise ServiceLost if one of `services` is dead or stuck.
 
         num_looks: how often this was called for the same request, or 0 where it may take for ever
@@ -84,10 +84,12 @@ class Watch(Protocol):
 class ArenaExchange:
     """Doorbells in shared memory: all services on this host."""
 
-    def __init__(self, wires: Wires, watch: Watch, first_number: int = FIRST_NUMBER) -> None:
+    def __init__(
+        self, buffers: SharedBuffers, watch: Watch, first_number: int = FIRST_NUMBER
+    ) -> None:
         """`first_number` is that of the first request; services start having seen none."""
-        self.wires = wires
-        self.asking = new_asking(first_number, LOOK_NS)
+        self.buffers = buffers
+        self.asking = new_asking(first_number, POLL_NS)
         self._watch = watch
 
     @property
@@ -98,27 +100,27 @@ class ArenaExchange:
     def ask(self, services: Sequence[int]) -> int:
         """Ring all, wait for all; looks at liveness every 100 ms. See `Exchange.ask`."""
         started = time.monotonic_ns()
-        wires, asked = self.wires, np.asarray(services, np.int64)
-        if not ask_services(self.asking, wires.cells, wires.replies, asked):
+        buffers, asked = self.buffers, np.asarray(services, np.int64)
+        if not ask_services(self.asking, buffers.cells, buffers.replies, asked):
             self.resume(services)
         return time.monotonic_ns() - started
 
     def resume(self, services: Sequence[int]) -> int:
         """See `Exchange.resume`."""
         started = time.monotonic_ns()
-        cells, number, patience_ns = self.wires.cells, self.asking[NUMBER], self.asking[PATIENCE_NS]
+        cells, number, timeout_ns = self.buffers.cells, self.asking[NUMBER], self.asking[TIMEOUT_NS]
         asked, answered = np.asarray(services, np.int64), int(self.asking[NUM_DONE])
-        lost, num_looks = None, 0
+        lost, num_polls = None, 0
         while answered < asked.size:
-            num_looks += 1
+            num_polls += 1
             try:
-                self._watch.check(asked[answered:].tolist(), num_looks)
+                self._watch.check(asked[answered:].tolist(), num_polls)
             except ServiceLost as error:
                 lost, asked = error, asked[asked != error.service]
-            answered = await_all(cells, asked, answered, number, patience_ns)
+            answered = await_all(cells, asked, answered, number, timeout_ns)
         if lost is not None:
             raise lost
-        raise_failures(self.wires, self._watch, services)
+        raise_failures(self.buffers, self._watch, services)
         return time.monotonic_ns() - started
 
     def try_replace(self, service: int, cause: str) -> bool:
@@ -126,8 +128,8 @@ class ArenaExchange:
         return False
 
 
-def raise_failures(wires: Wires, watch: Watch, services: Sequence[int]) -> None:
+def raise_failures(buffers: SharedBuffers, watch: Watch, services: Sequence[int]) -> None:
     """Raise AnswerFailed if one of `services` answered FAILED."""
     for service in services:
-        if wires.replies[service, STATUS] == FAILED:
+        if buffers.replies[service, STATUS] == FAILED:
             raise AnswerFailed(service, watch.explain(service))

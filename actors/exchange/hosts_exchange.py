@@ -15,10 +15,10 @@ import ray
 from hotcold.actors.exchange.call_exchange import Answer, Question
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service_process import ServiceProcess
-from hotcold.actors.exchange.watch import LOOK_S, RELAY_LOOKS, STARTING_LOOKS, Pulse
+from hotcold.actors.exchange.watch import POLL_S, RELAY_POLLS, STARTING_POLLS, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost, service_error
-from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, Wires
+from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, SharedBuffers
 
 _OF_ALL = "ffn_input"  # what every service of a request reads
 
@@ -35,7 +35,7 @@ class Relay:
         self._name = f"relay on {host}"
         self._handle = handle
         self._pulse = Pulse(self._name, handle.ping.remote)
-        self._looks = STARTING_LOOKS
+        self._polls = STARTING_POLLS
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Start a call; returns its object ref."""
@@ -47,8 +47,8 @@ class Relay:
         Errors:  those of `Exchange.ask`, which name a service; ServiceError where the relay died
                  or is stuck
         """
-        while not ray.wait([call], timeout=LOOK_S)[0]:
-            self._pulse.look(self._looks)
+        while not ray.wait([call], timeout=POLL_S)[0]:
+            self._pulse.look(self._polls)
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
@@ -60,7 +60,7 @@ class Relay:
 
     def ready(self) -> None:
         """All kernels are compiled: from now on silence is a fault."""
-        self._looks = RELAY_LOOKS
+        self._polls = RELAY_POLLS
         self.result(self.begin("ready"))
 
     def end(self, service: int, process: ServiceProcess) -> bool:
@@ -81,8 +81,8 @@ class HostsExchange:
     """The own host's services through the arena, the others' through their relays."""
 
     def __init__(self, local: ArenaExchange, relays: Sequence[Relay]) -> None:
-        """`local` reaches every service that has no relay; its wires are the driver's."""
-        self.wires: Wires = local.wires
+        """`local` reaches every service that has no relay; its buffers are the driver's."""
+        self.buffers: SharedBuffers = local.buffers
         self._local = local
         self._relays = relays
         self.asking = NO_DOORBELLS  # of all services
@@ -126,7 +126,7 @@ class HostsExchange:
                 failure = error
             else:
                 for service, answer in answers.items():
-                    answer.write(self.wires, service)
+                    answer.write(self.buffers, service)
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started
@@ -136,7 +136,7 @@ class HostsExchange:
         calls = []
         for relay in self._relays:
             asked = [service for service in relay.services if service in services]
-            questions = {service: Question.read(self.wires, service) for service in asked}
+            questions = {service: Question.read(self.buffers, service) for service in asked}
             for service in asked[1:]:
                 questions[service].inputs.pop(_OF_ALL, None)
             if asked:

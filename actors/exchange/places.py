@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, Wires, cell
+from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, SharedBuffers, cell
 
 
 class Place(Protocol):
@@ -35,10 +35,10 @@ class OwnPlace:
 
     is_drivers = True
 
-    def __init__(self, arena_refs: Sequence[Any], wires: Wires | None) -> None:
-        """`wires` are those of the arena."""
+    def __init__(self, arena_refs: Sequence[Any], buffers: SharedBuffers | None) -> None:
+        """`buffers` are those of the arena."""
         self.arena_refs = arena_refs
-        self._wires = wires
+        self._buffers = buffers
 
     def end(self, service: int, process: ServiceProcess) -> bool:
         """See `Place.end`."""
@@ -47,14 +47,14 @@ class OwnPlace:
 
     def expect(self, service: int, process: ServiceProcess) -> None:
         """See `Place.expect`."""
-        if self._wires is not None:
-            withdraw_request(self._wires, service)
+        if self._buffers is not None:
+            withdraw_request(self._buffers, service)
 
 
-def withdraw_request(wires: Wires, service: int) -> None:
-    """Let a service that will be attached to these wires find them as new, with nothing asked.
+def withdraw_request(buffers: SharedBuffers, service: int) -> None:
+    """Let a service that will be attached to these buffers find them as new, with nothing asked.
 
     The answer of another process before it, under the same number, would pass for its own.
     """
     for kind in (REQUEST, DONE):
-        wires.cells[cell(service, kind) * INTS_A_CELL] = 0
+        buffers.cells[cell(service, kind) * INTS_A_CELL] = 0

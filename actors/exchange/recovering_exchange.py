@@ -20,7 +20,7 @@ from hotcold.actors.protocol.failures import (
     is_lost_device,
     is_want_of_memory,
 )
-from hotcold.numba_kernels.serve.mailbox import OPERATION, Wires
+from hotcold.numba_kernels.serve.mailbox import OPERATION, SharedBuffers
 
 _GPU = 0
 
@@ -46,9 +46,9 @@ class RecoveringExchange:
         self._is_ready = False
 
     @property
-    def wires(self) -> Wires:
-        """The wires of the exchange within."""
-        return self.inner.wires
+    def buffers(self) -> SharedBuffers:
+        """The buffers of the exchange within."""
+        return self.inner.buffers
 
     @property
     def asking(self) -> np.ndarray:
@@ -89,9 +89,9 @@ class RecoveringExchange:
 
     def renew(self, service: int, cause: str) -> None:
         """Put a fresh process in a service's place. Errors: CacheLost for the GPU service."""
-        operations = self.wires.requests[:, OPERATION].copy()
+        operations = self.buffers.requests[:, OPERATION].copy()
         self._replacer.replace(service, cause)
-        self.wires.requests[:, OPERATION] = operations  # a fresh service was tried out
+        self.buffers.requests[:, OPERATION] = operations  # a fresh service was tried out
         if service == _GPU:
             raise CacheLost(f"the KV cache was lost: {cause}; start again")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hotcold.actors.protocol.failures import is_killed_for_memory
 from hotcold.model.errors import ServiceError
 
-MOST_FAILURES = 10
+MAX_FAILURES = 10
 WINDOW_S = 60.0
 
 
@@ -24,7 +24,7 @@ class RecoveryPolicy:
         self._clock = clock
         self._mended_s = 0.0  # what replacements have taken
         self._mending_since: float | None = None
-        self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
+        self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self._num_in_a_row = 0
         self._distrusted_s: dict[int, float] = {}
         self._is_starved = False  # the failure that is being mended was for want of memory
@@ -48,12 +48,12 @@ class RecoveryPolicy:
             self._is_starved = True
         self._failures.append(now)
         self._num_in_a_row += 1
-        in_a_row = self._num_in_a_row >= MOST_FAILURES
-        in_a_minute = len(self._failures) == MOST_FAILURES and now - self._failures[0] <= WINDOW_S
+        in_a_row = self._num_in_a_row >= MAX_FAILURES
+        in_a_minute = len(self._failures) == MAX_FAILURES and now - self._failures[0] <= WINDOW_S
         if in_a_row or in_a_minute:
             when = "in a row" if in_a_row else "in a minute"
             raise ServiceError(
-                f"{MOST_FAILURES} failures {when}, the last one of the {name} service: {cause}; "
+                f"{MAX_FAILURES} failures {when}, the last one of the {name} service: {cause}; "
                 "start again"
             )
 

@@ -11,14 +11,14 @@ import ray
 from hotcold.actors.exchange.places import Place
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
-from hotcold.actors.exchange.watch import LOOK_S, ActorWatch
+from hotcold.actors.exchange.watch import POLL_S, ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, cause_of, service_error
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.errors import HotcoldError, ServiceError
 
 # Unanswered looks at which a process that starts, loads or compiles counts as stuck.
-_PATIENCE_LOOKS = 100
+_TIMEOUT_POLLS = 100
 _NEW_PROCESS_S = 120.0
 
 
@@ -120,7 +120,7 @@ class ServiceReplacer:
         old, handle = self._processes[service], self._handles[service]
         has_asked = self._places[service].end(service, old)
         deadline = time.monotonic() + _NEW_PROCESS_S
-        while time.monotonic() < deadline and not self._closing.wait(LOOK_S):
+        while time.monotonic() < deadline and not self._closing.wait(POLL_S):
             found: ServiceProcess | None = None
             try:
                 found = self._find(service)
@@ -141,7 +141,7 @@ class ServiceReplacer:
     def _find(self, service: int) -> ServiceProcess:
         """The process that runs now. Errors: ServiceError where none answers."""
         call = self._handles[service].where.remote()
-        node_id, pid = self._await(service, call, _PATIENCE_LOOKS)
+        node_id, pid = self._await(service, call, _TIMEOUT_POLLS)
         is_local = node_id == ray.get_runtime_context().get_node_id()
         return KillNotes.take(ServiceProcess(pid, is_local))
 
@@ -151,15 +151,15 @@ class ServiceReplacer:
         if self._places:
             self._places[service].expect(service, process)
 
-    def _await(self, service: int, call: Any, most_looks: int | None = None) -> Any:
+    def _await(self, service: int, call: Any, max_polls: int | None = None) -> Any:
         """What a call returns. Errors: ServiceLost where the service dies, is stuck or fails."""
-        num_looks = 0
-        while not ray.wait([call], timeout=LOOK_S)[0]:
+        num_polls = 0
+        while not ray.wait([call], timeout=POLL_S)[0]:
             self._require_open()
-            num_looks += 1
-            if most_looks is None:
+            num_polls += 1
+            if max_polls is None:
                 self._watch.check([service], 0)
-            elif num_looks >= most_looks:
+            elif num_polls >= max_polls:
                 break
         try:
             return ray.get(call, timeout=0)

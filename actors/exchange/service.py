@@ -29,7 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     STATUS,
     STOP,
     TAKEN_US,
-    Wires,
+    SharedBuffers,
     cell,
     finish_request,
 )
@@ -45,7 +45,7 @@ class Service(ABC):
     """
 
     def __init__(self, name: str, index: int, num_threads: int) -> None:
-        """`index` is the service's row in the wires."""
+        """`index` is the service's row in the buffers."""
         self.name = name
         self.index = index
         self.num_threads = num_threads
@@ -85,16 +85,18 @@ class Service(ABC):
     def use_products(self, choice: ProductChoice) -> None:
         """Multiply long prompts as `choice` says; called while none is being answered."""
 
-    def attach(self, layout: ArenaLayout, arena: np.ndarray, wires: Wires | None = None) -> None:
+    def attach(
+        self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers | None = None
+    ) -> None:
         """Map the arena and start the threads; the arena may hold a request already.
 
-        `wires`: instead of the arena's own.
+        `buffers`: instead of the arena's own.
         """
         self._arena = arena
         self._calls = None
-        self.wires: Wires = layout.wires(arena) if wires is None else wires
+        self.buffers: SharedBuffers = layout.buffers(arena) if buffers is None else buffers
         self.prepare(layout)
-        cells = self.wires.cells
+        cells = self.buffers.cells
         for kind in (ARRIVED, BARRIER_COUNT):
             cells[cell(self.index, kind) * INTS_A_CELL] = 0
         seen = int(cells[cell(self.index, DONE) * INTS_A_CELL])
@@ -110,7 +112,7 @@ class Service(ABC):
     def _keep(self, keeper: CoreKeeper) -> None:
         """Let the keeper look after the threads for as long as they serve this arena."""
         ended = self._ended = threading.Event()
-        cells, reply = self.wires.cells, self.wires.replies[self.index]
+        cells, reply = self.buffers.cells, self.buffers.replies[self.index]
         bell, done = cell(self.index, REQUEST), cell(self.index, DONE)
 
         def await_work() -> bool:
@@ -131,10 +133,10 @@ class Service(ABC):
     def answer(self, question: Question) -> Answer:
         """Answer a question that came as an actor call, through this process's own arena."""
         if self._calls is None:
-            self._calls = ArenaExchange(self.wires, self)
-        question.write(self.wires, self.index)
+            self._calls = ArenaExchange(self.buffers, self)
+        question.write(self.buffers, self.index)
         self._calls.ask([self.index])
-        return Answer.read(self.wires, self.index)
+        return Answer.read(self.buffers, self.index)
 
     def try_out(self) -> None:
         """Let the threads answer an empty question; returns once their compiled loops run.
@@ -142,10 +144,10 @@ class Service(ABC):
         Once, before anybody else asks: it has a number of its own. Of the request words only the
         operation is written. Errors: ServiceError
         """
-        self.wires.requests[self.index, OPERATION] = PING
-        ArenaExchange(self.wires, self, OWN_NUMBER).ask([self.index])
+        self.buffers.requests[self.index, OPERATION] = PING
+        ArenaExchange(self.buffers, self, OWN_NUMBER).ask([self.index])
 
-    def check(self, services: Sequence[int], num_looks: int) -> None:
+    def check(self, services: Sequence[int], num_polls: int) -> None:
         """Raise ServiceError if a thread has failed: nothing will be answered any more."""
         if self._broken:
             raise ServiceError(f"{self.explain(self.index)}; start again")
@@ -164,7 +166,7 @@ class Service(ABC):
                 self._fail()
                 self._broken = True
                 return
-            request = self.wires.requests[self.index]
+            request = self.buffers.requests[self.index]
             stop = request[OPERATION] == STOP
             started = clock_ns()
             if thread == 0:
@@ -178,7 +180,7 @@ class Service(ABC):
                 except Exception:
                     self._fail()
                 self._stay(thread)
-            cells, replies = self.wires.cells, self.wires.replies
+            cells, replies = self.buffers.cells, self.buffers.replies
             finish_request(
                 cells, replies, NO_COUNTERS, self.index, number, self.num_threads, started
             )
@@ -202,7 +204,7 @@ class Service(ABC):
 
     def _fail(self) -> None:
         self.last_error = traceback.format_exc()
-        self.wires.replies[self.index, STATUS] = FAILED
+        self.buffers.replies[self.index, STATUS] = FAILED
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end after a STOP request; False if one still runs."""

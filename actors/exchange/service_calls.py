@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.watch import LOOK_S, ActorWatch
+from hotcold.actors.exchange.watch import POLL_S, ActorWatch
 from hotcold.actors.protocol.failures import ServiceLost, service_error
 
 
@@ -19,7 +19,7 @@ def await_each(calls: Mapping[int, Any], watch: ActorWatch) -> list[Any]:
     own_watch = watch.apart()
     while len(answers) < len(calls):
         waiting = {service: call for service, call in calls.items() if service not in answers}
-        done, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=LOOK_S)
+        done, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=POLL_S)
         for service, call in waiting.items():
             if call in done:
                 answers[service] = _answer(call, service, watch.name(service))

@@ -16,7 +16,7 @@ from hotcold.actors.protocol.ray_memory import MONITOR_EVERY_MS
 _GONE_S = 30.0
 _NOTE_S = 1.0
 _RECENTLY_S = 5.0  # a process is gone soon after the kernel has killed it
-_TOLD_LOOKS, _LOOK_S = 20, 0.1
+_TOLD_POLLS, _POLL_S = 20, 0.1
 _WAITS_FOR_DISK = "D"
 _STATE, _MAJOR_FAULTS = 0, 9  # words of /proc/PID/stat after the program's name in parentheses
 
@@ -134,14 +134,14 @@ def killed_by_ray(pid: int) -> bool:
         from ray.core.generated.common_pb2 import WorkerExitType
         from ray.core.generated.gcs_pb2 import WorkerTableData
 
-        for _ in range(_TOLD_LOOKS):
+        for _ in range(_TOLD_POLLS):
             rows = state._connect_and_get_accessor().get_worker_table()
             workers = [WorkerTableData.FromString(row) for row in rows]
             found = [worker for worker in workers if worker.pid == pid]
             if not any(worker.is_alive for worker in found):
                 kinds = [worker.exit_type for worker in found]
                 return WorkerExitType.Value("NODE_OUT_OF_MEMORY") in kinds
-            time.sleep(_LOOK_S)  # until Ray has noticed
+            time.sleep(_POLL_S)  # until Ray has noticed
     return False
 
 

@@ -9,17 +9,17 @@ from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.model.errors import HotcoldError, ServiceError
 
-LOOK_S = 0.1  # between two looks
+POLL_S = 0.1  # between two looks
 # Unanswered looks at which an actor counts as stuck. A live one answers a ping in milliseconds,
 # even at work, but not while it compiles kernels or encodes a long prompt, which may keep the
 # interpreter for seconds. Looks are counted, not seconds: time in which all processes are stopped
 # is no silence.
-_STOPPED_LOOKS = 15  # where the operating system says that the process is stopped
-_PATIENCE_LOOKS = 50
-STARTING_LOOKS = 1200
-DRIVER_LOOKS = 50  # it encodes the prompts
-RELAY_LOOKS = 50
-_LONGEST_REQUEST_LOOKS = 6000
+_STOPPED_POLLS = 15  # where the operating system says that the process is stopped
+_TIMEOUT_POLLS = 50
+STARTING_POLLS = 1200
+DRIVER_POLLS = 50  # it encodes the prompts
+RELAY_POLLS = 50
+_LONGEST_REQUEST_POLLS = 6000
 
 
 class Pulse:
@@ -30,19 +30,19 @@ class Pulse:
         self._name = name
         self._call = call
         self._ref: Any = None
-        self._num_looks = 0
+        self._num_polls = 0
 
-    def look(self, patience: int, *, counts: bool = True) -> Any | None:
+    def look(self, timeout: int, *, counts: bool = True) -> Any | None:
         """The answer if it has come since the last look, else None.
 
         A look that does not count is of an actor that is known to be slow.
-        Errors:  ServiceError if the actor is dead or has let `patience` looks pass
+        Errors:  ServiceError if the actor is dead or has let `timeout` looks pass
         """
         if self._ref is None:
-            self._ref, self._num_looks = self._call(), 0
+            self._ref, self._num_polls = self._call(), 0
         done, _ = ray.wait([self._ref], timeout=0)
-        if not done and (self._num_looks < patience or not counts):
-            self._num_looks += counts
+        if not done and (self._num_polls < timeout or not counts):
+            self._num_polls += counts
             return None
         ref, self._ref = self._ref, None
         try:
@@ -67,19 +67,19 @@ class ActorWatch:
         self._processes[service] = process
         self._pulses[service] = self._new_pulse(service)
 
-    def check(self, services: Sequence[int], num_looks: int) -> None:
+    def check(self, services: Sequence[int], num_polls: int) -> None:
         """Raise ServiceLost if one of `services` is dead or leaves a ping unanswered.
 
-        Or if it answers pings, but not the request that was looked after `num_looks` times.
+        Or if it answers pings, but not the request that was looked after `num_polls` times.
         """
         for service in services:
             try:
                 self._look(service)
             except HotcoldError as error:
                 raise ServiceLost(service, str(error)) from error
-        if num_looks > _LONGEST_REQUEST_LOOKS:
+        if num_polls > _LONGEST_REQUEST_POLLS:
             name = self.name(services[0])
-            what = f"the {name} has not answered for {num_looks * LOOK_S:.0f} s; start again"
+            what = f"the {name} has not answered for {num_polls * POLL_S:.0f} s; start again"
             raise ServiceLost(services[0], what)
 
     def apart(self) -> "ActorWatch":
@@ -102,14 +102,14 @@ class ActorWatch:
 
     def _look(self, service: int) -> None:
         process, name = self._processes.get(service), self.name(service)
-        patience = STARTING_LOOKS if self.starting else _PATIENCE_LOOKS
+        timeout = STARTING_POLLS if self.starting else _TIMEOUT_POLLS
         if process is not None:
             if process.is_gone():
                 raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
             if process.is_stopped():
-                patience = _STOPPED_LOOKS
+                timeout = _STOPPED_POLLS
         is_paging = process is not None and process.is_paging()
-        pid = self._pulses[service].look(patience, counts=not is_paging)
+        pid = self._pulses[service].look(timeout, counts=not is_paging)
         if process is not None and pid not in (None, process.pid):
             raise ServiceError(f"the {name} {process.how_it_ended()}; start again")
 

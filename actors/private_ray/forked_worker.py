@@ -9,14 +9,14 @@ import socket
 import sys
 from contextlib import suppress
 
-_PATIENCE_S = 30.0  # with a server that still imports, or can accept nobody
+_TIMEOUT_S = 30.0  # with a server that still imports, or can accept nobody
 
 
 def main() -> None:
     """Hand on arguments, environment, folder and streams; else be a worker that is not forked."""
     request = json.dumps((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.settimeout(_PATIENCE_S)
+        server.settimeout(_TIMEOUT_S)
         server.connect(os.environ["HOTCOLD_FORK_SERVER"])
         socket.send_fds(server, [request], [0, 1, 2])
         try:

@@ -20,7 +20,7 @@ from hotcold.placement.machine.pinning import HostShare
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
-_MOST_BYTES = 300
+_MAX_BYTES = 300
 _LISTENING = "0A"  # a socket's state in /proc/net/tcp
 _NOT_OURS = (
     "the Ray cluster on this machine is another user's; if you trust it, give its address in "
@@ -93,7 +93,7 @@ def own_cluster() -> str:
     try:
         with open(Path(folder, "ray/ray_current_cluster"), opener=_opened) as file:
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
-            address = file.read(_MOST_BYTES).strip()
+            address = file.read(_MAX_BYTES).strip()
     except FileNotFoundError:
         raise ServiceError(
             "no Ray cluster answers on this machine; start one with `ray start --head`, or give "

@@ -163,7 +163,7 @@ class DriverActor:
         services = self.services
 
         def measure() -> np.ndarray:
-            services.exchange.wires.requests[1:, OPERATION] = PING
+            services.exchange.buffers.requests[1:, OPERATION] = PING
             cpus = services.connection.cpu_services
             return np.array([services.exchange.ask(cpus) for _ in range(num_rounds)])
 

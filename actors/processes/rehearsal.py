@@ -42,7 +42,7 @@ from hotcold.model.files.whole_file import write_whole
 from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.kernel_cache import cache_folder
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.numba_kernels.serve.mailbox import Wires
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreKeeper
 from hotcold.placement.machine.pinning import find_cores
 
@@ -103,10 +103,10 @@ class _Threads:
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = services
 
-    def check(self, services: Sequence[int], num_looks: int) -> None:
+    def check(self, services: Sequence[int], num_polls: int) -> None:
         """See `actors.exchange.doorbell_exchange.Watch`."""
         for index in services:
-            self._services[index].check([index], num_looks)
+            self._services[index].check([index], num_polls)
 
     def explain(self, service: int) -> str:
         """See `actors.exchange.doorbell_exchange.Watch`."""
@@ -118,13 +118,13 @@ class _Services(NamedTuple):
 
     services: list[Service]
     shards: list[list[np.ndarray]]
-    wires: Wires
+    buffers: SharedBuffers
 
 
 def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """The GPU service of one row of each matrix; all others are zeros that take no memory."""
     from hotcold.actors.attention.attention_service import (
-        GpuService,
+        AttentionService,
         attention_arrays,
         attention_shape,
     )
@@ -139,7 +139,9 @@ def _gpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     with TensorReader(checkpoint, dtype=dtype, most_rows=1) as reader:
         attention, head = read_attention(reader, config), read_head(reader, config)
     arrays = attention_arrays(config, spec.cache, attention, head)
-    return GpuService(spec.name, spec.index, spec.num_threads, attention_shape(config), arrays)
+    return AttentionService(
+        spec.name, spec.index, spec.num_threads, attention_shape(config), arrays
+    )
 
 
 def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
@@ -183,7 +185,7 @@ def _begun(system: SystemConfig, indices: Sequence[int] | None = None) -> _Servi
         service.try_out()
         services.append(service)
     shards = [spec.neuron_ids or [] for spec in specs[1:]]
-    return _Services(services, shards, layout.wires(arena))
+    return _Services(services, shards, layout.buffers(arena))
 
 
 def rehearse(system: SystemConfig) -> None:
@@ -191,14 +193,14 @@ def rehearse(system: SystemConfig) -> None:
     from hotcold.actors.cpu.matmul_choice import choose_products
     from hotcold.actors.driver.driver import Driver
 
-    services, shards, wires = _begun(system)
+    services, shards, buffers = _begun(system)
 
     def prepare() -> None:
         choice = system.products or choose_products()
         for service in services:
             service.use_products(choice)
 
-    driver = Driver(system, ArenaExchange(wires, _Threads(services)), shards, prepare)
+    driver = Driver(system, ArenaExchange(buffers, _Threads(services)), shards, prepare)
     engine, length = driver.engine, driver.generator.context_length
 
     def go_through() -> None:

@@ -26,23 +26,23 @@ class RelayActor:
     def open_arena(self, layout: ArenaLayout) -> list[Any]:
         """Put an arena into this host's object store; its ref in a list, so that it stays a ref."""
         self._arena_ref, arena = put_arena(layout.new_arena())
-        self._exchange = ArenaExchange(layout.wires(arena), self._watch)
+        self._exchange = ArenaExchange(layout.buffers(arena), self._watch)
         return [self._arena_ref]
 
     def answer(self, questions: dict[int, Question]) -> dict[int, Answer]:
         """Ask the services that have a question, by their numbers. Errors: as in `Exchange.ask`."""
         exchange = self._require_exchange()
-        wires = exchange.wires
+        buffers = exchange.buffers
         for service, question in questions.items():
-            question.write(wires, service)
+            question.write(buffers, service)
         exchange.ask(list(questions))
-        return {service: Answer.read(wires, service) for service in questions}
+        return {service: Answer.read(buffers, service) for service in questions}
 
     def expect(self, service: int, pid: int) -> None:
         """The service is in process `pid` of this host, which has been asked nothing yet."""
         self._processes[service] = KillNotes.take(ServiceProcess(pid, is_local=True))
         self._watch.expect(service, self._processes[service])
-        withdraw_request(self._require_exchange().wires, service)
+        withdraw_request(self._require_exchange().buffers, service)
 
     def end(self, service: int) -> None:
         """End the service's process, stopped or not, and wait."""

@@ -168,7 +168,7 @@ def move_gpu(old: Exchange, new: Connection) -> None:
     Errors:  HotcoldError where it fails, dies or is stuck: then it serves through neither
     """
     if new.shares_arena:  # over actor calls it has an arena of its own
-        old.wires.requests[0, OPERATION] = STOP
+        old.buffers.requests[0, OPERATION] = STOP
         old.ask([0])
         (has_ended,) = new.call_each("join", _JOIN_S, services=[0])
         if not has_ended:

@@ -239,9 +239,9 @@ class ServiceActor:
         """Process id, memory, device; what was counted too, where the driver cannot see that."""
         service = self._service
         counts = steps = None
-        if service is not None and not self._is_seen and hasattr(service, "wires"):
-            counts = service.wires.neuron_counts[self.spec.index].copy()
-            steps = service.wires.counted_steps[self.spec.index].copy()
+        if service is not None and not self._is_seen and hasattr(service, "buffers"):
+            counts = service.buffers.neuron_counts[self.spec.index].copy()
+            steps = service.buffers.counted_steps[self.spec.index].copy()
         device = "cpu" if service is None else service.device_name
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 

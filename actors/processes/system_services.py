@@ -233,7 +233,7 @@ class SystemServices:
             driver.load()
         finally:
             driver.close()
-        self.exchange.wires.requests[:, OPERATION] = STOP
+        self.exchange.buffers.requests[:, OPERATION] = STOP
         self.exchange.inner.ask(self.connection.services)
         self.connection.call_each("join", 2.0)
 

@@ -1,7 +1,7 @@
 """The arena: one zeroed piece of shared memory that holds everything that crosses a service.
 
 The driver puts it into Ray's object store once; every actor of the host maps the same pages. What
-`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the wires
+`ray.get` returns is marked read-only, but its pages are mapped shared and writable, so the buffers
 are views made from its address.
 """
 
@@ -19,7 +19,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_COUNTS,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
-    Wires,
+    SharedBuffers,
 )
 
 _ALIGNMENT = 4096
@@ -28,7 +28,7 @@ _BUNDLES = "bundles"
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Sizes of the wires: S services, T tokens a step, width d, N neurons a layer, R logit rows;
+    """Sizes of the buffers: S services, T tokens a step, width d, N neurons a layer, R logit rows;
     sequences at once, pages of the KV cache that one may have, and layers (where they are watched).
 
     `products`: how requests of many tokens are multiplied; None leaves it to each service.
@@ -83,7 +83,7 @@ class ArenaLayout:
         """A zeroed array to be put into the object store, or used as it is within one process."""
         return np.zeros(self.num_bytes, np.uint8)
 
-    def wires(self, arena: np.ndarray) -> Wires:
+    def buffers(self, arena: np.ndarray) -> SharedBuffers:
         """Writable views of the arena's parts, which keep it alive.
 
         Errors:  ValueError if the arena is smaller than this layout
@@ -94,7 +94,7 @@ class ArenaLayout:
         at = -address % _ALIGNMENT
         views = self._views(arena, address + at)
         del views[_BUNDLES]
-        return Wires(**views)
+        return SharedBuffers(**views)
 
     def bundles(self, arena: np.ndarray) -> np.ndarray:
         """The places for neurons on their way: (S, 2, bundle_bytes), which no kernel knows."""

@@ -23,7 +23,7 @@ class AnswerFailed(RequestError):
     """A service answered FAILED to this request, and lives on."""
 
     def __init__(self, service: int, text: str) -> None:
-        """`service` is its index in the wires."""
+        """`service` is its index in the buffers."""
         super().__init__(service, text)  # all arguments, or it could not be pickled
         self.service = service
         self.text = text
@@ -53,7 +53,7 @@ class ServiceLost(ServiceError):
     """A service died, is stuck, or is another process than the one that was loaded."""
 
     def __init__(self, service: int, text: str) -> None:
-        """`service` is its index in the wires."""
+        """`service` is its index in the buffers."""
         super().__init__(service, text)
         self.service = service
         self.text = text

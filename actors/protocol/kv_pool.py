@@ -20,7 +20,7 @@ class KvPool:
         """`page_tables` (slots, most pages of a sequence) int32 is written for the services."""
         self._page_tables = page_tables
         self._free_pages = list(range(num_pages - 1, -1, -1))  # the next one stands last
-        self._lent: dict[int, list[int]] = {}
+        self._allocated: dict[int, list[int]] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -30,8 +30,8 @@ class KvPool:
     @property
     def usage(self) -> float:
         """The share of all pages that is lent."""
-        num_lent = sum(map(len, list(self._lent.values())))
-        return num_lent / max(num_lent + len(self._free_pages), 1)
+        num_allocated = sum(map(len, list(self._allocated.values())))
+        return num_allocated / max(num_allocated + len(self._free_pages), 1)
 
     def take(self, num_positions: int, num_spare_pages: int = 0) -> int | None:
         """The lowest free slot, with pages for `num_positions`; None where either is lacking.
@@ -41,24 +41,24 @@ class KvPool:
         Errors:  ValueError for more positions than a slot can ever have
         """
         num_slots = len(self._page_tables)
-        free_slots = [slot for slot in range(num_slots) if slot not in self._lent]
+        free_slots = [slot for slot in range(num_slots) if slot not in self._allocated]
         num_pages = self._checked_pages(num_positions)
         if not free_slots or num_pages + num_spare_pages > len(self._free_pages):
             return None
-        self._lent[free_slots[0]] = []
+        self._allocated[free_slots[0]] = []
         self.extend(free_slots[0], num_positions)
         return free_slots[0]
 
     def num_lacking(self, slot: int, num_positions: int) -> int:
         """Pages that a slot lacks of those for `num_positions`."""
-        return max(0, num_pages_of(num_positions) - len(self._lent[slot]))
+        return max(0, num_pages_of(num_positions) - len(self._allocated[slot]))
 
     def extend(self, slot: int, num_positions: int) -> bool:
         """Lend a slot what it lacks for `num_positions`; False where so many pages are not free.
 
         Errors:  ValueError for more positions than a slot can ever have
         """
-        pages, num_pages = self._lent[slot], self._checked_pages(num_positions)
+        pages, num_pages = self._allocated[slot], self._checked_pages(num_positions)
         first, num_lacking = len(pages), self.num_lacking(slot, num_positions)
         if num_lacking > len(self._free_pages):
             return False
@@ -85,4 +85,4 @@ class KvPool:
 
     def give_back(self, slot: int) -> None:
         """Free a slot and its pages."""
-        self._free_pages.extend(reversed(self._lent.pop(slot)))
+        self._free_pages.extend(reversed(self._allocated.pop(slot)))

@@ -8,7 +8,7 @@ import numpy as np
 
 WORD_BYTES = 8  # of predictors' bits
 READ_BYTES = 256 << 10  # the most of one read
-MOST_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
+MAX_GAP = 16 << 10  # between neighbours of one read: to read more takes longer than another read
 ALONE = -1  # as the most bytes between neighbours of one read: none has any
 # Of how neurons are read: a bundle at once, slots that keep them, products while others arrive.
 PARTS = BUNDLES, CACHE, PIPELINE = "bundles", "cache", "pipeline"
@@ -31,7 +31,7 @@ class NeuronStorage:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredShare:
+class OffloadedShare:
     """What one service has of it.
 
     num_gates, num_rests: neurons of which the gate row, the up and down rows are in memory; rates
@@ -47,7 +47,7 @@ class StoredShare:
     rates: np.ndarray = field(default_factory=lambda: _NO_RATES)
     reads_whole: bool = True
     most_bytes: int = READ_BYTES
-    most_gap: int = MOST_GAP
+    most_gap: int = MAX_GAP
     piece_bytes: int = 0
     forgets: bool = False
     waits_first: bool = False

@@ -11,7 +11,7 @@ from hotcold.model.weights.memory import available_bytes, usable_bytes
 
 MONITOR_EVERY_MS = "RAY_memory_monitor_refresh_ms"  # "0": there is no monitor
 _THRESHOLD, _USUAL_THRESHOLD = "RAY_memory_usage_threshold", "0.95"  # of all memory, in use
-_LEAST_FREE = "RAY_min_memory_free_bytes"  # from how few on it kills, whatever the threshold
+_MIN_FREE = "RAY_min_memory_free_bytes"  # from how few on it kills, whatever the threshold
 
 
 def kept_bytes() -> int:
@@ -21,7 +21,7 @@ def kept_bytes() -> int:
         return 0
     total = usable_bytes()
     kept = round(total * (1 - float(os.environ.get(_THRESHOLD, _USUAL_THRESHOLD))))
-    least = int(os.environ.get(_LEAST_FREE, "-1"))
+    least = int(os.environ.get(_MIN_FREE, "-1"))
     return kept if least < 0 else min(kept, least)
 
 

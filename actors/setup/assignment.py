@@ -28,16 +28,16 @@ def deal_to_threads(num_neurons: int, threads: Sequence[int]) -> list[np.ndarray
     ids = np.arange(num_neurons, dtype=np.int32)
     turns = range(max(threads))
     owners = [s for turn in turns for s, count in enumerate(threads) if turn < count]
-    deals = [ids[thread :: len(owners)] for thread in range(len(owners))]
+    assignments = [ids[thread :: len(owners)] for thread in range(len(owners))]
     return [
         np.concatenate(
-            [deal for deal, owner in zip(deals, owners, strict=True) if owner == service]
+            [deal for deal, owner in zip(assignments, owners, strict=True) if owner == service]
         )
         for service in range(len(threads))
     ]
 
 
-def _dealt(ids: np.ndarray, num_threads: int) -> np.ndarray:
+def _assigned(ids: np.ndarray, num_threads: int) -> np.ndarray:
     """One service's neurons of a layer in its loading order."""
     return ids[deal_neurons(ids.size, 1, num_threads)[0]]
 
@@ -46,13 +46,13 @@ def cold_shards(
     threads: Sequence[int], planned: list[Layers] | None, others: Layers
 ) -> list[Layers]:
     """Each CPU service's neurons in its loading order: its planned ones, and its deal of others."""
-    deals = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
-    shards = [[ids[deals[ids.size][s]] for ids in others] for s in range(len(threads))]
+    assignments = {ids.size: deal_to_threads(ids.size, threads) for ids in others}
+    shards = [[ids[assignments[ids.size][s]] for ids in others] for s in range(len(threads))]
     if planned is None:
         return shards
     return [
         [
-            _dealt(np.union1d(own, more).astype(np.int32), threads[s])
+            _assigned(np.union1d(own, more).astype(np.int32), threads[s])
             for own, more in zip(planned[s], shards[s], strict=True)
         ]
         for s in range(len(threads))

@@ -33,7 +33,7 @@ from hotcold.predictors.predictor_file import predictors_path, write_predictors
 # Below which proc and sys tell of NUMA nodes; tests have fake ones there.
 NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
-_MOST_KV_POSITIONS = 1 << 31
+_MAX_KV_POSITIONS = 1 << 31
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
@@ -160,7 +160,7 @@ def _kv_positions(number: int | None, context: int) -> int:
             f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
             "that, or a smaller --context"
         )
-    return _within("--kv-tokens", number, 1, _MOST_KV_POSITIONS, context)
+    return _within("--kv-tokens", number, 1, _MAX_KV_POSITIONS, context)
 
 
 def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:

@@ -125,18 +125,18 @@ class Connection:
         if self.shares_arena:
             arena_ref, arena = put_arena(arena)
             arena_refs = [arena_ref]
-        wires = layout.wires(arena)
+        buffers = layout.buffers(arena)
         if not self.shares_arena:
-            self.exchange = CallExchange(wires, self.watch, self.names, self.handles)
+            self.exchange = CallExchange(buffers, self.watch, self.names, self.handles)
         else:
-            self.exchange = ArenaExchange(wires, self.watch)
+            self.exchange = ArenaExchange(buffers, self.watch)
             self._relays = start_relays(self.system, self.names, self.handles, spawn_relay)
             if self._relays:
                 self.exchange = HostsExchange(self.exchange, self._relays)
         for relay in self._relays:
             relay.open_arena(layout)
         relay_of = {service: relay for relay in self._relays for service in relay.services}
-        own = OwnPlace(arena_refs, wires if arena_refs else None)
+        own = OwnPlace(arena_refs, buffers if arena_refs else None)
         self._places: list[Place] = [relay_of.get(service, own) for service in self.services]
         self.replacer.connected(layout, self._places)
 
@@ -150,7 +150,7 @@ class Connection:
             for s, place in ((s, self._places[s]) for s in services)
         }
         await_each(calls, self.watch)
-        self.exchange.wires.requests[services, OPERATION] = PING
+        self.exchange.buffers.requests[services, OPERATION] = PING
         self.exchange.ask(services)
 
     def ready(self) -> None:

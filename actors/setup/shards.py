@@ -33,7 +33,7 @@ from hotcold.placement.machine.sysfs import read_numa_nodes
 
 # Rows of logits in the arena, at least: generation asks for one a request, scoring for as many as
 # it can get. Eight cost 4 MiB of shared memory with a vocabulary of 128 thousand.
-_LEAST_LOGITS = 8
+_MIN_LOGITS = 8
 
 
 def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec]:
@@ -197,14 +197,14 @@ def num_kv_pages(system: SystemConfig) -> int:
 
 
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
-    """The wires that this system needs."""
+    """The buffers that this system needs."""
     return ArenaLayout(
         num_services=1 + system.num_cpu_actors,
         max_tokens=max(system.max_batch, min(system.prefill_chunk, system.context_length)),
         width=config.hidden_size,
         max_neurons=config.ffn_size,
         vocab_size=config.vocab_size,
-        max_logits=max(system.max_batch, _LEAST_LOGITS),
+        max_logits=max(system.max_batch, _MIN_LOGITS),
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,

@@ -14,7 +14,7 @@ from hotcold.actors.protocol.offloaded_neurons import (
     CACHE,
     PIPELINE,
     NeuronStorage,
-    StoredShare,
+    OffloadedShare,
 )
 from hotcold.actors.setup.memory_needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
 from hotcold.actors.setup.placement_choice import own_profile
@@ -99,7 +99,7 @@ def _rounded_up(num_bytes: int) -> str:
     return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}GiB"
 
 
-def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
+def stored_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
     """What a CPU service keeps in memory; `config` has the dtypes that matrices are loaded in.
 
     Errors:  ArtifactError
@@ -117,13 +117,13 @@ def stored_share(spec: ServiceSpec, config: ModelConfig) -> StoredShare:
         parts = [layer[ids] for layer, ids in zip(profile.frequency, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
     is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_rests))
-    share = StoredShare(num_gates, num_rests, rates, is_whole)
+    share = OffloadedShare(num_gates, num_rests, rates, is_whole)
     return _left_out(share, storage, geometry, most)
 
 
 def _left_out(
-    share: StoredShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
-) -> StoredShare:
+    share: OffloadedShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
+) -> OffloadedShare:
     """The share of a benchmark that leaves out parts of how neurons are read."""
     if CACHE in storage.without:
         unknown = np.empty(0, np.float32)

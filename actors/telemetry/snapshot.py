@@ -20,7 +20,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_BUCKETS,
     NUM_COUNTS,
     WATCHED,
-    Wires,
+    SharedBuffers,
 )
 
 WATCH_S = 5.0  # after the last question services count no more
@@ -104,19 +104,19 @@ class NeuronWatch:
     """Lets services count for as long as somebody asks, and reads their counts."""
 
     def __init__(
-        self, config: ModelConfig, wires: Wires, shards: Sequence[Sequence[np.ndarray]]
+        self, config: ModelConfig, buffers: SharedBuffers, shards: Sequence[Sequence[np.ndarray]]
     ) -> None:
         """shards[s][l]: the neurons of layer l that CPU service s holds; none: they hold all."""
         every = [np.arange(config.ffn_size)] * config.num_layers
         self._num_neurons = bucket_sizes(config, every)
         cold = sum((bucket_sizes(config, shard) for shard in shards), np.zeros((), np.int64))
         self._num_hot = self._num_neurons - cold if shards else np.zeros_like(self._num_neurons)
-        self._wires = wires
+        self._buffers = buffers
         self._changing = threading.Condition()
         self._watched_until = 0.0
         self._ender: threading.Thread | None = None
-        self._first_counts = wires.neuron_counts.copy()
-        self._first_steps = wires.counted_steps.copy()
+        self._first_counts = buffers.neuron_counts.copy()
+        self._first_steps = buffers.counted_steps.copy()
 
     @property
     def is_watching(self) -> bool:
@@ -132,9 +132,9 @@ class NeuronWatch:
             self._watched_until = time.monotonic() + seconds
             self._changing.notify()
             if self._ender is None and seconds > 0:
-                self._first_counts = self._wires.neuron_counts.copy()
-                self._first_steps = self._wires.counted_steps.copy()
-                self._wires.requests[1:, WATCHED] = 1
+                self._first_counts = self._buffers.neuron_counts.copy()
+                self._first_steps = self._buffers.counted_steps.copy()
+                self._buffers.requests[1:, WATCHED] = 1
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
 
@@ -142,15 +142,15 @@ class NeuronWatch:
         with self._changing:
             while (left_s := self._watched_until - time.monotonic()) > 0:
                 self._changing.wait(left_s)
-            self._wires.requests[1:, WATCHED] = 0
+            self._buffers.requests[1:, WATCHED] = 0
             self._ender = None
 
     def read(self) -> NeuronMap:
         """The counts so far; layers may be of two neighbouring steps while one runs."""
-        counts = self._wires.neuron_counts[1:].copy()
+        counts = self._buffers.neuron_counts[1:].copy()
         # Both count on without end, so differences are taken before the type is widened.
         sums = (counts - self._first_counts[1:]).astype(np.int64)
-        steps = (self._wires.counted_steps[1:] - self._first_steps[1:]).astype(np.int64)
+        steps = (self._buffers.counted_steps[1:] - self._first_steps[1:]).astype(np.int64)
         means = (sums / np.maximum(steps, 1)[:, :, None, None]).sum(axis=0)
         has_counted = (steps > 0)[:, :, None, None]
         last = np.where(has_counted, counts, 0).astype(np.int64).sum(axis=0)
@@ -170,11 +170,11 @@ class NeuronWatch:
         Shapes:  counts (L, B, NUM_COUNTS), steps (L,)
         """
         assert counts.shape[-1] == NUM_COUNTS
-        if ((steps - self._wires.counted_steps[service]).astype(np.int32) < 0).any():
+        if ((steps - self._buffers.counted_steps[service]).astype(np.int32) < 0).any():
             # A process that has come in a lost one's place begins with none.
             self._first_counts[service], self._first_steps[service] = 0, 0
-        self._wires.neuron_counts[service] = counts
-        self._wires.counted_steps[service] = steps
+        self._buffers.neuron_counts[service] = counts
+        self._buffers.counted_steps[service] = steps
 
 
 def speed_of(

@@ -56,12 +56,16 @@ class StepTimes:
         self.parts[part] += int(busy_ns)
         self.exchange += waited_ns - int(busy_ns)
 
-    def add_layers(self, walk: np.ndarray) -> None:
+    def add_layers(self, layer_state: np.ndarray) -> None:
         """Count what a walk through layers has counted; see `numba_kernels.serve.layer_loop`."""
-        self.add("attention", int(walk[ATTENTION_WAITED_NS]), int(walk[ATTENTION_BUSY_NS]))
-        self.add("ffn", int(walk[FFN_WAITED_NS]), int(walk[FFN_BUSY_NS]))
-        self.add_predictor(int(walk[PREDICTOR_NS]))
-        self.count_neurons(int(walk[SUM_COMPUTED]), int(walk[SUM_UPS]), int(walk[SUM_GATES]))
+        self.add(
+            "attention", int(layer_state[ATTENTION_WAITED_NS]), int(layer_state[ATTENTION_BUSY_NS])
+        )
+        self.add("ffn", int(layer_state[FFN_WAITED_NS]), int(layer_state[FFN_BUSY_NS]))
+        self.add_predictor(int(layer_state[PREDICTOR_NS]))
+        self.count_neurons(
+            int(layer_state[SUM_COMPUTED]), int(layer_state[SUM_UPS]), int(layer_state[SUM_GATES])
+        )
 
     def add_predictor(self, busy_ns: int) -> None:
         """Count the driver's choices of neurons."""

@@ -9,7 +9,7 @@
 
 constexpr int SPLIT = THREADS;  // positions
 constexpr int ITEMS = 8;        // of a head that a lane holds; LANES lanes hold a head
-constexpr int MOST_HEAD_DIM = WARP * ITEMS;
+constexpr int MAX_HEAD_DIM = WARP * ITEMS;
 
 struct Step {
     const float* qkv;
@@ -251,7 +251,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     int first_split = step.first_position(token) / SPLIT;
     int splits = step.last_position(token) / SPLIT + 1 - first_split;
     const float* first = partials + step.partial(token, head, first_split);
-    float top = -infinity(), total = 0.0f, sums[MOST_HEAD_DIM / THREADS] = {};
+    float top = -infinity(), total = 0.0f, sums[MAX_HEAD_DIM / THREADS] = {};
     for (int s = thread; s < splits; s += THREADS) {
         top = fmaxf(top, load(first + static_cast<i64>(s) * (size + 2) + size));
     }
@@ -269,7 +269,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
         for (int s = 0; s < count; ++s) {
             total = fmaf(shares[s], totals[s], total);
 #pragma unroll
-            for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+            for (int j = 0; j < MAX_HEAD_DIM / THREADS; ++j) {
                 int item = thread + j * THREADS;
                 if (item >= size) continue;
                 sums[j] = fmaf(shares[s], load(parts + s * (size + 2) + item), sums[j]);
@@ -279,7 +279,7 @@ DEVICE void merge_head(const Step& step, const float* partials, float* out) {
     }
     float* target = out + (static_cast<i64>(token) * step.num_heads + head) * size;
 #pragma unroll
-    for (int j = 0; j < MOST_HEAD_DIM / THREADS; ++j) {
+    for (int j = 0; j < MAX_HEAD_DIM / THREADS; ++j) {
         int item = thread + j * THREADS;
         if (item < size) store(target + item, sums[j] / total);
     }

@@ -6,8 +6,8 @@
 // dealt, and whichever neurons other tokens bring: those add zeros.
 #include "formats.cuh"
 
-constexpr int MOST_PART = THREADS;  // neurons of a part
-constexpr int MOST_STEP_TOKENS = 32;
+constexpr int MAX_PART = THREADS;  // neurons of a part
+constexpr int MAX_STEP_TOKENS = 32;
 
 // What a thread reads of a row: its place, and the columns that it holds.
 template <int FORMAT, bool VECTOR>
@@ -106,8 +106,8 @@ struct Piece {
 template <int STEP_TOKENS>
 struct Fired {
     int of_warps[WARPS];
-    int ids[MOST_PART];
-    float h[MOST_PART * STEP_TOKENS];
+    int ids[MAX_PART];
+    float h[MAX_PART * STEP_TOKENS];
 };
 
 constexpr int UP_SHIFT = 16;  // of a part's two counts in one number
@@ -215,8 +215,8 @@ template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void down_parts(
     const DownRows& from, int part_size, int parts_a_block, int tiles, float* partials,
     int* fired_counts) {
-    constexpr int MOST_TILES = MOST_STEP_TOKENS / TOKENS;
-    constexpr int STEP_TOKENS = TOKENS < 4 ? TOKENS : TOKENS * MOST_TILES;
+    constexpr int MAX_TILES = MAX_STEP_TOKENS / TOKENS;
+    constexpr int STEP_TOKENS = TOKENS < 4 ? TOKENS : TOKENS * MAX_TILES;
     using Own = Piece<FORMAT, VECTOR>;
     __shared__ Fired<STEP_TOKENS> fired;
     int columns = THREADS / tiles, tile = threadIdx.x / columns, first_token = tile * TOKENS;

@@ -2,7 +2,7 @@
 #include "products.cuh"
 
 template <int FORMAT, bool VECTOR, int TOKENS>
-DEVICE void rows_times_vectors(
+DEVICE void gemv(
     const u8* weights, i64 row_bytes, i64 num_rows, const float* bias, const Input& in, int tiles,
     const float* residual, float* out) {
     constexpr int ROWS = rows_of(FORMAT, TOKENS);
@@ -24,6 +24,6 @@ DEVICE void rows_times_vectors(
         const float* x, const u8* values, const float* scales, const float* sums, int num_tokens,  \
         int tiles, const float* residual, float* out) {                                            \
         Input in{x, values, scales, sums, num_tokens, width};                                      \
-        rows_times_vectors<FORMAT, VECTOR, TOKENS>(                                                \
+        gemv<FORMAT, VECTOR, TOKENS>(                                                \
             weights, row_bytes, num_rows, bias, in, tiles, residual, out);                         \
     }

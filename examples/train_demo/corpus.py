@@ -112,7 +112,7 @@ def parse_entries(module: str, source: str) -> Iterator[Entry]:
             return
     public = _public_name(module)
     yield from _with_docstring(module, module, tree)
-    yield from _walk(module, public, tree.body, depth=0)
+    yield from _layer_state(module, public, tree.body, depth=0)
 
 
 def questions(entries: Iterable[Entry]) -> list[Question]:
@@ -188,10 +188,10 @@ def _with_docstring(
         yield Entry(module, name, docstring)
 
 
-def _walk(module: str, prefix: str, body: list[ast.stmt], depth: int) -> Iterator[Entry]:
+def _layer_state(module: str, prefix: str, body: list[ast.stmt], depth: int) -> Iterator[Entry]:
     for node in body:
         if isinstance(node, ast.If | ast.Try):
-            yield from _walk(module, prefix, node.body, depth)
+            yield from _layer_state(module, prefix, node.body, depth)
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if node.name.startswith("_"):
@@ -199,7 +199,7 @@ def _walk(module: str, prefix: str, body: list[ast.stmt], depth: int) -> Iterato
         name = f"{prefix}.{node.name}"
         yield from _with_docstring(module, name, node)
         if isinstance(node, ast.ClassDef) and depth < 1:
-            yield from _walk(module, name, node.body, depth + 1)
+            yield from _layer_state(module, name, node.body, depth + 1)
 
 
 def _inspect_entries(module: str) -> Iterator[Entry]:

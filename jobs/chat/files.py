@@ -13,8 +13,8 @@ from hotcold.jobs.chat.conversation import Message
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.whole_file import replace_whole
 
-_MOST_ATTACHED = 1 << 20  # bytes of one file
-_MOST_SAVED = 16 << 20
+_MAX_ATTACHED = 1 << 20  # bytes of one file
+_MAX_SAVED = 16 << 20
 _ROLES = ("user", "assistant")
 _KIND = "hotcold conversation"
 _MENTION = re.compile(r'(?:^|(?<=\s))@(?:"([^"]+)"|(\S+))')
@@ -26,7 +26,7 @@ def read_attachment(path: Path) -> str:
     Errors:  UsageError where it is none, or has over 1 MiB
     """
     try:
-        text = _read(path, _MOST_ATTACHED).decode()
+        text = _read(path, _MAX_ATTACHED).decode()
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no text in UTF-8") from None
     if "\0" in text:
@@ -73,7 +73,7 @@ def load_conversation(path: Path) -> tuple[str, list[Message]]:
     Errors:  UsageError
     """
     try:
-        content = json.loads(_read(path, _MOST_SAVED))
+        content = json.loads(_read(path, _MAX_SAVED))
     except (ValueError, RecursionError):
         raise UsageError(f"{path} is no saved conversation") from None
     found = content.get("messages") if isinstance(content, dict) else None

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from hotcold.model.errors import UsageError
 
-_MOST_BYTES = 1 << 20  # beyond that the older half is forgotten
+_MAX_BYTES = 1 << 20  # beyond that the older half is forgotten
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 
 
@@ -34,7 +34,7 @@ def open_history() -> Path:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise UsageError(f"{path} is no file of yours")
             os.fchmod(descriptor, _FILE_MODE)
-            if found.st_size > _MOST_BYTES:
+            if found.st_size > _MAX_BYTES:
                 _forget_older(file)
     except OSError as error:
         raise UsageError(f"{path} cannot be used: {error.strerror}") from None
@@ -43,7 +43,7 @@ def open_history() -> Path:
 
 def _forget_older(file: BinaryIO) -> None:
     """Keep the last entries, which each begin with an empty line."""
-    file.seek(-_MOST_BYTES // 2, os.SEEK_END)
+    file.seek(-_MAX_BYTES // 2, os.SEEK_END)
     _, begin, kept = file.read().partition(b"\n\n")
     file.seek(0)
     file.truncate()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hotcold.placement.memory import MemoryNeed
 
 _READ_SIZES = 4 << 10, 16 << 10, 64 << 10, 1 << 20
-_LEAST_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
+_MIN_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
 
 
@@ -114,7 +114,7 @@ def _disk(path: Path) -> dict[str, list[float]]:
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
-    if largest.stat().st_size < _LEAST_FILE_BYTES:
+    if largest.stat().st_size < _MIN_FILE_BYTES:
         return {}
     rates: dict[str, list[float]] = {"1": [], str(NUM_THREADS): []}
     if has_rings():

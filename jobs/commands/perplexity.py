@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
 
 _WINDOW = 512
-_LEAST_WINDOW = 32
+_MIN_WINDOW = 32
 
 
 @click.command(cls=GroupedCommand)
@@ -100,9 +100,9 @@ def perplexity(
 def _window_size(window: int | None, context_length: int | None, config: ModelConfig) -> int:
     most = config.max_positions
     size = min(_WINDOW, most) if window is None else window
-    if not min(_LEAST_WINDOW, most) <= size <= most:
+    if not min(_MIN_WINDOW, most) <= size <= most:
         raise UsageError(
-            f"--context-window is {size}; give a number from {_LEAST_WINDOW} to {most}, which this "
+            f"--context-window is {size}; give a number from {_MIN_WINDOW} to {most}, which this "
             "model allows"
         )
     if context_length is not None and context_length < size:
@@ -118,13 +118,13 @@ def _windows(text_path: Path, prompts: Prompts, size: int) -> list[list[int]]:
     from hotcold.jobs.support.text_file import read_text_ids
 
     ids = read_text_ids(text_path, prompts).ids.tolist()
-    bos = prompts.opening_id
+    bos = prompts.bos_id
     if bos is not None:
         ids.insert(0, bos)
-    if len(ids) < min(size, _LEAST_WINDOW):
+    if len(ids) < min(size, _MIN_WINDOW):
         raise UsageError(
             f"{text_path}: has {len(ids)} tokens, too few to score; give a text of at least "
-            f"{_LEAST_WINDOW}"
+            f"{_MIN_WINDOW}"
         )
     if len(ids) < size:
         click.echo(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DEFAULT_KLD = 0.03  # nats a token; quantizing the same small models to q4 costs 0.2 to 0.5
 _WINDOW = 512
 _NUM_INPUTS = 4096
-_MOST_INPUT_BYTES = 2 << 30  # unless --inputs says how many
+_MAX_INPUT_BYTES = 2 << 30  # unless --inputs says how many
 
 _FILE = click.Path(path_type=Path)
 _OPTIONS = [
@@ -132,7 +132,7 @@ def profile(
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, window)
     text = read_text(reading.text_path, prompts)
-    num_opening = 0 if prompts.opening_id is None else 1
+    num_opening = 0 if prompts.bos_id is None else 1
     task = _task(text, config, window - num_opening, reading)
     state = ProfileState(files.profile, ModelIdentity.of(path), config, task)
     if not restart:
@@ -189,7 +189,7 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
     num_inputs = reading.num_inputs
     if num_inputs is None:
         token_bytes = config.num_layers * config.hidden_size * 2
-        num_inputs = min(_NUM_INPUTS, max(1, _MOST_INPUT_BYTES // token_bytes))
+        num_inputs = min(_NUM_INPUTS, max(1, _MAX_INPUT_BYTES // token_bytes))
     return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens))
 
 

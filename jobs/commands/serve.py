@@ -221,11 +221,11 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
             f"at {host} other machines can connect: give --api-key or HOTCOLD_API_KEY, or listen "
             "at 127.0.0.1"
         )
-    from hotcold.ui.keys import LEAST_KEY_CHARS
+    from hotcold.ui.keys import MIN_KEY_CHARS
 
-    if any(len(key) < LEAST_KEY_CHARS for key in keys):
+    if any(len(key) < MIN_KEY_CHARS for key in keys):
         raise UsageError(
-            f"an API key has at least {LEAST_KEY_CHARS} characters, so that nobody guesses it; "
+            f"an API key has at least {MIN_KEY_CHARS} characters, so that nobody guesses it; "
             "`openssl rand -hex 24` prints one"
         )
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):

@@ -18,8 +18,8 @@ from hotcold.jobs.kept.folder import found_folder, own_folder, systems_folder
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import ServiceError, UsageError
 
-_LOOK_S = 0.05
-_PATIENCE_S = 60.0  # for what is being answered
+_POLL_S = 0.05
+_TIMEOUT_S = 60.0  # for what is being answered
 _ENDING_S = 15.0
 _HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "UNTIL")
 
@@ -122,7 +122,7 @@ def _begun(folder: Path, record: records.Record) -> records.Record:
     while time.monotonic() < deadline:
         if record.pid:
             return record
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         same = [one for one in records.running(folder) if one.name == record.name]
         if not same:
             return record
@@ -167,12 +167,12 @@ class _Holder:
 
     def await_end(self) -> None:
         """Wait until the process is gone; one that does not end is killed. Errors: ServiceError"""
-        for patience_s, number in (
-            (_PATIENCE_S, signal.SIGTERM),  # a second one cuts off what is being answered
+        for timeout_s, number in (
+            (_TIMEOUT_S, signal.SIGTERM),  # a second one cuts off what is being answered
             (_ENDING_S, signal.SIGKILL),
             (_ENDING_S, 0),
         ):
-            if self._descriptor is None or _has_ended(self._descriptor, patience_s):
+            if self._descriptor is None or _has_ended(self._descriptor, timeout_s):
                 records.running(self._folder)  # removes what one that was killed has left
                 return
             self.signal(number)

@@ -26,8 +26,8 @@ from hotcold.jobs.kept.records import Record
 from hotcold.model.current_folder import environment_of_python
 from hotcold.model.errors import ServiceError
 
-_LOOK_S = 0.05
-_MOST_SILENT = 12  # times ten seconds: a keeper imports much before it answers
+_POLL_S = 0.05
+_MAX_SILENT = 12  # times ten seconds: a keeper imports much before it answers
 _ERROR = "hotcold: error: "
 
 
@@ -103,7 +103,7 @@ def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
         num_silent = 0
         while (state := _state(system, keeper))["status"] != "ready":
             num_silent += state["status"] == "silent"
-            if num_silent == _MOST_SILENT:
+            if num_silent == _MAX_SILENT:
                 name = system.record.name
                 raise ServiceError(
                     f"the system {name!r} does not answer; end it with `hotcold stop {name}`, or "
@@ -113,7 +113,7 @@ def _await(system: KeptSystem, keeper: _Keeper | None) -> None:
                 show(LoadProgress(**state["progress"]))
             if keeper is not None:
                 keeper.require_alive()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 class _Keeper:

@@ -30,12 +30,12 @@ from hotcold.predictors.magnitude_curve import LayerCurve, layer_magnitudes
 from hotcold.predictors.magnitude_thresholds import Calibrated, LayerThresholds
 
 WINDOW = 256  # positions, an opening token included
-_MOST_WINDOWS = 4
+_MAX_WINDOWS = 4
 _UNSCORED = 16  # first positions, whose tokens have little before them
-_LEAST_IDS = 32
+_MIN_IDS = 32
 _LOGITS_BYTES = 512 << 20  # dense logits that the driver keeps
 _ALONE = 0.05  # share of c^2 that a layer leaves out when it is tried alone
-_MOST_ROUNDS = 6
+_MAX_ROUNDS = 6
 _ENOUGH = 0.9  # of the target
 
 
@@ -49,14 +49,14 @@ class Windows:
     @classmethod
     def of(cls, text: TextIds, prompts: Prompts, config: ModelConfig, most: int | None) -> Windows:
         """Spread evenly over the text; at most `most` of its tokens. Errors: UsageError."""
-        opening = [] if prompts.opening_id is None else [prompts.opening_id]
+        opening = [] if prompts.bos_id is None else [prompts.bos_id]
         size = min(WINDOW, config.max_positions) - len(opening)
-        count = max(1, min(_MOST_WINDOWS, _LOGITS_BYTES // (4 * size * config.vocab_size)))
+        count = max(1, min(_MAX_WINDOWS, _LOGITS_BYTES // (4 * size * config.vocab_size)))
         num_ids = min(text.ids.size, count * size if most is None else most)
-        if num_ids < min(_LEAST_IDS, size):
+        if num_ids < min(_MIN_IDS, size):
             raise UsageError(
                 f"{text.name}: {num_ids} tokens are too few to calibrate thresholds; give at least "
-                f"{min(_LEAST_IDS, size)}"
+                f"{min(_MIN_IDS, size)}"
             )
         count = min(count, -(-num_ids // size))
         size = min(size, num_ids // count)
@@ -143,7 +143,7 @@ class Calibration:
         """Deal budgets out until one costs no more than the target, and nearly as much."""
         budget = target_kld
         best: tuple[list[Choice], float] | None = None
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             choices = allocate(curves, sensitivities, self._up_weight, budget)
             measured = self._kld([choice.thresholds for choice in choices], self._windows.ids)
             self._step()
@@ -189,7 +189,7 @@ def calibration_bar(config: ModelConfig, windows: Windows) -> Iterator[Callable[
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    total = len(windows.ids) + 3 * config.num_layers + _MOST_ROUNDS
+    total = len(windows.ids) + 3 * config.num_layers + _MAX_ROUNDS
     with transient_progress(*columns) as bar:
         task = bar.add_task("calibrating", total=total)
         yield lambda: bar.advance(task)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.jobs.support.stored_model import StoredPlan
+from hotcold.jobs.support.stored_model import OffloadPlan
 from hotcold.model.errors import UsageError
 from hotcold.model.files.whole_file import write_whole
 from hotcold.model.hot_share import ACTIVATION_SHARE, hot_share
 from hotcold.placement.profile import ActivationProfile
 
-_MOST_POINTS = 1000
-_MOST_IN_LEGEND = 8
+_MAX_POINTS = 1000
+_MAX_IN_LEGEND = 8
 
 
 def cumulative_share(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -24,7 +24,7 @@ def cumulative_share(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Shapes:  counts (N,) of which some are above 0; both results (P,), P <= 1001
     """
     cumulative = np.concatenate([[0], np.sort(counts)[::-1].cumsum()])
-    points = np.unique(np.linspace(0, counts.size, min(counts.size, _MOST_POINTS) + 1).astype(int))
+    points = np.unique(np.linspace(0, counts.size, min(counts.size, _MAX_POINTS) + 1).astype(int))
     return points / counts.size, cumulative[points] / cumulative[-1]
 
 
@@ -58,7 +58,7 @@ def plot_profile(path: Path, profile: ActivationProfile, model_name: str) -> Non
     _save(path, figure)
 
 
-def plot_stored(path: Path, plans: list[StoredPlan], model_name: str) -> None:
+def plot_stored(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
     """Draw tokens a second, expected and allowed by the disk, against --cpu-memory.
 
     Errors:  UsageError where the file cannot be written
@@ -101,7 +101,7 @@ def _draw_layers(figure: Any, axes: Any, counts: np.ndarray) -> None:
     # Without the map's light end, which is hard to see on white.
     shades = colors.ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
     scale = colors.Normalize(0, max(counts.shape[0] - 1, 1))
-    has_legend = counts.shape[0] <= _MOST_IN_LEGEND
+    has_legend = counts.shape[0] <= _MAX_IN_LEGEND
     for layer, fired in enumerate(counts):
         if fired.any():
             x, y = cumulative_share(fired)

@@ -13,7 +13,7 @@ from hotcold.placement.profile import ActivationProfile
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def print_summary(profile: ActivationProfile, layers: list[LayerSummary]) -> Non
     table.add_column("layer", style="cyan", justify="right", no_wrap=True)
     for title in ("silent", f"{ACTIVATION_SHARE:.0%} made by", "never fired"):
         table.add_column(title, justify="right", no_wrap=True)
-    size = -(-len(layers) // _MOST_ROWS)
+    size = -(-len(layers) // _MAX_ROWS)
     for first in range(0, len(layers), size):
         group = layers[first : first + size]
         last = first + len(group) - 1

@@ -32,7 +32,7 @@ from hotcold.jobs.support.shared_option import SHARED_OPTIONS, SharedOption
 from hotcold.model.errors import UsageError, shown
 
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 class Setting(NamedTuple):
@@ -62,9 +62,9 @@ def read_settings() -> dict[str, Any]:
         if path is None or not path.exists():
             return {}
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise UsageError(f"{path} has over {_MOST_BYTES >> 20} MiB; settings are short")
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise UsageError(f"{path} has over {_MAX_BYTES >> 20} MiB; settings are short")
         return tomllib.loads(text.decode())
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not in UTF-8") from None

@@ -25,7 +25,7 @@ from hotcold.placement.machine.measure_disk import measure_disk
 from hotcold.placement.storage import Disk, token_seconds
 
 _SIZES = 5  # of memory, from what was asked for to all
-_MOST_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
+_MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
 
 
 def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
@@ -69,7 +69,7 @@ def require_bundles(system: SystemConfig) -> None:
 
 
 @dataclass(frozen=True)
-class StoredPlan:
+class OffloadPlan:
     """One size of memory. Units: bytes; milliseconds and bytes of a token; tokens a second.
 
     Speeds: expected, and the most that the disk allows, whatever is computed.
@@ -89,7 +89,7 @@ class StoredPlan:
 
 def stored_plans(
     path: Path, options: SystemOptions, memory_s: float, num_sizes: int = _SIZES
-) -> list[StoredPlan]:
+) -> list[OffloadPlan]:
     """So many from options.cpu_memory_bytes to all that the model takes; [] where that is no more.
 
     `memory_s` is what a token takes with everything in memory.
@@ -113,14 +113,14 @@ def stored_plans(
 def _measured(file: Path, geometry: BundleGeometry) -> Disk:
     """By reads of a gate's size, and by larger ones."""
     pages = -(-geometry.gate_bytes // PAGE_BYTES)
-    sizes = min(_MOST_SMALL, pages * PAGE_BYTES), _LARGE
+    sizes = min(_MAX_SMALL, pages * PAGE_BYTES), _LARGE
     small, large = zip(sizes, measure_disk(file, sizes), strict=True)
     return Disk.of_rates(small, large)
 
 
 def _plans(
     path: Path, options: SystemOptions, sizes: list[int], disk: Disk, memory_s: float
-) -> Iterator[StoredPlan]:
+) -> Iterator[OffloadPlan]:
     for size in sizes:
         system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
         if system.storage is None:
@@ -131,7 +131,7 @@ def _plans(
         num_neurons = geometry.num_layers * geometry.num_neurons
         num_cold = num_cold_neurons(share, config)
         token_s = token_seconds(memory_s, seconds, reads, system.num_threads)
-        yield StoredPlan(
+        yield OffloadPlan(
             size,
             bool(system.storage.predictors),
             min(num_cold, system.storage.num_gates),
@@ -145,7 +145,7 @@ def _plans(
         )
 
 
-def stored_text(plans: list[StoredPlan]) -> str:
+def stored_text(plans: list[OffloadPlan]) -> str:
     """A line for each size."""
     lines = ["neurons stay on storage; of a token, by the profile and the disk:"]
     for plan in plans:
@@ -163,6 +163,6 @@ def stored_text(plans: list[StoredPlan]) -> str:
     return "\n".join(lines)
 
 
-def stored_json(plans: list[StoredPlan]) -> dict[str, Any]:
+def stored_json(plans: list[OffloadPlan]) -> dict[str, Any]:
     """As JSON."""
     return {"storage": [asdict(plan) for plan in plans]}

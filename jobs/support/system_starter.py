@@ -22,7 +22,7 @@ from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.serving import OwnServer, ServerThread
 
-_PATIENCE_LOOKS = 60  # seconds in which a driver says nothing: requests give up earlier
+_TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
 _ENDED_S = 10.0
 _CLOSED_S = 20.0
 _RAY = ("raylet", "gcs_server")
@@ -108,7 +108,7 @@ class SystemStarter:
         found = []
         for backend, pulse in list(self._pulses.items()):
             try:
-                pulse.look(_PATIENCE_LOOKS)
+                pulse.look(_TIMEOUT_POLLS)
             except ServiceError as problem:
                 if backend.is_loaded:  # else it has just been given up
                     found.append((backend, problem))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _AGAIN_S = 0.02
 _PID = os.getpid()
 _MAIN_AND_SIGINT = (threading.main_thread().ident or 0, signal.SIGINT)
@@ -57,7 +57,7 @@ class Signals:
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
         while self._count < 2 and condition():
-            self._has_come(_LOOK_S)
+            self._has_come(_POLL_S)
 
     def _has_come(self, timeout_s: float) -> bool:
         try:

@@ -12,7 +12,7 @@ from hotcold.model.errors import shown
 KINDS = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 _MAX = 1e12
-_MOST_FACTORS = 4096
+_MAX_FACTORS = 4096
 
 
 def read_rope(
@@ -128,7 +128,7 @@ def _yarn(
 
 def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
     values: Any = rope.values.get(key)
-    is_list = isinstance(values, list) and 0 < len(values) <= _MOST_FACTORS
+    is_list = isinstance(values, list) and 0 < len(values) <= _MAX_FACTORS
     if not is_list or any(type(v) not in (int, float) or not 0 < v <= _MAX for v in values):
         raise rope.fail(key, f"is {shown(values, 60)}; give a list of numbers above 0")
     return tuple(float(value) for value in values)

@@ -8,7 +8,7 @@ from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.errors import shown
 
 _KINDS = ("full_attention", "sliding_attention")
-_MOST_WINDOW = 1 << 26
+_MAX_WINDOW = 1 << 26
 
 
 def sliding_layers(
@@ -40,5 +40,5 @@ def windows(
     """
     if not any(sliding):
         return ()
-    size = reader.integer("sliding_window", default, high=_MOST_WINDOW)
+    size = reader.integer("sliding_window", default, high=_MAX_WINDOW)
     return tuple(size if is_windowed else 0 for is_windowed in sliding)

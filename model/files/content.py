@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OnBytes = Callable[[int, int], None]
 _PIECE_BYTES = 4 << 20  # hashed by one thread; another number makes other digests
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _SHOWN_BYTES = 1 << 30  # of a model for which a bar is shown
 # The kernel's clock for files ticks at least so often: a later write has another time than the last
 # one that was seen.
@@ -114,7 +114,7 @@ def _hashed(files: ModelFiles) -> str:
     checkpoint, whole = Checkpoint(files.model), hashlib.sha256()
     names = checkpoint.names()
     total, done = sum(checkpoint.stored_bytes(name).size for name in names), 0
-    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     bar = progress if total >= _SHOWN_BYTES else show_nothing
     with (
         bar(f"reading {files.model.name} to know it again") as on_bytes,

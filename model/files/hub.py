@@ -24,7 +24,7 @@ _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _FORMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # of weights, the preferred first
 _INDEX = ".index.json"
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # it refuses files
-_MOST_LISTED = 12
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -310,5 +310,5 @@ def _base(name: str) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """As many names as fit in an error's text."""
-    rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + rest
+    rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + rest

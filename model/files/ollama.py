@@ -17,7 +17,7 @@ _NAME = re.compile(
 )
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MEDIA = "application/vnd.ollama.image."
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 # Where Ollama's own service has them on Linux.
 _SERVICE = Path("/usr/share/ollama/.ollama/models")
 
@@ -78,5 +78,5 @@ def _there() -> str:
             names.append(f"{PREFIX}{'/'.join([*before, model])}:{tag}")
     if not names:
         return f"there is none in {' or '.join(map(str, _folders()))} (OLLAMA_MODELS)"
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"there are: {', '.join(names[:_MOST_NAMED])}{more}"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"there are: {', '.join(names[:_MAX_NAMED])}{more}"

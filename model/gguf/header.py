@@ -45,7 +45,7 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 14, 33
+_MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 14, 33
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class HeaderReader:
                 f"{self._path}: is a GGUF file {which}; versions 2 and 3 in little-endian order "
                 "are read, so convert the model anew"
             )
-        self._require_count("tensors", num_tensors, MAX_TENSORS, _LEAST_TENSOR_BYTES)
-        self._require_count("keys", num_keys, MAX_KEYS, _LEAST_KEY_BYTES)
+        self._require_count("tensors", num_tensors, MAX_TENSORS, _MIN_TENSOR_BYTES)
+        self._require_count("keys", num_keys, MAX_KEYS, _MIN_KEY_BYTES)
         return num_tensors, num_keys
 
     def _metadata(self, num_keys: int) -> dict[str, Any]:

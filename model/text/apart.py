@@ -32,8 +32,8 @@ _ENVIRONMENT += ["PYTHONUSERBASE", "TZ", "XDG_CACHE_HOME"]
 _HEAD = struct.Struct("<IQ")  # a number, and the bytes that follow
 _DONE, _REFUSED, _FAILED = range(3)
 START_S = 5  # to read what it works with
-_PATIENCE = 20  # seconds of waiting for one of computing, where the machine is busy
-_LOOK_S = 0.1
+_TIMEOUT = 20  # seconds of waiting for one of computing, where the machine is busy
+_POLL_S = 0.1
 _LINE_CHARS = 500
 
 Answer = Callable[[bytes], bytes]
@@ -104,7 +104,7 @@ class Apart:
     @contextmanager
     def _asking(self, unwanted: threading.Event | None) -> Iterator[None]:
         """The only question; its process is ended where it is not answered."""
-        while not self._turn.acquire(timeout=_LOOK_S):
+        while not self._turn.acquire(timeout=_POLL_S):
             _require_wanted(unwanted)
         try:
             yield
@@ -142,7 +142,7 @@ class Apart:
     def _exchange(
         self, door: socket.socket, limit_s: int, sent: bytes, unwanted: threading.Event | None
     ) -> tuple[int, bytes]:
-        deadline = time.monotonic() + limit_s * _PATIENCE
+        deadline = time.monotonic() + limit_s * _TIMEOUT
 
         def look() -> None:
             _require_wanted(unwanted)
@@ -150,9 +150,9 @@ class Apart:
                 raise _TooLongError(limit_s)
 
         try:
-            door.settimeout(limit_s * _PATIENCE)
+            door.settimeout(limit_s * _TIMEOUT)
             door.sendall(_HEAD.pack(limit_s, len(sent)) + sent)
-            door.settimeout(_LOOK_S)
+            door.settimeout(_POLL_S)
             kind, size = _HEAD.unpack(_received(door, _HEAD.size, look))
             return kind, _received(door, size, look)
         except OSError:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 _SPACE = "▁"
 # Of a token: vocabularies have some of 256, and what is done for each grows with its square.
-_MOST_CHARS = 1024
+_MAX_CHARS = 1024
 # The GPT-2 pattern is that of ByteLevel itself.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -184,8 +184,8 @@ def tokenizer_of_pieces(
 
 def _require_short(texts: Iterable[str]) -> None:
     longest = max(map(len, texts), default=0)
-    if longest > _MOST_CHARS:
-        raise ValueError(f"a token has {longest} characters, more than {_MOST_CHARS}")
+    if longest > _MAX_CHARS:
+        raise ValueError(f"a token has {longest} characters, more than {_MAX_CHARS}")
 
 
 def add_tokens(

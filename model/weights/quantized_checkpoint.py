@@ -33,7 +33,7 @@ from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import row_items
 
 _SPARE_DISK_BYTES = 64 << 20
-_MOST_FILE_BYTES = 256 << 20
+_MAX_FILE_BYTES = 256 << 20
 _WEIGHT_FILES = (
     ".safetensors",
     ".bin",
@@ -219,5 +219,5 @@ def _copy_small_files(path: Path, part: Path) -> None:
         is_weights = name.endswith(_WEIGHT_FILES) or name.endswith(".index.json")
         if name == "config.json" or is_weights or not file.is_file():
             continue
-        if file.stat().st_size <= _MOST_FILE_BYTES:
+        if file.stat().st_size <= _MAX_FILE_BYTES:
             shutil.copyfile(file, part / name)

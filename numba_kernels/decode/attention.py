@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from hotcold.numba_kernels.checks import float_array, require
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.ir.vector_ir import add_scaled1, add_scaled4, dot1, dot4
+from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4, dot1, dot4
 from hotcold.numba_kernels.load.convert import widen_kernel
 
 # Positions in a page: a multiple of four, because so many are read side by side, and few enough
@@ -102,9 +102,7 @@ def _weighted_sum_kernel(values, group, pages, start, length, scores, share, out
         last, p = min(length - begin, size), max(start - begin, 0)
         while p + 4 <= last:
             s0, s1, s2, s3 = part[p], part[p + 1], part[p + 2], part[p + 3]
-            add_scaled4(
-                out, page, p, p + 1, p + 2, p + 3, s0 * share, s1 * share, s2 * share, s3 * share
-            )
+            axpy4(out, page, p, p + 1, p + 2, p + 3, s0 * share, s1 * share, s2 * share, s3 * share)
             p += 4
         while p < last:
             add_scaled1(out, page, p, part[p] * share)

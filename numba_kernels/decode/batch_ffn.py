@@ -15,13 +15,13 @@ from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_a
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
-    add_scaled4_ahead,
+    axpy4_ahead,
     dot_ahead,
     prefetch_row,
 )
 
 _BLOCK_BYTES = 1 << 19  # of one matrix's rows
-_MOST_NEURONS = 240  # of a block
+_MAX_NEURONS = 240  # of a block
 _CARRIED = 3  # neurons that wait for a fourth, from one block to the next
 _ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
@@ -44,10 +44,10 @@ class TokenLists(NamedTuple):
 def empty_lists(num_threads, num_tokens):
     """Work space of several threads for so many tokens: arrays with a thread in front."""
     return TokenLists(
-        np.empty((num_threads, num_tokens, _MOST_NEURONS + _CARRIED), np.int32),
+        np.empty((num_threads, num_tokens, _MAX_NEURONS + _CARRIED), np.int32),
         np.zeros((num_threads, num_tokens), np.int64),
         np.zeros((num_threads, num_tokens), np.int64),
-        np.empty((num_threads, num_tokens, _MOST_NEURONS), np.float32),
+        np.empty((num_threads, num_tokens, _MAX_NEURONS), np.float32),
     )
 
 
@@ -66,7 +66,7 @@ def thread_lists(lists, thread, num_tokens):
 def block_size(weights, num_tokens):
     """Neurons of a block: whole blocks of rows for several tokens."""
     tile = rows_at_once(weights) if num_tokens > 1 else 1
-    fitting = min(_MOST_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
+    fitting = min(_MAX_NEURONS, _BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
     return max(1, fitting // tile) * tile
 
 
@@ -203,7 +203,7 @@ def _add_fours(down, fired_ids, t, places, count, gates, out):
         i0, i1, i2, i3 = places[k], places[k + 1], places[k + 2], places[k + 3]
         a0, a1 = places[min(k + 4, last)], places[min(k + 5, last)]
         a2, a3 = places[min(k + 6, last)], places[min(k + 7, last)]
-        add_scaled4_ahead(
+        axpy4_ahead(
             out, down, fired_ids[i0], fired_ids[i1], fired_ids[i2], fired_ids[i3],
             gates[i0, t], gates[i1, t], gates[i2, t], gates[i3, t],
             fired_ids[a0], fired_ids[a1], fired_ids[a2], fired_ids[a3],

@@ -18,7 +18,7 @@ from hotcold.numba_kernels.decode.batch_ffn import contribution, up_down_of_some
 from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import (
     add_scaled1,
-    add_scaled4_ahead,
+    axpy4_ahead,
     dot_ahead,
     dot_row,
     prefetch_row,
@@ -121,7 +121,7 @@ def _add_one(down, ids, num_fired, h, out):
         for ahead in range(i + 8, min(i + 12, num_fired)):
             prefetch_row(down, ids[ahead])
         a0, a1, a2, a3 = min(i + 4, last), min(i + 5, last), min(i + 6, last), min(i + 7, last)
-        add_scaled4_ahead(
+        axpy4_ahead(
             out, down, ids[i], ids[i + 1], ids[i + 2], ids[i + 3],
             h[i], h[i + 1], h[i + 2], h[i + 3], ids[a0], ids[a1], ids[a2], ids[a3],
         )  # fmt: skip
@@ -144,7 +144,7 @@ def up_down_kernel(
 
     Where `up` has no rows, that factor is one. `gates` has T numbers a neuron, fn(gate . x + bias),
     zero for tokens that it does not fire for, and is overwritten. `out` (T, d) is in the order of
-    `add_scaled4`, each token's neurons are added one after the other.
+    `axpy4`, each token's neurons are added one after the other.
     """
     if out.shape[0] == 1:
         if up.shape[0]:

@@ -23,7 +23,7 @@ from hotcold.numba_kernels.ir.bit_ir import (
     weighted_count1,
     weighted_count2,
 )
-from hotcold.numba_kernels.ir.vector_ir import add_scaled1, add_scaled4
+from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4
 
 _LEVELS_SPAN = 2.5  # the largest level stands for so many root mean squares of the input
 _LARGE = 0.9957  # root mean squares
@@ -106,7 +106,7 @@ def lowrank_scores_kernel(up, hidden, thresholds, out, first, last):
             count += 1
         if count == 4:
             a, b, c, d = waiting[0], waiting[1], waiting[2], waiting[3]
-            add_scaled4(part, columns, a, b, c, d, hidden[a], hidden[b], hidden[c], hidden[d])
+            axpy4(part, columns, a, b, c, d, hidden[a], hidden[b], hidden[c], hidden[d])
             count = 0
     for i in range(count):
         add_scaled1(part, columns, waiting[i], hidden[waiting[i]])

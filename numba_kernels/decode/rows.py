@@ -39,7 +39,7 @@ from hotcold.numba_kernels.ir.tile_ir import (
 from hotcold.numba_kernels.ir.vector_ir import dot_row, dot_tokens2, dot_tokens4, read_rows
 
 _PANEL_BYTES = 1 << 17  # of rows that several tokens are multiplied with
-_MOST_ROWS = 192
+_MAX_ROWS = 192
 _IN_TWOS = QUANTIZED_TILES.fewest_tokens == NEVER
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads while memory answers
 
@@ -242,7 +242,7 @@ def rows_at_once(weights):
     More of them where rows are short, for each block begins a stream anew.
     """
     rows, _, tiles = tile_shape(weights)
-    most = min(_MOST_ROWS, _PANEL_BYTES // max(1, weights.shape[1] * weights.itemsize))
+    most = min(_MAX_ROWS, _PANEL_BYTES // max(1, weights.shape[1] * weights.itemsize))
     return max(1, most // (rows * tiles)) * rows * tiles
 
 
@@ -298,7 +298,7 @@ def split_range(length, part, num_parts, unit):
 
 
 def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    """target[first:last] += what `add_scaled4` summed of `weights` into `source`, in its order.
+    """target[first:last] += what `axpy4` summed of `weights` into `source`, in its order.
 
     Float formats keep the weights' order; quantized ones sum in lane order (item i of group g of a
     chunk at 16 * i + g of it; in the last chunk, where vectors hold several steps, by those), and
@@ -342,9 +342,7 @@ def _rows_times_vectors(weights, bias, x, scratch, out):
     rows_kernel(weights, bias, prepared(weights, x, scratch, 0), out, 0, out.shape[1])
 
 
-def rows_times_vectors(
-    weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
-) -> np.ndarray:
+def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Products of weight rows with several vectors.
 
     out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]

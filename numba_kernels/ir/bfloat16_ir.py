@@ -49,7 +49,7 @@ def add_tile(
 ):  # fmt: skip
     """out[row + r, group + g] += sum over pairs p of weights[row + r, p] . tokens[group + g, p].
 
-    For r < TILE_ROWS and g < num_groups (a literal, up to MOST_GROUPS), pairs first..last-1 of
+    For r < TILE_ROWS and g < num_groups (a literal, up to MAX_GROUPS), pairs first..last-1 of
     `tokens`, which are 0.. of `weights`. Meanwhile ROWS_AHEAD rows of `ahead` are brought into the
     second-level cache from `column` on, `ahead_bytes` of each for each pair. Checks nothing.
 

@@ -32,7 +32,7 @@ from hotcold.numba_kernels.ir.vec import (
 
 BLOCK = 8 * LANES  # weights that go to one of two sums
 _BLOCKS_A_PART = 8  # of a panel: four vectors' parts take 16 KiB
-_MOST_CHAINS = 4  # rows times vectors whose two sums are kept side by side
+_MAX_CHAINS = 4  # rows times vectors whose two sums are kept side by side
 _LINES_A_STEP = 8  # of reading through
 _FLOATS = ir.VectorType(F32, LANES)
 
@@ -108,7 +108,7 @@ class FloatProducts:
             block(index, 0)
             block(index, 1)
 
-        if self.num_pairs <= _MOST_CHAINS:
+        if self.num_pairs <= _MAX_CHAINS:
             for_range(0, paired, 2 * BLOCK, both)
         else:
             for_range(0, paired, 2 * BLOCK, lambda index: block(index, 0))

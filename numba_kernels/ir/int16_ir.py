@@ -1,7 +1,7 @@
 """Products of int16 pairs in groups of columns: AVX512-VNNI's vpdpwssd.
 
 COLUMN_GROUP columns of a row share a scale, as in the quantized formats; their products add up
-exactly in int32, because no number is larger than MOST_WEIGHT or MOST_INPUT.
+exactly in int32, because no number is larger than MAX_WEIGHT or MAX_INPUT.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hotcold.numba_kernels.ir.vec import F32, I16, I32, Vec, for_range
 COLUMN_GROUP = 64
 GROUP_PAIRS = COLUMN_GROUP // 2
 # 64 * 4095 * 8191 < 2 ** 31
-MOST_WEIGHT = 4095
-MOST_INPUT = 8191
+MAX_WEIGHT = 4095
+MAX_INPUT = 8191
 # Added to a float of less than 2 ** 22 it leaves the nearest integer in the low bits of the sum.
 _ROUNDS = 1.5 * 2**23
 _MAGNITUDE = 0x7FFFFFFF
@@ -55,7 +55,7 @@ def add_group_tile(
 ):  # fmt: skip
     """out[row + r, group + g] += weights[row + r] . tokens[group + g] over groups of columns.
 
-    For r < TILE_ROWS and g < num_groups (a literal, up to MOST_GROUPS); `count` groups, from group
+    For r < TILE_ROWS and g < num_groups (a literal, up to MAX_GROUPS); `count` groups, from group
     `first` of `tokens` and group `at` of `weights` on. Meanwhile ROWS_AHEAD rows of `ahead` are
     brought into the second-level cache from `column` on, 4 bytes for each pair. Checks nothing.
 

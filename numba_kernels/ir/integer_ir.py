@@ -35,7 +35,7 @@ from hotcold.numba_kernels.ir.quantized_ir import (
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES
 from hotcold.numba_kernels.ir.vec import F32, I32, Ptr, Var, Vec, for_range, room
 
-_MOST_CHAINS = 4  # products whose integer sums are kept in two registers each
+_MAX_CHAINS = 4  # products whose integer sums are kept in two registers each
 _FEW_CHUNKS = 4  # of a row whose integer sums stay in registers
 _STRETCH = 16  # chunks of a longer row whose values are read before their scales
 _PART_BYTES = (
@@ -80,7 +80,7 @@ class _Products:
         self.num_halves = 2 if row_format.has_halves else 1
         self.num_counts = len(self.pairs) * self.num_halves  # of a chunk
         # Two chains of additions where registers allow: whole numbers add up the same either way.
-        self.num_chains = 2 if self.num_counts <= _MOST_CHAINS else 1
+        self.num_chains = 2 if self.num_counts <= _MAX_CHAINS else 1
         self.multiply = ByteProducts(row_format, self.num_chains)
         zeros = Vec.full(self.builder, 0, F32, LANES)
         self.totals = [Var(zeros) for _ in self.pairs]

@@ -1,6 +1,6 @@
 """Products of pairs of 16-bit numbers, bfloat16 or integers: a tile with its sums in registers.
 
-A tile is TILE_ROWS rows of weights times up to MOST_GROUPS groups of LANES tokens. Tokens are the
+A tile is TILE_ROWS rows of weights times up to MAX_GROUPS groups of LANES tokens. Tokens are the
 lanes, so a pair of weights is broadcast to them and no sum crosses lanes; each token's sum has one
 order, whatever its company. The tile's sums fill the registers: for each pair of columns, four
 loads of tokens and six of weights feed 24 instructions.
@@ -17,7 +17,7 @@ from hotcold.numba_kernels.ir.vec import I32, Ptr, Var, Vec, for_range, whole_st
 
 LANES = 16
 TILE_ROWS = 6
-MOST_GROUPS = 4
+MAX_GROUPS = 4
 ROWS_AHEAD = 3
 _PAIRS_A_STEP = 4
 _CACHE_LINE = 64

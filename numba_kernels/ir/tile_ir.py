@@ -23,7 +23,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vec import I64, Vec
 
 NEVER = 1 << 30  # so many tokens
-_MOST_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
+_MAX_TOKEN_BYTES = 1 << 14  # of vectors that stay in the first-level cache beside rows: half of it
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def fit_first_level(typingctx, weights, num_tokens):
 
     def emit(given: Arguments) -> Vec:
         matrix, number = Weights(given.array(0)), given.number(1)
-        fit = (matrix.width * number * 4).below(_MOST_TOKEN_BYTES + 1)
+        fit = (matrix.width * number * 4).below(_MAX_TOKEN_BYTES + 1)
         return fit & Vec.full(given.builder, not matrix.format, _BIT)
 
     return types.boolean(weights, _INDEX), codegen_of(emit)

@@ -140,7 +140,7 @@ def read_rows(typingctx, weights, row, num_rows):
 
 
 @intrinsic
-def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):
+def axpy4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):
     """out += c0 * weights[row0] + ... + c3 * weights[row3], in this order; out (d,) float32.
 
     For quantized weights `out` is in lane order; see `numba_kernels.decode.rows.add_in_order`.
@@ -155,10 +155,8 @@ def add_scaled4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3)
 
 
 @intrinsic
-def add_scaled4_ahead(
-    typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3, a0, a1, a2, a3
-):
-    """`add_scaled4`, while rows a0..a3 are prefetched in step."""
+def axpy4_ahead(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3, a0, a1, a2, a3):
+    """`axpy4`, while rows a0..a3 are prefetched in step."""
     ids, factors = (_INDEX,) * 4, (_FACTOR,) * 4
 
     def emit(given: Arguments) -> None:
@@ -185,7 +183,7 @@ def add_scaled1(typingctx, out, weights, row, scale):
 
 @intrinsic
 def add_part4(typingctx, out, token, weights, row0, row1, row2, row3, c0, c1, c2, c3, part):
-    """`add_scaled4` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
+    """`axpy4` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
 
     def emit(given: Arguments) -> None:
         matrix, target = Weights(given.array(2)), given.array(0).at(given.number(1))

@@ -33,13 +33,13 @@ def work_until_stopped(cells, requests, replies, service, num_threads, work_ns):
 
 
 @njit(nogil=True, cache=True)
-def ask_in_turn(cells, replies, first, others, rounds, patience_ns):  # type: ignore[no-untyped-def]
+def ask_in_turn(cells, replies, first, others, rounds, timeout_ns):  # type: ignore[no-untyped-def]
     """What each question cost beyond the longest work, (2 * rounds,) ns."""
     costs_ns = np.full(2 * rounds, NOT_ANSWERED, np.int64)
     for i in range(2 * rounds):
         services = first if i % 2 == 0 else others
         started_ns = now_ns()
-        if ask_all(cells, services, i // 2 + 1, patience_ns) < services.shape[0]:
+        if ask_all(cells, services, i // 2 + 1, timeout_ns) < services.shape[0]:
             return costs_ns
         took_ns = now_ns() - started_ns
         longest_ns = 0

@@ -11,7 +11,7 @@ from hotcold.numba_kernels.decode.ffn import NO_MASKS
 from hotcold.numba_kernels.decode.rows import rows_kernel
 from hotcold.numba_kernels.decode.vectors import prepared
 from hotcold.numba_kernels.serve.layer_ffn import layer_ffn
-from hotcold.numba_kernels.serve.mailbox import meet
+from hotcold.numba_kernels.serve.mailbox import barrier_wait
 
 _NO_BIAS = np.empty(0, np.float32)
 
@@ -31,4 +31,4 @@ def sparse_part(thread, num_threads, cells, arrays, ids, x, scratch, out):  # ty
             Thresholds(np.float32(-1), np.float32(-1)), x, arrays, scratch,
             Activation(RELU, np.float32(0)), out,
         )  # fmt: skip
-        meet(cells, 0, num_threads)
+        barrier_wait(cells, 0, num_threads)

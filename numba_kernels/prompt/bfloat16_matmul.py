@@ -12,7 +12,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.ir.bfloat16_ir import add_tile, narrow_pair, narrow_row
-from hotcold.numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from hotcold.numba_kernels.ir.pair_ir import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 
 # Rows and pairs of columns in a block of `linear`, columns and pairs of rows in one of `combine`.
@@ -22,7 +22,7 @@ _PAD = 16  # pairs behind each row of the buffer: a power of two between rows wo
 BUFFER_PAIRS = max(
     _LINEAR_ROWS * (_LINEAR_PAIRS + _PAD), _COMBINE_PAIRS * (_COMBINE_COLUMNS + _PAD)
 )
-MOST_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
+MAX_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
 
 
 def num_groups(num_tokens: int) -> int:
@@ -57,7 +57,7 @@ def linear_kernel(weights, tokens, buffer, sums, out, first, last):
     """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
 
     weights (N, d) uint16 (float16) or int16 (bfloat16); tokens: see `pack_tokens_kernel`
-    buffer (BUFFER_PAIRS,) int32, sums (MOST_SUMS, groups, LANES) float32; out (T, N) float32
+    buffer (BUFFER_PAIRS,) int32, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
     """
     num_pairs, stride = tokens.shape[1], _LINEAR_PAIRS + _PAD
     block = buffer[: _LINEAR_ROWS * stride].reshape(_LINEAR_ROWS, stride)
@@ -72,8 +72,8 @@ def linear_kernel(weights, tokens, buffer, sums, out, first, last):
             next_row, column = row, 2 * end
             if end == num_pairs:
                 next_row, column = row + _LINEAR_ROWS, 0
-            for group in range(0, tokens.shape[0], MOST_GROUPS):
-                ahead = next_row + min(group // MOST_GROUPS, 1) * ROWS_AHEAD
+            for group in range(0, tokens.shape[0], MAX_GROUPS):
+                ahead = next_row + min(group // MAX_GROUPS, 1) * ROWS_AHEAD
                 for r in range(0, num_rows, TILE_ROWS):
                     _add_tiles(
                         tokens, group, block, r, begin, end, sums, weights, ahead + r, column, 4
@@ -107,7 +107,7 @@ def combine_kernel(rows, tokens, buffer, sums, out, first, last):
             next_row, next_column = 2 * end, column
             if end == num_pairs:
                 next_row, next_column = 0, column + _COMBINE_COLUMNS
-            for group in range(0, tokens.shape[0], MOST_GROUPS):
+            for group in range(0, tokens.shape[0], MAX_GROUPS):
                 for c in range(0, num_columns, TILE_ROWS):
                     ahead = next_row + c * 2 * _COMBINE_PAIRS // num_columns
                     _add_tiles(
@@ -130,7 +130,7 @@ def _narrow_part(matrix, row, first, last, out):
 def _add_tiles(
     tokens, group, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
 ):
-    """`add_tile` with as many groups as there are from `group` on, at most MOST_GROUPS."""
+    """`add_tile` with as many groups as there are from `group` on, at most MAX_GROUPS."""
     left = tokens.shape[0] - group
     if left >= 4:
         add_tile(

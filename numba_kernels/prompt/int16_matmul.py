@@ -14,12 +14,12 @@ from hotcold.numba_kernels.ir.bit_ir import float32_of
 from hotcold.numba_kernels.ir.int16_ir import (
     COLUMN_GROUP,
     GROUP_PAIRS,
-    MOST_INPUT,
-    MOST_WEIGHT,
+    MAX_INPUT,
+    MAX_WEIGHT,
     add_group_tile,
     round_group,
 )
-from hotcold.numba_kernels.ir.pair_ir import MOST_GROUPS, ROWS_AHEAD, TILE_ROWS
+from hotcold.numba_kernels.ir.pair_ir import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
@@ -27,7 +27,7 @@ _PART = 4  # groups of columns: 64 tokens' 32 KiB
 _PAD = 16  # pairs behind each row of the buffer: a power of two between rows would fill one set
 _STRIDE = _GROUPS * GROUP_PAIRS + _PAD
 BUFFER_PAIRS = _ROWS * _STRIDE
-MOST_SUMS = _ROWS  # rows of sums that the kernel wants
+MAX_SUMS = _ROWS  # rows of sums that the kernel wants
 
 
 def num_column_groups(width: int) -> int:
@@ -52,7 +52,7 @@ def pack_words_kernel(x, tokens, scales, buffer, first, last):
             lane = t - group * LANES
             for begin in range(0, scales.shape[1], _GROUPS):
                 end = min(begin + _GROUPS, scales.shape[1])
-                _round_block(x, t, 1, begin, end, MOST_INPUT, bits, row_scales, wide)
+                _round_block(x, t, 1, begin, end, MAX_INPUT, bits, row_scales, wide)
                 for part in range(begin, end):
                     scales[group, part, lane] = row_scales[0, part - begin]
                 pair = begin * GROUP_PAIRS
@@ -65,7 +65,7 @@ def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first,
     """out[t, n] = weights[n] . x[t] for rows first..last-1; checks nothing.
 
     weights (N, d) uint16 (float16) or int16 (bfloat16); tokens: see `pack_words_kernel`
-    buffer (BUFFER_PAIRS,) int32, sums (MOST_SUMS, groups, LANES) float32; out (T, N) float32
+    buffer (BUFFER_PAIRS,) int32, sums (MAX_SUMS, groups, LANES) float32; out (T, N) float32
     """
     num_parts = token_scales.shape[1]
     block = buffer.reshape(_ROWS, _STRIDE)
@@ -76,12 +76,12 @@ def linear_words_kernel(weights, tokens, token_scales, buffer, sums, out, first,
         sums[:num_rows] = 0
         for begin in range(0, num_parts, _GROUPS):
             end = min(begin + _GROUPS, num_parts)
-            _round_block(weights, row, num_rows, begin, end, MOST_WEIGHT, bits, scales, wide)
+            _round_block(weights, row, num_rows, begin, end, MAX_WEIGHT, bits, scales, wide)
             next_row, column = row, COLUMN_GROUP * end
             if end == num_parts:
                 next_row, column = row + _ROWS, 0
-            for group in range(0, tokens.shape[0], MOST_GROUPS):
-                ahead = next_row + min(group // MOST_GROUPS, 1) * ROWS_AHEAD
+            for group in range(0, tokens.shape[0], MAX_GROUPS):
+                ahead = next_row + min(group // MAX_GROUPS, 1) * ROWS_AHEAD
                 for part in range(begin, end, _PART):
                     _add_panel(
                         tokens, token_scales, group, block, scales, num_rows, part, part - begin,

@@ -40,8 +40,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     PING,
     WATCHED,
+    barrier_wait,
     finish_request,
-    meet,
     next_request,
     read_thresholds,
 )
@@ -190,7 +190,7 @@ def dense_layer_ffn(
         work_stealing_rows(
             scratch.counters[_UP], thread, num_threads, up, up_bias, vectors, none, ups, 0
         )
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     first, last = split_range(end - begin, thread, num_threads, _GROUP)
     if some_ups:
         counts = _activate_some(
@@ -199,7 +199,7 @@ def dense_layer_ffn(
     else:
         counts = _activate(first, last, function, has_up, thresholds, down_norms, gates, ups)
     scratch.counts[thread], scratch.up_counts[thread] = counts
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     work_stealing_layer(
         scratch.counters[_DOWN : _DOWN_SECOND + 1], thread, num_threads, arrays.down, layer,
         arrays.down_bias[layer], gates, scratch.inputs, none, out,
@@ -207,10 +207,10 @@ def dense_layer_ffn(
 
 
 @njit(nogil=True, cache=True)
-def _count(service, layer, first, buckets, gates, is_all, wires):
+def _count(service, layer, first, buckets, gates, is_all, buffers):
     """Count in the arena which neurons of the layer contribute to some token: where gates are not
     zero, or all of them. Every gate has been computed."""
-    counts, bucket_of = wires.neuron_counts[service, layer], buckets.bucket[first:]
+    counts, bucket_of = buffers.neuron_counts[service, layer], buckets.bucket[first:]
     for bucket in range(counts.shape[0]):
         every = buckets.sizes[layer, bucket]
         counts[bucket, LAST_GATES] = every
@@ -224,27 +224,29 @@ def _count(service, layer, first, buckets, gates, is_all, wires):
     for bucket in range(counts.shape[0]):
         counts[bucket, ALL_FIRED] += counts[bucket, LAST_FIRED]
         counts[bucket, ALL_GATES] += counts[bucket, LAST_GATES]
-    wires.counted_steps[service, layer] += np.uint32(1)
+    buffers.counted_steps[service, layer] += np.uint32(1)
 
 
 @njit(nogil=True, cache=True)
-def serve_dense_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, function):
+def serve_dense_ffn(
+    thread, num_threads, service, seen, buffers, arrays, scratch, buckets, function
+):
     """`numba_kernels.serve.serve_ffn.serve_ffn` of whole down rows.
 
     Requests that list neurons are Python's, which refuses them.
     """
-    request, reply = wires.requests[service], wires.replies[service]
+    request, reply = buffers.requests[service], buffers.replies[service]
     while True:
-        number = next_request(wires.cells, service, seen)
+        number = next_request(buffers.cells, service, seen)
         started = now_ns()
         num_tokens = request[NUM_TOKENS]
         is_own = request[OPERATION] == FFN and request[NUM_IDS] < 0
         if is_own and num_tokens <= scratch.num_tokens:
             layer, thresholds = request[LAYER], read_thresholds(request)
             dense_layer_ffn(
-                thread, num_threads, wires.cells, service, layer, thresholds,
-                wires.ffn_input[:num_tokens], arrays, scratch, function,
-                wires.partials[service, :num_tokens],
+                thread, num_threads, buffers.cells, service, layer, thresholds,
+                buffers.ffn_input[:num_tokens], arrays, scratch, function,
+                buffers.partials[service, :num_tokens],
             )  # fmt: skip
             if thread == 0:
                 first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
@@ -252,10 +254,10 @@ def serve_dense_ffn(thread, num_threads, service, seen, wires, arrays, scratch, 
                 if request[WATCHED]:
                     gates = _by_token(scratch.gates, num_tokens, last - first)
                     is_all = thresholds.gate < 0 and thresholds.product < 0
-                    _count(service, layer, first, buckets, gates, is_all, wires)
+                    _count(service, layer, first, buckets, gates, is_all, buffers)
         elif request[OPERATION] != PING:
             return number
         finish_request(
-            wires.cells, wires.replies, scratch.counters, service, number, num_threads, started
+            buffers.cells, buffers.replies, scratch.counters, service, number, num_threads, started
         )
         seen = number

@@ -40,10 +40,10 @@ from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
 from hotcold.numba_kernels.formats import CHUNK, ROW_FORMATS, row_width, whole_chunks
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, meet
+from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE, barrier_wait
 from hotcold.numba_kernels.serve.work_stealing import block_rows, new_block_counters, next_block
 
-MOST_TOKENS = 32  # of a request: bits of a mask
+MAX_TOKENS = 32  # of a request: bits of a mask
 NO_NORMS = np.empty(0, np.float32)
 
 
@@ -197,7 +197,7 @@ def layer_ffn(
         thread, num_threads, last - first, gate, gate_bias, is_listed, ids, ids, token_masks,
         vectors, function, num_tokens, lists, scratch,
     )  # fmt: skip
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
     if num_tokens == 1:
@@ -218,7 +218,7 @@ def layer_ffn(
         up, up_bias, down, down_norms, fired_ids, fired_masks, num_fired, gates, vectors, function,
         thresholds.product, sums, lists,
     )  # fmt: skip
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     add_up(thread, num_threads, down, out, scratch.sums, arrays.down_bias[layer])
 
 
@@ -284,8 +284,8 @@ def sparse_ffn(
     gate, up, down = (np.ascontiguousarray(each) for each in (gate, up, down))
     x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
     require(
-        x.shape[0] <= MOST_TOKENS,
-        f"x has {x.shape[0]} rows; at most {MOST_TOKENS} tokens are computed at once",
+        x.shape[0] <= MAX_TOKENS,
+        f"x has {x.shape[0]} rows; at most {MAX_TOKENS} tokens are computed at once",
     )
     arrays = FfnArrays(
         offsets=np.array([0, num_neurons]),

@@ -2,7 +2,7 @@
 
 A walk is told once, here, for every way of asking. Where the driver rings doorbells itself the walk
 asks, waits and goes on, layer after layer, without Python. It comes back to Python where something
-is to be decided or done there, and goes on from there when it is called again: `walk_layers`.
+is to be decided or done there, and goes on from there when it is called again: `run_layers`.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ ASK_WAITED_NS = 9  # for their answers
 ATTENTION_BUSY_NS, ATTENTION_WAITED_NS, FFN_BUSY_NS, FFN_WAITED_NS = range(10, 14)
 SUM_COMPUTED, SUM_UPS, SUM_GATES = range(14, 17)
 PREDICTOR_NS = 17
-PREDICTOR_INPUT = 18  # which array of the wires: as INPUT of `predict_team`
+PREDICTOR_INPUT = 18  # which array of the buffers: as INPUT of `predict_team`
 NUM_WALK_WORDS = 24  # whole cache lines
 
 # as PREDICTS
@@ -79,28 +79,32 @@ class LayerFacts(NamedTuple):
     services: np.ndarray
 
 
-def new_walk() -> np.ndarray:
-    """A walk's record, for `begin_walk`."""
+def new_layer_state() -> np.ndarray:
+    """A walk's record, for `begin_layers`."""
     return np.zeros(NUM_WALK_WORDS, np.int64)
 
 
-def begin_walk(
-    walk: np.ndarray,
+def begin_layers(
+    layer_state: np.ndarray,
     layers: range,
     num_tokens: int,
     predicts: int = NOBODY,
     own_ffn: bool = False,
     predictor_input: int = 0,
 ) -> None:
-    """Let `walk` stand before `layers`, with nothing counted."""
-    walk[:] = 0
-    walk[AT_LAYER], walk[END_LAYER], walk[TOKENS] = layers.start, layers.stop, num_tokens
-    walk[PREDICTS], walk[OWN_FFN] = predicts, own_ffn
-    walk[PREDICTOR_INPUT] = predictor_input
+    """Let `layer_state` stand before `layers`, with nothing counted."""
+    layer_state[:] = 0
+    layer_state[AT_LAYER], layer_state[END_LAYER], layer_state[TOKENS] = (
+        layers.start,
+        layers.stop,
+        num_tokens,
+    )
+    layer_state[PREDICTS], layer_state[OWN_FFN] = predicts, own_ffn
+    layer_state[PREDICTOR_INPUT] = predictor_input
 
 
 @njit(nogil=True, cache=True)
-def walk_layers(walk, asking, wires, facts, team):
+def run_layers(layer_state, asking, buffers, facts, team):
     """Go on with a walk; returns why it comes back, or DONE.
 
     `asking` is of `numba_kernels.serve.mailbox`, or empty where Python asks. `team` is a
@@ -109,133 +113,135 @@ def walk_layers(walk, asking, wires, facts, team):
     Python adds what it waited to ASK_WAITED_NS. A walk that failed is begun again: what its layers
     read of each other is `hidden` alone.
     """
-    while walk[AT_LAYER] < walk[END_LAYER]:
-        phase = walk[AT_PHASE]
-        walk[AT_PHASE] = (phase + 1) % _NUM_PHASES
+    while layer_state[AT_LAYER] < layer_state[END_LAYER]:
+        phase = layer_state[AT_PHASE]
+        layer_state[AT_PHASE] = (phase + 1) % _NUM_PHASES
         if phase == _ANNOUNCE:
-            reason = _announce(walk, asking, team)
+            reason = _announce(layer_state, asking, team)
         elif phase == _ATTEND:
-            reason = _attend(walk, asking, wires, facts)
+            reason = _attend(layer_state, asking, buffers, facts)
         elif phase == _CHOOSE:
-            reason = _choose(walk, wires, facts, team)
+            reason = _choose(layer_state, buffers, facts, team)
         elif phase == _COMPUTE:
-            reason = _compute(walk, asking, wires, facts)
+            reason = _compute(layer_state, asking, buffers, facts)
         else:
-            reason = _add(walk, wires, facts)
+            reason = _add(layer_state, buffers, facts)
         if reason != DONE:
             return reason
     return DONE
 
 
 @njit(nogil=True, cache=True)
-def _announce(walk, asking, team):
+def _announce(layer_state, asking, team):
     """Tell the team what it is to score once attention is done."""
-    if walk[PREDICTS] == NOBODY:
+    if layer_state[PREDICTS] == NOBODY:
         return DONE
-    if walk[PREDICTS] == IN_PYTHON or asking.shape[0] == 0:
+    if layer_state[PREDICTS] == IN_PYTHON or asking.shape[0] == 0:
         return ANNOUNCE
     number = asking[NEXT_NUMBER]
-    write_task(team, walk[AT_LAYER], walk[TOKENS], walk[PREDICTOR_INPUT], number)
+    write_task(
+        team, layer_state[AT_LAYER], layer_state[TOKENS], layer_state[PREDICTOR_INPUT], number
+    )
     return DONE
 
 
 @njit(nogil=True, cache=True)
-def _attend(walk, asking, wires, facts):
+def _attend(layer_state, asking, buffers, facts):
     """Ask the GPU service for mixed and ffn_input. A GPU then begins with its hot neurons."""
-    _write_request(wires.requests[GPU], ATTENTION, walk, facts)
-    walk[FIRST], walk[END] = GPU, GPU + 1
-    return _ask(walk, asking, wires, facts)
+    _write_request(buffers.requests[GPU], ATTENTION, layer_state, facts)
+    layer_state[FIRST], layer_state[END] = GPU, GPU + 1
+    return _ask(layer_state, asking, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
-def _choose(walk, wires, facts, team):
+def _choose(layer_state, buffers, facts, team):
     """Write who is to be asked for the FFN: all neurons, unless a predictor chooses."""
-    busy_ns = _longest_busy(walk, wires)
-    walk[ATTENTION_BUSY_NS] += busy_ns
-    walk[ATTENTION_WAITED_NS] += walk[ASK_WAITED_NS]
-    walk[IS_ASKED] = 0
-    walk[FIRST] = GPU if facts.num_hot[walk[AT_LAYER]] else GPU + 1
-    walk[END] = facts.services.shape[0]
-    for service in range(walk[FIRST], walk[END]):
-        _write_request(wires.requests[service], FFN, walk, facts)
-        wires.requests[service, NUM_IDS] = ALL_NEURONS
-    if walk[PREDICTS] == NOBODY:
+    busy_ns = _longest_busy(layer_state, buffers)
+    layer_state[ATTENTION_BUSY_NS] += busy_ns
+    layer_state[ATTENTION_WAITED_NS] += layer_state[ASK_WAITED_NS]
+    layer_state[IS_ASKED] = 0
+    layer_state[FIRST] = GPU if facts.num_hot[layer_state[AT_LAYER]] else GPU + 1
+    layer_state[END] = facts.services.shape[0]
+    for service in range(layer_state[FIRST], layer_state[END]):
+        _write_request(buffers.requests[service], FFN, layer_state, facts)
+        buffers.requests[service, NUM_IDS] = ALL_NEURONS
+    if layer_state[PREDICTS] == NOBODY:
         return DONE
     started_ns = now_ns()
-    if walk[PREDICTS] == IN_PYTHON or not choose_neurons(
-        team, walk[AT_LAYER], walk[TOKENS], wires, GPU
+    if layer_state[PREDICTS] == IN_PYTHON or not choose_neurons(
+        team, layer_state[AT_LAYER], layer_state[TOKENS], buffers, GPU
     ):
         return CHOOSE
-    walk[PREDICTOR_NS] += now_ns() - started_ns
+    layer_state[PREDICTOR_NS] += now_ns() - started_ns
     return DONE
 
 
 @njit(nogil=True, cache=True)
-def _compute(walk, asking, wires, facts):
+def _compute(layer_state, asking, buffers, facts):
     """Ask for the FFN's partial outputs."""
-    return COMPUTE if walk[OWN_FFN] else _ask(walk, asking, wires, facts)
+    return COMPUTE if layer_state[OWN_FFN] else _ask(layer_state, asking, buffers, facts)
 
 
 @njit(nogil=True, cache=True)
-def _add(walk, wires, facts):
+def _add(layer_state, buffers, facts):
     """hidden = mixed + the FFN's output, normed and scaled where the model does so."""
-    layer, num_tokens, first = walk[AT_LAYER], walk[TOKENS], walk[FIRST]
-    if walk[IS_ASKED]:
-        _count_ffn(walk, wires, facts)
-    partials, weight = wires.partials[: walk[END]], facts.output_norm[layer]
+    layer, num_tokens, first = layer_state[AT_LAYER], layer_state[TOKENS], layer_state[FIRST]
+    if layer_state[IS_ASKED]:
+        _count_ffn(layer_state, buffers, facts)
+    partials, weight = buffers.partials[: layer_state[END]], facts.output_norm[layer]
     if weight.shape[0] == 0 and facts.residual_scale == 1:
-        merge_partials(wires.mixed, partials, first, num_tokens, wires.hidden)
+        merge_partials(buffers.mixed, partials, first, num_tokens, buffers.hidden)
     else:
         merge_normed(
-            wires.mixed, partials, first, num_tokens, facts.norm_kind, weight, facts.norm_epsilon,
-            facts.residual_scale, wires.hidden,
+            buffers.mixed, partials, first, num_tokens, facts.norm_kind, weight, facts.norm_epsilon,
+            facts.residual_scale, buffers.hidden,
         )  # fmt: skip
     # Before anything else is asked: a gate that is NaN fires for nobody, and would hide it.
-    if not finite_pair(wires.ffn_input, wires.hidden, num_tokens):
+    if not finite_pair(buffers.ffn_input, buffers.hidden, num_tokens):
         return NOT_FINITE
-    walk[AT_LAYER] = layer + 1
+    layer_state[AT_LAYER] = layer + 1
     return DONE
 
 
 @njit(nogil=True, cache=True)
-def _write_request(request, operation, walk, facts):
-    layer = walk[AT_LAYER]
-    request[OPERATION], request[LAYER], request[NUM_TOKENS] = operation, layer, walk[TOKENS]
+def _write_request(request, operation, layer_state, facts):
+    layer = layer_state[AT_LAYER]
+    request[OPERATION], request[LAYER], request[NUM_TOKENS] = operation, layer, layer_state[TOKENS]
     request[GATE_THRESHOLD] = facts.thresholds[layer, 0]
     request[PRODUCT_THRESHOLD] = facts.thresholds[layer, 1]
 
 
 @njit(nogil=True, cache=True)
-def _ask(walk, asking, wires, facts):
-    walk[IS_ASKED], walk[ASK_WAITED_NS] = 1, 0
+def _ask(layer_state, asking, buffers, facts):
+    layer_state[IS_ASKED], layer_state[ASK_WAITED_NS] = 1, 0
     if asking.shape[0] == 0:
         return ASK
     started_ns = now_ns()
-    services = facts.services[walk[FIRST] : walk[END]]
-    is_answered = ask_services(asking, wires.cells, wires.replies, services)
-    walk[ASK_WAITED_NS] = now_ns() - started_ns
+    services = facts.services[layer_state[FIRST] : layer_state[END]]
+    is_answered = ask_services(asking, buffers.cells, buffers.replies, services)
+    layer_state[ASK_WAITED_NS] = now_ns() - started_ns
     return DONE if is_answered else RESUME
 
 
 @njit(nogil=True, cache=True)
-def _longest_busy(walk, wires):
+def _longest_busy(layer_state, buffers):
     longest_ns = 0
-    for service in range(walk[FIRST], walk[END]):
-        longest_ns = max(longest_ns, wires.replies[service, BUSY_NS])
+    for service in range(layer_state[FIRST], layer_state[END]):
+        longest_ns = max(longest_ns, buffers.replies[service, BUSY_NS])
     return longest_ns
 
 
 @njit(nogil=True, cache=True)
-def _count_ffn(walk, wires, facts):
+def _count_ffn(layer_state, buffers, facts):
     """Add an answered FFN to the walk's sums."""
-    walk[IS_ASKED] = 0
-    walk[FFN_BUSY_NS] += _longest_busy(walk, wires)
-    walk[FFN_WAITED_NS] += walk[ASK_WAITED_NS]
-    num_gates, is_chosen = facts.num_hot[walk[AT_LAYER]], False
-    for service in range(walk[FIRST], walk[END]):
-        walk[SUM_COMPUTED] += wires.replies[service, NUM_COMPUTED]
-        walk[SUM_UPS] += wires.replies[service, NUM_UP]
-        if wires.requests[service, NUM_IDS] != ALL_NEURONS:
-            num_gates += wires.requests[service, NUM_IDS]
+    layer_state[IS_ASKED] = 0
+    layer_state[FFN_BUSY_NS] += _longest_busy(layer_state, buffers)
+    layer_state[FFN_WAITED_NS] += layer_state[ASK_WAITED_NS]
+    num_gates, is_chosen = facts.num_hot[layer_state[AT_LAYER]], False
+    for service in range(layer_state[FIRST], layer_state[END]):
+        layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
+        layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
+        if buffers.requests[service, NUM_IDS] != ALL_NEURONS:
+            num_gates += buffers.requests[service, NUM_IDS]
             is_chosen = True
-    walk[SUM_GATES] += num_gates if is_chosen else facts.ffn_size
+    layer_state[SUM_GATES] += num_gates if is_chosen else facts.ffn_size

@@ -28,7 +28,7 @@ from hotcold.numba_kernels.serve.doorbell import (
 
 REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 CELLS_A_SERVICE = 5
-_MOST_DELAYED_US = 10_000  # of one request; more has other causes, such as a suspended machine
+_MAX_DELAYED_US = 10_000  # of one request; more has other causes, such as a suspended machine
 
 # request words
 OPERATION, LAYER, NUM_TOKENS, NUM_IDS, FIRST_LOGIT, WATCHED, ROUND = range(7)
@@ -58,7 +58,7 @@ LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
 
 # What asking has come to, words of `new_asking`. Its one owner is the exchange.
-NEXT_NUMBER, NUMBER, NUM_DONE, PATIENCE_NS = range(4)
+NEXT_NUMBER, NUMBER, NUM_DONE, TIMEOUT_NS = range(4)
 NUM_ASKING_WORDS = 8  # a cache line
 # The doorbells are 32-bit words. A fresh service is tried out with a number that it alone uses, so
 # that its answer is not taken for another's, nor another's for its own.
@@ -67,11 +67,11 @@ NO_DOORBELLS = np.zeros(0, np.int64)  # instead of `new_asking`, where none can 
 
 NO_COUNTERS = np.zeros((0, 0), np.int32)  # read-only within compiled code: an argument from Python
 SPINS = 0  # who is awaited may be about to run on this core, so it is yielded from the first look
-LOOK_NS = 100_000_000  # a waiting driver looks at liveness this often
+POLL_NS = 100_000_000  # a waiting driver looks at liveness this often
 IDLE_NS = 3_600_000_000_000  # a service that waits wakes up by itself once an hour
 
 
-class Wires(NamedTuple):
+class SharedBuffers(NamedTuple):
     """The shared arrays of one system; S services, at most T tokens a step, width d.
 
     cells (S * 5 * 16,) int32; requests, replies (S, 16) int64
@@ -110,7 +110,7 @@ def threshold_words(thresholds: Sequence[Thresholds]) -> np.ndarray:
     return pairs.reshape(-1, 2).view(np.int64)
 
 
-def told_thresholds(request: np.ndarray) -> Thresholds:
+def decode_thresholds(request: np.ndarray) -> Thresholds:
     """Which neurons a request (words,) int64 says that fire."""
     words = request.view(np.float64)
     return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
@@ -118,7 +118,7 @@ def told_thresholds(request: np.ndarray) -> Thresholds:
 
 @njit(nogil=True, cache=True)
 def read_thresholds(request):
-    """As `told_thresholds`, within compiled code."""
+    """As `decode_thresholds`, within compiled code."""
     words = request.view(np.float64)
     return Thresholds(np.float32(words[GATE_THRESHOLD]), np.float32(words[PRODUCT_THRESHOLD]))
 
@@ -160,7 +160,7 @@ def next_request(cells, service, seen):
 
 
 @njit(nogil=True, cache=True)
-def meet(cells, service, num_threads):
+def barrier_wait(cells, service, num_threads):
     """Return when all threads of a service have come here."""
     barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
@@ -184,7 +184,7 @@ def finish_request(cells, replies, counters, service, number, num_threads, start
         cells[waited] = 0
         counters[:] = 0
         reply = replies[service]
-        reply[DELAYED_US] += min(late_us, _MOST_DELAYED_US) + min(waited_us, _MOST_DELAYED_US)
+        reply[DELAYED_US] += min(late_us, _MAX_DELAYED_US) + min(waited_us, _MAX_DELAYED_US)
         reply[TAKEN_US] += (ended_ns // 1000 - asked_us) & CLOCK_US
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
@@ -208,14 +208,14 @@ def await_all(cells, services, first, number, timeout_ns):
     return services.shape[0]
 
 
-def new_asking(first_number: int, patience_ns: int) -> np.ndarray:
+def new_asking(first_number: int, timeout_ns: int) -> np.ndarray:
     """What has been asked of services that have seen nothing: see `ask_services`.
 
     NEXT_NUMBER, of the next question; NUMBER, of the last; NUM_DONE, how many of its services, in
     order, have answered; PATIENCE_NS, after which a silent one is looked after.
     """
     asking = np.zeros(NUM_ASKING_WORDS, np.int64)
-    asking[NEXT_NUMBER], asking[PATIENCE_NS] = first_number, patience_ns
+    asking[NEXT_NUMBER], asking[TIMEOUT_NS] = first_number, timeout_ns
     return asking
 
 
@@ -230,7 +230,7 @@ def ask_services(asking, cells, replies, services):
     asking[NEXT_NUMBER] = number + 1 if number < LAST_NUMBER else FIRST_NUMBER
     for service in services:
         replies[service, STATUS] = OK
-    asking[NUM_DONE] = ask_all(cells, services, number, asking[PATIENCE_NS])
+    asking[NUM_DONE] = ask_all(cells, services, number, asking[TIMEOUT_NS])
     is_well = asking[NUM_DONE] == services.shape[0]
     for service in services:
         is_well = is_well and replies[service, STATUS] == OK

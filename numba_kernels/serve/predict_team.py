@@ -27,14 +27,14 @@ from hotcold.numba_kernels.serve.doorbell import (
 from hotcold.numba_kernels.serve.mailbox import DONE, IDLE_NS, NUM_IDS, SPINS, cell
 from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
 
-_LOOK_NS = 50_000  # helpers leave without ringing
+_POLL_NS = 50_000  # helpers leave without ringing
 
 # words of a task
 NUMBER, LAYER, NUM_TOKENS, INPUT, STOP = range(5)
 NUM_TASK_WORDS = 8
 OPEN, INSIDE = 0, 1  # cells of the doors
 NUM_DOORS = 2
-FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the wires' arrays
+FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: which of the buffers' arrays
 
 
 class SignPredictors(NamedTuple):
@@ -125,38 +125,38 @@ def _work_stealing_scores(thread, num_threads, layer, x, predictors, work):
 
 
 @njit(nogil=True, cache=True)
-def _score_task(thread, num_threads, wires, predictors, work):
+def _score_task(thread, num_threads, buffers, predictors, work):
     num_tokens = work.task[NUM_TOKENS]
-    x = wires.ffn_input
+    x = buffers.ffn_input
     if work.task[INPUT] == MIXED:
-        x = wires.mixed
+        x = buffers.mixed
     elif work.task[INPUT] == HIDDEN:
-        x = wires.hidden
+        x = buffers.hidden
     _work_stealing_scores(thread, num_threads, work.task[LAYER], x[:num_tokens], predictors, work)
 
 
 @njit(nogil=True, cache=True)
-def help_predict(thread, num_threads, service, seen, wires, predictors, work):
+def help_predict(thread, num_threads, service, seen, buffers, predictors, work):
     """A helper's life: once `service` rings, blocks of each task; STOP ends it."""
     while True:
-        number = sleep_change(wires.cells, cell(service, DONE), seen, IDLE_NS)
+        number = sleep_change(buffers.cells, cell(service, DONE), seen, IDLE_NS)
         if work.task[STOP]:
             return
         # First it is inside, then it looks: so whoever closes the task sees it, or it sees that.
         atomic_add(work.doors, INSIDE * INTS_A_CELL, np.int32(1))
         if number != seen and atomic_load(work.doors, OPEN * INTS_A_CELL) == number:
-            _score_task(thread, num_threads, wires, predictors, work)
+            _score_task(thread, num_threads, buffers, predictors, work)
         atomic_add(work.doors, INSIDE * INTS_A_CELL, np.int32(-1))
         seen = number
 
 
 @njit(nogil=True, cache=True)
-def lead_predict(num_threads, wires, predictors, work):
+def lead_predict(num_threads, buffers, predictors, work):
     """What the driver does of the task, as thread 0; returns when all of it is done.
 
     Helpers that have not begun by then are not waited for.
     """
-    _score_task(0, num_threads, wires, predictors, work)
+    _score_task(0, num_threads, buffers, predictors, work)
     close_task(work)
 
 
@@ -174,7 +174,7 @@ def close_task(work):
         inside = atomic_load(work.doors, INSIDE * INTS_A_CELL)
         if inside == 0:
             break
-        wait_change(work.doors, INSIDE, inside, SPINS, _LOOK_NS)
+        wait_change(work.doors, INSIDE, inside, SPINS, _POLL_NS)
     work.counters[:] = 0
 
 
@@ -200,35 +200,35 @@ def write_task(team, layer, num_tokens, input_code, number):
 
 
 @njit(nogil=True, cache=True)
-def score_task(team, layer, num_tokens, wires, service):
+def score_task(team, layer, num_tokens, buffers, service):
     """Score what was written, with the helpers; False unless it is this layer's and its input came.
 
     work.scores[:num_tokens] then has the scores. `service` is the one that answers.
     """
     task = team.work.task
-    answered = atomic_load(wires.cells, cell(service, DONE) * INTS_A_CELL)
+    answered = atomic_load(buffers.cells, cell(service, DONE) * INTS_A_CELL)
     is_written = task[NUMBER] == answered and task[NUMBER] != 0
     if not is_written or task[LAYER] != layer or task[NUM_TOKENS] != num_tokens:
         return False
-    lead_predict(team.num_threads, wires, team.predictors, team.work)
+    lead_predict(team.num_threads, buffers, team.predictors, team.work)
     task[NUMBER] = 0
     return True
 
 
 @njit(nogil=True, cache=True)
-def choose_neurons(team, layer, num_tokens, wires, service):
+def choose_neurons(team, layer, num_tokens, buffers, service):
     """Write NUM_IDS and ids of the CPU services, which follow `service`: who is expected to fire.
 
     Nothing is written for a layer that has no predictor. False where the team cannot: `score_task`.
     """
     if not has_predictor(team.predictors, layer):
         return True
-    if not score_task(team, layer, num_tokens, wires, service):
+    if not score_task(team, layer, num_tokens, buffers, service):
         return False
     scores, bounds = team.work.scores[:num_tokens], team.bounds[layer]
     for s in range(bounds.shape[0] - 1):
         asked = service + 1 + s
-        wires.requests[asked, NUM_IDS] = select_kernel(
-            scores, bounds[s], bounds[s + 1], wires.active_ids[asked], wires.active_masks[asked]
+        buffers.requests[asked, NUM_IDS] = select_kernel(
+            scores, bounds[s], bounds[s + 1], buffers.active_ids[asked], buffers.active_masks[asked]
         )
     return True

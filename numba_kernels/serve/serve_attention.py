@@ -28,8 +28,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PING,
+    barrier_wait,
     finish_request,
-    meet,
     next_request,
 )
 from hotcold.numba_kernels.serve.work_stealing import (
@@ -151,7 +151,7 @@ def norm_whole(part, num_parts, layer, shape, arrays, qkv):
 
 
 @njit(nogil=True, cache=True)
-def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
+def rotate_and_store(part, num_parts, layer, buffers, shape, arrays, qkv):
     """Norm and rotate query and key heads, write keys and values to the cache.
 
     Every num_parts-th head; norms wider than a head are `norm_whole`'s.
@@ -161,9 +161,9 @@ def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
     norms_keys = arrays.k_norm_weight.shape[1] == dim
     first_value = shape.num_heads + shape.num_kv_heads
     for t in range(qkv.shape[0]):
-        position = wires.positions[t]
+        position = buffers.positions[t]
         size = arrays.keys.shape[3]
-        page, row = wires.page_tables[wires.slots[t], position // size], position % size
+        page, row = buffers.page_tables[buffers.slots[t], position // size], position % size
         for head in range(part, first_value + shape.num_kv_heads, num_parts):
             vector = qkv[t, head * dim : (head + 1) * dim]
             if norms_queries and head < shape.num_heads:
@@ -179,7 +179,7 @@ def rotate_and_store(part, num_parts, layer, wires, shape, arrays, qkv):
 
 
 @njit(nogil=True, cache=True)
-def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
+def _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens):
     """Every token's heads attend, each by the thread that takes it."""
     dim = shape.head_dim
     heads_a_group = shape.num_heads // shape.num_kv_heads
@@ -187,7 +187,7 @@ def _attend(thread, layer, wires, shape, arrays, scratch, num_tokens):
     taken = next_block(counters, 0)
     while taken < num_tokens * shape.num_heads:
         t, head = taken // shape.num_heads, taken % shape.num_heads
-        length, pages = wires.positions[t] + 1, wires.page_tables[wires.slots[t]]
+        length, pages = buffers.positions[t] + 1, buffers.page_tables[buffers.slots[t]]
         attend_kernel(
             scratch.qkv[t, head * dim : (head + 1) * dim], arrays.keys[layer],
             arrays.values[layer], head // heads_a_group, pages,
@@ -204,50 +204,50 @@ def adds_late(shape):
 
 
 @njit(nogil=True, cache=True)
-def _ffn_input(t, layer, wires, shape, arrays, residual, normed):
+def _ffn_input(t, layer, buffers, shape, arrays, residual, normed):
     kind, epsilon, order = shape.norm_kind, shape.norm_epsilon, shape.order
     weight, bias = arrays.ffn_norm_weight[layer], arrays.ffn_norm_bias[layer]
-    x = wires.ffn_input[t]
+    x = buffers.ffn_input[t]
     if adds_late(shape):
         weights = arrays.attention_norm_weight[layer]
-        norm_kernel(kind, wires.mixed[t], weights, weights[:0], epsilon, x)
+        norm_kernel(kind, buffers.mixed[t], weights, weights[:0], epsilon, x)
         for i in range(x.shape[0]):
-            wires.mixed[t, i] = residual[t, i] + shape.residual_scale * x[i]
+            buffers.mixed[t, i] = residual[t, i] + shape.residual_scale * x[i]
     if order.norms_sum:
         norm_kernel(
-            kind, wires.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
+            kind, buffers.mixed[t], arrays.norm_weight[layer], arrays.norm_bias[layer], epsilon, x
         )
-        wires.mixed[t] = x
+        buffers.mixed[t] = x
     if order.norms_ffn_input and order.is_parallel:
         norm_kernel(kind, residual[t], weight, bias, epsilon, x)
     elif order.norms_ffn_input:
-        norm_kernel(kind, wires.mixed[t], weight, bias, epsilon, x)
+        norm_kernel(kind, buffers.mixed[t], weight, bias, epsilon, x)
     elif order.is_parallel:
         x[:] = normed[t]
     else:
-        x[:] = wires.mixed[t]
+        x[:] = buffers.mixed[t]
 
 
 @njit(nogil=True, cache=True)
-def attention_request(thread, num_threads, service, wires, shape, arrays, scratch):
+def attention_request(thread, num_threads, service, buffers, shape, arrays, scratch):
     """Answer the ATTENTION request that is in the mailbox: this thread's share; no checks."""
-    layer = wires.requests[service, LAYER]
-    num_tokens = wires.requests[service, NUM_TOKENS]
+    layer = buffers.requests[service, LAYER]
+    num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
-    qkv, mixed = scratch.qkv[:num_tokens], wires.mixed[:num_tokens]
-    _layer_input(wires.hidden[:num_tokens], layer, shape, arrays, residual)
+    qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
+    _layer_input(buffers.hidden[:num_tokens], layer, shape, arrays, residual)
     _layer_norm_before(residual, layer, shape, arrays, normed)
     work_stealing_layer(
         scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
         arrays.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
     )  # fmt: skip
-    meet(wires.cells, service, num_threads)
+    barrier_wait(buffers.cells, service, num_threads)
     if norm_whole(thread, num_threads, layer, shape, arrays, qkv):
-        meet(wires.cells, service, num_threads)
-    rotate_and_store(thread, num_threads, layer, wires, shape, arrays, qkv)
-    meet(wires.cells, service, num_threads)
-    _attend(thread, layer, wires, shape, arrays, scratch, num_tokens)
-    meet(wires.cells, service, num_threads)
+        barrier_wait(buffers.cells, service, num_threads)
+    rotate_and_store(thread, num_threads, layer, buffers, shape, arrays, qkv)
+    barrier_wait(buffers.cells, service, num_threads)
+    _attend(thread, layer, buffers, shape, arrays, scratch, num_tokens)
+    barrier_wait(buffers.cells, service, num_threads)
     weights = arrays.out[layer]
     heads = prepared(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
     added = residual[:0] if adds_late(shape) else residual
@@ -255,19 +255,19 @@ def attention_request(thread, num_threads, service, wires, shape, arrays, scratc
         scratch.counters[_OUT], thread, num_threads, weights, arrays.out_bias[layer], heads,
         added, mixed, 0,
     )  # fmt: skip
-    meet(wires.cells, service, num_threads)
+    barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
-        _ffn_input(t, layer, wires, shape, arrays, residual, normed)
+        _ffn_input(t, layer, buffers, shape, arrays, residual, normed)
 
 
 @njit(nogil=True, cache=True)
-def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
+def head_request(thread, num_threads, service, buffers, shape, arrays, scratch):
     """logits[t - FIRST_LOGIT] = head . norm(hidden[t]), tokens from FIRST_LOGIT on; no checks."""
-    begin, end = wires.requests[service, FIRST_LOGIT], wires.requests[service, NUM_TOKENS]
+    begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
     count = end - begin
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
     num_layers = arrays.norm_weight.shape[0]
-    _layer_input(wires.hidden[begin:end], num_layers, shape, arrays, residual)
+    _layer_input(buffers.hidden[begin:end], num_layers, shape, arrays, residual)
     for t in range(count):
         norm_kernel(
             shape.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
@@ -281,21 +281,21 @@ def head_request(thread, num_threads, service, wires, shape, arrays, scratch):
             scratch.counters[_PROJECT], thread, num_threads, arrays.project_out, no_bias, normed,
             normed[:0], vectors, 0,
         )  # fmt: skip
-        meet(wires.cells, service, num_threads)
+        barrier_wait(buffers.cells, service, num_threads)
     x = prepared(arrays.head, vectors, scratch.inputs, thread)
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
-        wires.logits[:count], 0,
+        buffers.logits[:count], 0,
     )  # fmt: skip
     if shape.logit_softcap > 0:
-        meet(wires.cells, service, num_threads)
+        barrier_wait(buffers.cells, service, num_threads)
         first, last = split_range(arrays.head.shape[0], thread, num_threads, 16)
         for t in range(count):
-            softcap_kernel(wires.logits[t, first:last], shape.logit_softcap)
+            softcap_kernel(buffers.logits[t, first:last], shape.logit_softcap)
 
 
 @njit(nogil=True, cache=True)
-def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, scratch):
+def serve_attention(thread, num_threads, service, seen, buffers, shape, arrays, scratch):
     """Answer requests from `seen` on until one comes that is Python's; returns its number.
 
     Python's are STOP, and more tokens than `scratch` holds. Every thread returns at a Python
@@ -303,18 +303,18 @@ def serve_attention(thread, num_threads, service, seen, wires, shape, arrays, sc
     """
     most = scratch.normed.shape[1]
     while True:
-        number = next_request(wires.cells, service, seen)
+        number = next_request(buffers.cells, service, seen)
         started = now_ns()
-        request = wires.requests[service]
+        request = buffers.requests[service]
         if request[OPERATION] == ATTENTION and request[NUM_TOKENS] <= most:
-            attention_request(thread, num_threads, service, wires, shape, arrays, scratch)
+            attention_request(thread, num_threads, service, buffers, shape, arrays, scratch)
         elif request[OPERATION] == HEAD and request[NUM_TOKENS] - request[FIRST_LOGIT] <= most:
-            head_request(thread, num_threads, service, wires, shape, arrays, scratch)
+            head_request(thread, num_threads, service, buffers, shape, arrays, scratch)
         elif request[OPERATION] != PING:
             return number
         finish_request(
-            wires.cells,
-            wires.replies,
+            buffers.cells,
+            buffers.replies,
             scratch.counters,
             service,
             number,

@@ -39,34 +39,34 @@ class NeuronBuckets(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, function):
+def ffn_request(thread, num_threads, service, buffers, arrays, scratch, buckets, function):
     """Answer the FFN request that is in the mailbox: this thread's share; checks nothing."""
-    request = wires.requests[service]
+    request = buffers.requests[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
-    ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
+    ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     token_masks = NO_MASKS
     if num_ids > 0 and num_tokens > 1:
-        token_masks = wires.active_masks[service, :num_ids]
+        token_masks = buffers.active_masks[service, :num_ids]
     layer_ffn(
-        thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
-        read_thresholds(request), wires.ffn_input[:num_tokens], arrays, scratch, function,
-        wires.partials[service, :num_tokens],
+        thread, num_threads, buffers.cells, service, layer, num_ids >= 0, ids, token_masks,
+        read_thresholds(request), buffers.ffn_input[:num_tokens], arrays, scratch, function,
+        buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread == 0:
-        wires.replies[service, NUM_COMPUTED] = scratch.counts.sum()
-        wires.replies[service, NUM_UP] = scratch.up_counts.sum()
+        buffers.replies[service, NUM_COMPUTED] = scratch.counts.sum()
+        buffers.replies[service, NUM_UP] = scratch.up_counts.sum()
         if request[WATCHED]:
             first, last = arrays.offsets[layer], arrays.offsets[layer + 1]
-            count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch)
+            count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch)
 
 
 @njit(nogil=True, cache=True)
-def count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch):
+def count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch):
     """Count in the arena which neurons of the layer this request has computed.
 
     One thread does it for all, so that no count needs an atomic addition.
     """
-    counts, bucket_of = wires.neuron_counts[service, layer], buckets.bucket[first:last]
+    counts, bucket_of = buffers.neuron_counts[service, layer], buckets.bucket[first:last]
     for bucket in range(counts.shape[0]):
         every = buckets.sizes[layer, bucket]
         counts[bucket, LAST_GATES] = every if num_ids < 0 else np.uint32(0)
@@ -79,25 +79,25 @@ def count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scr
     for bucket in range(counts.shape[0]):
         counts[bucket, ALL_FIRED] += counts[bucket, LAST_FIRED]
         counts[bucket, ALL_GATES] += counts[bucket, LAST_GATES]
-    wires.counted_steps[service, layer] += np.uint32(1)
+    buffers.counted_steps[service, layer] += np.uint32(1)
 
 
 @njit(nogil=True, cache=True)
-def serve_ffn(thread, num_threads, service, seen, wires, arrays, scratch, buckets, function):
+def serve_ffn(thread, num_threads, service, seen, buffers, arrays, scratch, buckets, function):
     """Answer requests from `seen` on until one comes that is Python's; returns its number.
 
     Python's are STOP, and an FFN of more tokens than `scratch` holds. Every thread returns at a
     Python request; the caller lets one of them answer it.
     """
     while True:
-        number = next_request(wires.cells, service, seen)
+        number = next_request(buffers.cells, service, seen)
         started = now_ns()
-        operation = wires.requests[service, OPERATION]
-        if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            ffn_request(thread, num_threads, service, wires, arrays, scratch, buckets, function)
+        operation = buffers.requests[service, OPERATION]
+        if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
+            ffn_request(thread, num_threads, service, buffers, arrays, scratch, buckets, function)
         elif operation != PING:
             return number
         finish_request(
-            wires.cells, wires.replies, wires.cells[:0], service, number, num_threads, started
+            buffers.cells, buffers.replies, buffers.cells[:0], service, number, num_threads, started
         )
         seen = number

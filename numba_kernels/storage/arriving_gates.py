@@ -14,8 +14,8 @@ from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     HERE_TAKEN,
     LATE_TAKEN,
-    MOST_BYTES,
-    MOST_GAP,
+    MAX_BYTES,
+    MAX_GAP,
     NUM_HERE,
     NUM_LATE,
     READS_WHOLE,
@@ -49,7 +49,7 @@ def ask_gates(stored, first, num_neurons, is_listed, ids, keeps_all):
         else:
             late[num_late] = i
             num_late += 1
-    ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
+    ask_marked(stored, stored.options[MAX_BYTES], stored.options[MAX_GAP])
     stored.counters[:] = 0
     stored.counters[NUM_LATE * INTS_A_CELL] = num_late
     stored.counters[NUM_HERE * INTS_A_CELL] = count - num_late

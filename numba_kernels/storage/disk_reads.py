@@ -5,7 +5,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import atomic_add, now_ns
 from hotcold.numba_kernels.storage.direct_file import SHORT, read_bytes
-from hotcold.numba_kernels.storage.io_ring import MOST_TOGETHER, add_read, next_done, submit
+from hotcold.numba_kernels.storage.io_ring import MAX_TOGETHER, add_read, next_done, submit
 
 
 @njit(nogil=True, cache=True)
@@ -42,7 +42,7 @@ def read_places_by_ring(ring, descriptor, places, size, most_ns, done, into):
             num_free, num_begun = num_free - 1, num_begun + 1
         if num_free == into.shape[0]:
             return status
-        failed = submit(ring, min(MOST_TOGETHER, 1 + (into.shape[0] - num_free) // 4))
+        failed = submit(ring, min(MAX_TOGETHER, 1 + (into.shape[0] - num_free) // 4))
         if failed != 0:
             return failed
         k, result = next_done(ring)

@@ -31,7 +31,7 @@ _READ, _READ_FIXED = 22, 4  # operations; the second reads into memory of `keep_
 _BUFFERS = 0  # what is registered
 _ENTRY_BYTES, _COMPLETION_BYTES = 64, 16
 _INTERRUPTED, _AGAIN, _BUSY = 4, 11, 16  # errno
-MOST_TOGETHER = 8  # reads that are waited for at once
+MAX_TOGETHER = 8  # reads that are waited for at once
 _FIXED = 10  # words of `io_uring_params` before its two tables of offsets
 
 # words of `IoRing.facts`

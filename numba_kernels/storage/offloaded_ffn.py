@@ -22,13 +22,13 @@ from hotcold.numba_kernels.serve.layer_ffn import (
     part_of,
     work_stealing_gates,
 )
-from hotcold.numba_kernels.serve.mailbox import meet
+from hotcold.numba_kernels.serve.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.arriving_gates import ask_gates, values_here, values_late
 from hotcold.numba_kernels.storage.neuron_slots import begin_request, forget_slots, has_all
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     FORGETS,
-    MOST_BYTES,
-    MOST_GAP,
+    MAX_BYTES,
+    MAX_GAP,
     WAITS_FIRST,
     ask_ahead,
     ask_marked,
@@ -71,7 +71,7 @@ def _ask_rest(stored, first, scratch, num_threads):
     for thread in range(num_threads):
         ids, count = scratch.fired_ids[thread], scratch.counts[thread]
         want_rests(stored, first, ids, count, stored.rest_slots[thread], stored.missing)
-    ask_marked(stored, stored.options[MOST_BYTES], stored.options[MOST_GAP])
+    ask_marked(stored, stored.options[MAX_BYTES], stored.options[MAX_GAP])
 
 
 @njit(nogil=True, cache=True)
@@ -176,7 +176,7 @@ def stored_layer_ffn(
             if awaits_gates:
                 _await_gates(stored, first, num_neurons, is_listed, ids)
     if not gates_stay:
-        meet(cells, service, num_threads)
+        barrier_wait(cells, service, num_threads)
         # Else thread 0 may say already that a gate did not come, before another looks here.
         if awaits_gates and stored.failed[0]:
             return False
@@ -206,7 +206,7 @@ def stored_layer_ffn(
         stored.failed[thread] = not values_late(
             stored, thread, first, is_listed, ids, vectors, function, scratch.values
         )
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     if stored.failed.any():
         return False
     if is_one:
@@ -222,14 +222,14 @@ def stored_layer_ffn(
         )  # fmt: skip
     scratch.counts[thread] = num_fired
     scratch.up_counts[thread] = num_fired
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     if thread == 0:
         scratch.counters[:] = 0  # for the next request
         _ask_rest(stored, first, scratch, num_threads)
         learn(stored.ahead, layer, stored.gates, stored.rests)
     if following >= 0:
         compute_ahead(stored, following, thread, num_threads, vectors, function, num_tokens)
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     if thread == 0 and following >= 0:
         ask_ahead(stored, following)
     num_fired = _up_down(
@@ -241,7 +241,7 @@ def stored_layer_ffn(
     for i in range(num_fired):  # with drelu fewer than fired before
         fired_ids[i] = stored.rests.row_of[slots[i]] - first
     scratch.counts[thread] = max(0, num_fired)
-    meet(cells, service, num_threads)
+    barrier_wait(cells, service, num_threads)
     if stored.failed.any():
         return False
     add_up(thread, num_threads, arrays.down, out, scratch.sums, arrays.down_bias[layer])

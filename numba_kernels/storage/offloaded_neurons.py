@@ -24,16 +24,16 @@ from hotcold.numba_kernels.storage.read_queue import (
     num_left,
 )
 
-# words of `StoredNeurons.options`
-READS_WHOLE, MOST_BYTES, MOST_GAP, FORGETS, WAITS_FIRST = range(5)
+# words of `OffloadedNeurons.options`
+READS_WHOLE, MAX_BYTES, MAX_GAP, FORGETS, WAITS_FIRST = range(5)
 NUM_OPTIONS = 5
-# cells of `StoredNeurons.counters`
+# cells of `OffloadedNeurons.counters`
 HERE_TAKEN, LATE_TAKEN, NUM_HERE, NUM_LATE = range(4)
 NUM_COUNTERS = 4
 _ALONE = -1  # as the most bytes between neighbours of one read
 
 
-class StoredNeurons(NamedTuple):
+class OffloadedNeurons(NamedTuple):
     """A shard of neurons in a file, some of them in slots.
 
     arrays: gate rows and their biases lie in slots of `gates`, up and down rows and theirs in slots
@@ -217,7 +217,7 @@ def ask_ahead(stored, layer):
             ahead.rows[count], ahead.parts[count] = row, part
             count += 1
     ahead.state[0], ahead.state[1] = layer, count
-    ask_for(queue, stored.file, batch, count, options[MOST_BYTES], _ALONE)
+    ask_for(queue, stored.file, batch, count, options[MAX_BYTES], _ALONE)
 
 
 @njit(nogil=True, cache=True)

@@ -18,9 +18,9 @@ from hotcold.numba_kernels.serve.predict_team import SignPredictors, bit_rows
 from hotcold.numba_kernels.storage.neuron_file import GATE
 from hotcold.numba_kernels.storage.neuron_slots import was_used
 
-LEAST_AHEAD = 16  # neurons; fewer are not worth the scores
+MIN_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64
-_MOST_TOKENS = 4  # of a step: more want most of what a layer has
+_MAX_TOKENS = 4  # of a step: more want most of what a layer has
 # words of `ReadAhead.counts`: how many neurons were read ahead, and were of use
 NUM_AHEAD, NUM_OF_USE = 0, 1
 
@@ -49,7 +49,7 @@ class ReadAhead(NamedTuple):
 def new_read_ahead(predictors: SignPredictors | None, num_threads: int, limit: int) -> ReadAhead:
     """Ask for at most `limit` neurons of a layer; nothing is read ahead without predictors."""
     nothing = np.zeros(1, np.int64)
-    if predictors is None or limit < LEAST_AHEAD:
+    if predictors is None or limit < MIN_AHEAD:
         floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
         ints, bits = nothing[:0], np.zeros(0, np.uint64)
         predictors = SignPredictors(nothing, ints, ints, bits, floats, zeros, zeros)
@@ -72,7 +72,7 @@ def layer_ahead(ahead, layer, num_tokens):
     """The layer whose neurons are to be read ahead while `layer` is computed; -1: none."""
     offsets = ahead.predictors.offsets
     num_layers = offsets.shape[0] - 1
-    if num_layers == 0 or num_tokens > _MOST_TOKENS:
+    if num_layers == 0 or num_tokens > _MAX_TOKENS:
         return -1
     following = (layer + 1) % num_layers
     if following == 0 or offsets[following + 1] == offsets[following]:
@@ -161,4 +161,4 @@ def learn(ahead, layer, gates, rests):
         more = num_read + num_read // 4 + 1
         ahead.most[layer] = min(ahead.limit[0], max(ahead.most[layer], more))
     else:
-        ahead.most[layer] = max(LEAST_AHEAD, ahead.most[layer] - ahead.most[layer] // 8)
+        ahead.most[layer] = max(MIN_AHEAD, ahead.most[layer] - ahead.most[layer] // 8)

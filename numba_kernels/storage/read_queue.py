@@ -29,7 +29,7 @@ NOW, NUM_BATCHES = 0, 3  # what is needed now; the others are read ahead, in tur
 _TAKEN, _ASKED, _STOP, _CAME, _WAITING, _LEFT = range(6)  # cells; _LEFT one for each batch
 _NUM_CELLS = _LEFT + NUM_BATCHES
 _IDLE_NS = 3_600_000_000_000
-_LOOK_NS = 100_000_000
+_POLL_NS = 100_000_000
 _SPINS = 100
 _SPANS_A_WAKE = np.int32(8)  # to wake somebody for each that comes costs more than it gains
 BATCH, FIRST, LAST = range(3)  # of a span
@@ -131,7 +131,7 @@ def await_batch(queue, batch):
         left = num_left(queue, batch)
         if left == 0:
             return
-        wait_change(queue.cells, _LEFT + batch, left, _SPINS, _LOOK_NS)
+        wait_change(queue.cells, _LEFT + batch, left, _SPINS, _POLL_NS)
 
 
 @njit(nogil=True, cache=True)
@@ -145,7 +145,7 @@ def await_more(queue, seen):
     """Return some time after `num_come` is not `seen` any more, at the latest when all came."""
     cells = queue.cells
     atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(1))
-    sleep_change(cells, _CAME, seen, _LOOK_NS)
+    sleep_change(cells, _CAME, seen, _POLL_NS)
     atomic_add(cells, _WAITING * INTS_A_CELL, np.int32(-1))
 
 

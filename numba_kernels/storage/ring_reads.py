@@ -4,7 +4,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.storage.io_ring import MOST_TOGETHER, add_read, next_done, submit
+from hotcold.numba_kernels.storage.io_ring import MAX_TOGETHER, add_read, next_done, submit
 from hotcold.numba_kernels.storage.neuron_file import DESCRIPTOR, read_span, span_bytes, take_span
 from hotcold.numba_kernels.storage.read_queue import (
     BATCH,
@@ -86,7 +86,7 @@ def serve_ring(queue, file, held_gates, held_rests, staging, target, ring, spans
             await_spans(queue, seen)
             continue
         started = now_ns()
-        status = submit(ring, min(MOST_TOGETHER, 1 + num_reads // 4))
+        status = submit(ring, min(MAX_TOGETHER, 1 + num_reads // 4))
         if status != 0:
             return status
         k, result = next_done(ring)

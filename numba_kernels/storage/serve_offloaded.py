@@ -31,18 +31,18 @@ from hotcold.numba_kernels.storage.offloaded_ffn import stored_layer_ffn
 
 
 @njit(nogil=True, cache=True)
-def _stored_request(thread, num_threads, service, wires, stored, scratch, buckets, function):
+def _stored_request(thread, num_threads, service, buffers, stored, scratch, buckets, function):
     """As `numba_kernels.serve.serve_ffn.ffn_request`; the reply also says what was read so far."""
-    request, reply = wires.requests[service], wires.replies[service]
+    request, reply = buffers.requests[service], buffers.replies[service]
     layer, num_tokens, num_ids = request[LAYER], request[NUM_TOKENS], request[NUM_IDS]
-    ids = wires.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
+    ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     token_masks = NO_MASKS
     if num_ids > 0 and num_tokens > 1:
-        token_masks = wires.active_masks[service, :num_ids]
+        token_masks = buffers.active_masks[service, :num_ids]
     done = stored_layer_ffn(
-        thread, num_threads, wires.cells, service, layer, num_ids >= 0, ids, token_masks,
-        read_thresholds(request), wires.ffn_input[:num_tokens], stored, scratch, function,
-        wires.partials[service, :num_tokens],
+        thread, num_threads, buffers.cells, service, layer, num_ids >= 0, ids, token_masks,
+        read_thresholds(request), buffers.ffn_input[:num_tokens], stored, scratch, function,
+        buffers.partials[service, :num_tokens],
     )  # fmt: skip
     if thread != 0:
         return
@@ -59,21 +59,25 @@ def _stored_request(thread, num_threads, service, wires, stored, scratch, bucket
     if request[WATCHED]:
         offsets = stored.arrays.offsets
         first, last = offsets[layer], offsets[layer + 1]
-        count_neurons(service, layer, num_ids, ids, buckets, first, last, wires, scratch)
+        count_neurons(service, layer, num_ids, ids, buckets, first, last, buffers, scratch)
 
 
 @njit(nogil=True, cache=True)
-def serve_stored_ffn(thread, num_threads, service, seen, wires, stored, scratch, buckets, function):
+def serve_stored_ffn(
+    thread, num_threads, service, seen, buffers, stored, scratch, buckets, function
+):
     """`numba_kernels.serve.serve_ffn.serve_ffn` of stored neurons."""
     while True:
-        number = next_request(wires.cells, service, seen)
+        number = next_request(buffers.cells, service, seen)
         started = now_ns()
-        operation = wires.requests[service, OPERATION]
-        if operation == FFN and wires.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            _stored_request(thread, num_threads, service, wires, stored, scratch, buckets, function)
+        operation = buffers.requests[service, OPERATION]
+        if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
+            _stored_request(
+                thread, num_threads, service, buffers, stored, scratch, buckets, function
+            )
         elif operation != PING:
             return number
         finish_request(
-            wires.cells, wires.replies, wires.cells[:0], service, number, num_threads, started
+            buffers.cells, buffers.replies, buffers.cells[:0], service, number, num_threads, started
         )
         seen = np.int32(number)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from hotcold.placement.machine.pinning import pin_thread
 
-_LOOK_S = 0.5  # between two looks while there is work
-_MOST_DELAYED_US = 200  # in the mean of requests, and
-_MOST_DELAYED = 0.35  # of their time; 0.1 to 0.25 where nobody else wants the cores
-_LEAST_REQUESTS = 100  # of fewer nothing is concluded
+_POLL_S = 0.5  # between two looks while there is work
+_MAX_DELAYED_US = 200  # in the mean of requests, and
+_MAX_DELAYED = 0.35  # of their time; 0.1 to 0.25 where nobody else wants the cores
+_MIN_REQUESTS = 100  # of fewer nothing is concluded
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 128.0  # for which threads are let go; doubled each time
 
 
@@ -64,7 +64,7 @@ class CoreKeeper:
     def watch(self, await_work: Callable[[], bool], delays: Callable[[], Delays]) -> None:
         """Look at `delays` twice a second until `await_work`, which waits for work, says False."""
         while await_work():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             self.look(delays())
 
     def look(self, delays: Delays) -> None:
@@ -75,13 +75,13 @@ class CoreKeeper:
             )
             if num_requests < 0:  # another arena, whose counters began again
                 self._seen = delays
-            if num_requests < _LEAST_REQUESTS:
+            if num_requests < _MIN_REQUESTS:
                 return
             self._seen, now = delays, self._clock()
             if not self.is_keeping:
                 if now - self._changed_s >= self._pause_s:
                     self._change(now)
-            elif delayed_us > max(_MOST_DELAYED_US * num_requests, _MOST_DELAYED * taken_us):
+            elif delayed_us > max(_MAX_DELAYED_US * num_requests, _MAX_DELAYED * taken_us):
                 # Soon after the last time: whoever wants these cores is still there.
                 soon = now - self._changed_s < self._pause_s
                 longer = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -22,8 +22,8 @@ from hotcold.numba_kernels.storage.io_ring import (
     new_ring,
 )
 
-_MOST_NS = 250_000_000
-_MOST_READS = 1 << 16
+_MAX_NS = 250_000_000
+_MAX_READS = 1 << 16
 
 
 def measure_disk(
@@ -62,7 +62,7 @@ def _places(num_bytes: int, size: int, draw: np.random.Generator) -> np.ndarray:
     last = (num_bytes - size) // PAGE_BYTES
     if size % PAGE_BYTES or last < 0:
         raise OSError(f"reads of {size} bytes of a file of {num_bytes}")
-    return draw.integers(0, last + 1, _MOST_READS) * PAGE_BYTES
+    return draw.integers(0, last + 1, _MAX_READS) * PAGE_BYTES
 
 
 def _ring_rate(
@@ -71,7 +71,7 @@ def _ring_rate(
     done, into = np.zeros(1, np.int64), into[: RING_DEPTH * size].reshape(RING_DEPTH, size)
     read_places_by_ring(ring, file.descriptor, places, size, 0, done, into)  # compiled here
     started = time.monotonic()
-    status = read_places_by_ring(ring, file.descriptor, places, size, _MOST_NS, done, into)
+    status = read_places_by_ring(ring, file.descriptor, places, size, _MAX_NS, done, into)
     seconds = time.monotonic() - started
     _require(status)
     return int(done[0]) * size / seconds
@@ -88,7 +88,7 @@ def _rate(file: DirectFile, size: int, places: np.ndarray, depth: int) -> float:
     read_places(*file, places, size, 0, taken, buffers[0])  # compiled here, if at all
 
     def work(buffer: np.ndarray) -> int:
-        return int(read_places(*file, places, size, _MOST_NS, taken, buffer))
+        return int(read_places(*file, places, size, _MAX_NS, taken, buffer))
 
     with ThreadPoolExecutor(depth) as pool:
         started = time.monotonic()

@@ -29,7 +29,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 _ROUNDS = 400
 _FEWEST = 0.05  # share of questions
 _WORK_NS = 1_000_000
-_PATIENCE_NS = 60_000_000_000
+_TIMEOUT_NS = 60_000_000_000
 
 
 def measure_exchange_us(
@@ -52,14 +52,14 @@ def measure_exchange_us(
     first, others = np.zeros(1, np.int64), np.arange(1, count)
     threads = []
     for service, cores in enumerate(cores_of_services):
-        wires = (cells, requests, replies, service, len(cores), work_ns)
+        buffers = (cells, requests, replies, service, len(cores), work_ns)
         threads += [
-            threading.Thread(target=_live, args=(core, *wires), daemon=True) for core in cores
+            threading.Thread(target=_live, args=(core, *buffers), daemon=True) for core in cores
         ]
     for thread in threads:
         thread.start()
     try:
-        costs_ns = ask_in_turn(cells, replies, first, others, rounds, _PATIENCE_NS)
+        costs_ns = ask_in_turn(cells, replies, first, others, rounds, _TIMEOUT_NS)
     finally:
         requests[:, OPERATION] = STOP
         for service in range(count):
@@ -79,7 +79,7 @@ def median_us(costs_ns: np.ndarray, work_ns: int) -> float:
     return max(float(np.median(undisturbed)) / 1e3, 0.01)
 
 
-def _live(core: int, *wires: Any) -> None:
+def _live(core: int, *buffers: Any) -> None:
     # This thread's alone. Each has its own core: two on one would wait for each other's work.
     os.sched_setaffinity(0, {core})
-    work_until_stopped(*wires)
+    work_until_stopped(*buffers)

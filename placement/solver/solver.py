@@ -25,7 +25,7 @@ from hotcold.placement.solver.program import build_program, make_classes, read_s
 # A group is 1/448 of a layer of 28672 neurons: a smaller gap is below what a group can even out.
 MIP_GAP = 1e-3
 _EXACT_GROUPS = 1000  # all layers' together
-_LEAST_TIME_S = 0.1
+_MIN_TIME_S = 0.1
 _PART_NAMES = {
     ATTENTION: "attention weights and KV cache",
     HEAD: "head's weights",
@@ -154,7 +154,7 @@ def _solve_exactly(
 ) -> tuple[Assignment | None, float]:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    left_s = max(_LEAST_TIME_S, deadline - time.perf_counter())
+    left_s = max(_MIN_TIME_S, deadline - time.perf_counter())
     classes = make_classes(problem)
     program = build_program(problem, classes, unit_s)
     result = milp(

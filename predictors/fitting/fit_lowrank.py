@@ -22,7 +22,7 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.quality import Quality
 
 _SHIFT = 2.5  # deviations by which a unit is lifted above zero
-_MOST_SPREAD = 0.3  # of m . x around 1, so that it lifts the others
+_MAX_SPREAD = 0.3  # of m . x around 1, so that it lifts the others
 DTYPES = ("float16", "int8")
 _UNIT = 16  # hidden sizes are multiples of it
 _GROWTH = 1.25
@@ -136,7 +136,7 @@ def _make_basis(data: LayerData, size: int) -> _Basis:
     constant = torch.cholesky_solve(x.mean(dim=0)[:, None], factor)[:, 0]
     level = x @ constant
     constant = constant / level.mean()
-    if float(level.std() / level.mean()) < _MOST_SPREAD:
+    if float(level.std() / level.mean()) < _MAX_SPREAD:
         spread = (x @ rows.T).std(dim=0)
         down = torch.cat([constant[None], rows + _SHIFT * spread[:, None] * constant])
     else:

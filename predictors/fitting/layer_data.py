@@ -21,7 +21,7 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.sign import SignLayer
 
 _FIT_SHARE, _CALIBRATE_SHARE = 0.7, 0.15  # the rest checks
-_LEAST_TOKENS = 64
+_MIN_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class LayerData:
         Tokens are dealt to the sets in turn, so that each sees all of the text.
         Errors:  CheckpointError; ArtifactError for too few tokens
         """
-        if inputs.shape[0] < _LEAST_TOKENS:
+        if inputs.shape[0] < _MIN_TOKENS:
             raise ArtifactError(
                 f"the inputs of {inputs.shape[0]} tokens were recorded, a predictor needs at least "
-                f"{_LEAST_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
+                f"{_MIN_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
             )
         x = torch.from_numpy(inputs.view(np.float16).astype(np.float32))
         gate, z = _products(x, *load_gate(checkpoint, config, layer))

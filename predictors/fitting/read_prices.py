@@ -19,7 +19,7 @@ from hotcold.numba_kernels.measure.gates import gates_of, lowrank_of, signs_of
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.sign import SignLayer
 
-_MOST_BYTES = 1 << 26  # of what is read in turn: more than a core's share of the caches
+_MAX_BYTES = 1 << 26  # of what is read in turn: more than a core's share of the caches
 _ROUNDS = 7
 _LISTED_SHARE = 0.25  # of the gates
 _HIDDEN = 128  # of a low-rank predictor
@@ -107,7 +107,7 @@ def _lowrank_work(config: ModelConfig, dtype: type) -> _Work:
 def _filled(shape: tuple[int, int], dtype: np.dtype, num_layers: int) -> np.ndarray:
     """(L, *shape) of as many layers as a token reads one after the other, if they fit."""
     size = shape[0] * shape[1] * dtype.itemsize
-    layers = max(1, min(num_layers, _MOST_BYTES // size))
+    layers = max(1, min(num_layers, _MAX_BYTES // size))
     array = aligned_empty((layers, *shape), dtype)
     array.view(np.uint8)[:] = _BYTE
     return array

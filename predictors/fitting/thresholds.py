@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-12
-_MOST_PAIRS = 4_000_000  # of a quantile: beyond it a part of the pairs is as good
+_MAX_PAIRS = 4_000_000  # of a quantile: beyond it a part of the pairs is as good
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ def least_margin(margins: Tensor, fires: Tensor, target_recall: float) -> float:
     found = margins[fires]
     if not found.numel():
         return float("inf")
-    found = found[:: -(-found.numel() // _MOST_PAIRS)]
+    found = found[:: -(-found.numel() // _MAX_PAIRS)]
     rank = int((1 - target_recall) * found.numel())
     return float(found.kthvalue(max(rank, 1)).values) - 1e-6

@@ -137,12 +137,12 @@ def require_whole(system: StandInSystem, num_cpu_actors: int, hot: Sequence[np.n
 
 def require_pages(driver: Driver) -> None:
     """No two slots share a page, and the services read what the pool wrote."""
-    tables, pool = driver.engine.exchange.wires.page_tables, driver._pool
+    tables, pool = driver.engine.exchange.buffers.page_tables, driver._pool
     assert np.shares_memory(pool._page_tables, tables)
-    lent = [page for pages in pool._lent.values() for page in pages]
-    assert len(set(lent)) == len(lent) and set(lent).isdisjoint(pool._free_pages)
-    assert len(lent) + len(pool._free_pages) == 4 * num_pages_of(CONTEXT)
-    for slot, pages in pool._lent.items():
+    allocated = [page for pages in pool._allocated.values() for page in pages]
+    assert len(set(allocated)) == len(allocated) and set(allocated).isdisjoint(pool._free_pages)
+    assert len(allocated) + len(pool._free_pages) == 4 * num_pages_of(CONTEXT)
+    for slot, pages in pool._allocated.items():
         assert tables[slot, : len(pages)].tolist() == pages
 
 

@@ -32,7 +32,7 @@ from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.mailbox import NO_DOORBELLS, OPERATION, STOP
 from hotcold.predictors.predictor import NeuronPredictor
 
-_MOST_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
+_MAX_LOOKS = 600  # a minute of running; time that the whole process was stopped does not count
 
 
 @dataclass
@@ -41,14 +41,14 @@ class ThreadWatch:
 
     services: list[Service]
     looks: int = 0
-    most_looks: int = _MOST_LOOKS
+    max_polls: int = _MAX_LOOKS
 
-    def check(self, services: Sequence[int], num_looks: int) -> None:
+    def check(self, services: Sequence[int], num_polls: int) -> None:
         """Raise ServiceError for a broken service, or at the last look."""
         self.looks += 1
         for index in services:
-            self.services[index].check([index], num_looks)
-        if self.looks > self.most_looks:
+            self.services[index].check([index], num_polls)
+        if self.looks > self.max_polls:
             raise ServiceError(f"{[self.services[index].name for index in services]} hang")
 
     def explain(self, service: int) -> str:
@@ -60,16 +60,16 @@ class CopyingExchange:
     """The exchange over actor calls without the calls: each service has an arena of its own."""
 
     def __init__(self, layout: ArenaLayout, services: Sequence[Service]) -> None:
-        self.wires = layout.wires(layout.new_arena())
+        self.buffers = layout.buffers(layout.new_arena())
         self._services = services
         self.asking, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
         """See `Exchange.ask`."""
         for index in services:
-            question = pickle.dumps(Question.read(self.wires, index))
+            question = pickle.dumps(Question.read(self.buffers, index))
             answer = pickle.dumps(self._services[index].answer(pickle.loads(question)))
-            pickle.loads(answer).write(self.wires, index)
+            pickle.loads(answer).write(self.buffers, index)
         return 0
 
     def resume(self, services: Sequence[int]) -> int:
@@ -85,7 +85,7 @@ class AskingByPython:
     """Another exchange, asked by Python alone: each question is a call of `ask`."""
 
     def __init__(self, inner: Exchange) -> None:
-        self.wires, self.next_number = inner.wires, inner.next_number
+        self.buffers, self.next_number = inner.buffers, inner.next_number
         self.asking = NO_DOORBELLS
         self.ask, self.resume, self.try_replace = inner.ask, inner.resume, inner.try_replace
 
@@ -143,9 +143,9 @@ class InProcessSystem:
         if self.copying:
             self.exchange: Exchange = CopyingExchange(self.layout, self.services)
         else:
-            wires = self.layout.wires(self.arena)
-            self.exchange = ArenaExchange(wires, self.watch, self.first_number)
-        tables = self.exchange.wires.page_tables  # until a driver writes others
+            buffers = self.layout.buffers(self.arena)
+            self.exchange = ArenaExchange(buffers, self.watch, self.first_number)
+        tables = self.exchange.buffers.page_tables  # until a driver writes others
         tables[:] = np.arange(tables.size).reshape(tables.shape)[::-1] % self.num_pages()
 
     def ask_by_python(self) -> None:
@@ -263,7 +263,7 @@ class InProcessSystem:
 
     def stop(self) -> None:
         """Ask all services to stop; raises unless all their threads end."""
-        self.exchange.wires.requests[:, OPERATION] = STOP
+        self.exchange.buffers.requests[:, OPERATION] = STOP
         self.exchange.ask(range(len(self.services)))
         for service in self.services:
             if not service.join(60):

@@ -131,7 +131,7 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def rows_times_vectors(self, weights, bias, x, out, residual=None):
+    def gemv(self, weights, bias, x, out, residual=None):
         assert x.shape[0] <= 32 and out.shape == (x.shape[0], weights.num_rows)
 
         def run() -> None:

@@ -117,10 +117,10 @@ class StandInActor:
 
 
 def end_threads(service: Service | None) -> None:
-    """End a service's threads as the end of its process would; its wires stay as they are."""
+    """End a service's threads as the end of its process would; its buffers stay as they are."""
     if service is None or not service._threads:
         return
-    cells, words = service.wires.cells, service.wires.requests[service.index]
+    cells, words = service.buffers.cells, service.buffers.requests[service.index]
     bells = [cell(service.index, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
     before, rung = words.copy(), cells[bells].copy()
     # STOP is 0, as words are that nobody has written: it counts where it was rung.
@@ -272,7 +272,7 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
             ):
                 if replaced in vars(module) and name not in _LEFT_ALONE:
                     patch.setattr(module, replaced, stand_in)
-        patch.setattr("hotcold.actors.exchange.watch._STOPPED_LOOKS", 2)
+        patch.setattr("hotcold.actors.exchange.watch._STOPPED_POLLS", 2)
         patch.setattr(ArenaExchange, "ask", asked)
         # Compiled code would ring the services by itself, and `on_ask` hear of nothing.
         patch.setattr(RecoveringExchange, "asking", NO_DOORBELLS)

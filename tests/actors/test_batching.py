@@ -34,7 +34,7 @@ def greedy(ids: list[int], max_tokens: int | None, request_id: str = "") -> Gene
 def all_pages_are_free(driver: Driver) -> bool:
     driver.between_requests(lambda: None)  # when the last one has left
     return driver._pool.num_free_pages == len(set(driver._pool._free_pages)) and not (
-        driver._pool._lent
+        driver._pool._allocated
     )
 
 
@@ -121,7 +121,7 @@ def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
     checkpoint = tiny("llama-relu")
     with batching(checkpoint, mode, num_slots=4) as (system, driver):
         engine, random = driver.engine, np.random.default_rng(4)
-        system.exchange.wires.page_tables[:] = random.permutation(24).reshape(4, 6)
+        system.exchange.buffers.page_tables[:] = random.permutation(24).reshape(4, 6)
         sequences = random.integers(0, 101, (4, 90))
         alone = [
             [engine.step([token], [at], [slot])[0].copy() for at, token in enumerate(sequence)]
@@ -147,10 +147,10 @@ def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
 @pytest.mark.parametrize("kind", ["sign", "lowrank"])
 def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
     with batching(tiny("llama-relu"), kind) as (system, driver):
-        predictor, wires, layer = driver.engine.predictor, system.exchange.wires, 1
+        predictor, buffers, layer = driver.engine.predictor, system.exchange.buffers, 1
         assert predictor is not None
         x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
-        ids, token_masks = wires.active_ids[1:], wires.active_masks[1:]
+        ids, token_masks = buffers.active_ids[1:], buffers.active_masks[1:]
 
         def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
             """The service and row of each neuron, token by token."""

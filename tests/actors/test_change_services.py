@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotcold.actors.exchange.recovery import MOST_FAILURES
+from hotcold.actors.exchange.recovery import MAX_FAILURES
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import SystemConfig
@@ -280,7 +280,7 @@ def test_a_gpu_service_that_never_comes_back_ends_the_system(
         outcome, found = scale_among_requests(system, 2)
         line = str(outcome)
         assert line.startswith("the system ended while its CPU services were changed: ")
-        assert f"{MOST_FAILURES} failures" in line and "\n" not in line
+        assert f"{MAX_FAILURES} failures" in line and "\n" not in line
         assert [str(error) for error in found] == [line] * len(SIZES)
 
 

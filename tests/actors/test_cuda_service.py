@@ -152,7 +152,7 @@ def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
 
 def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     """Ask for all neurons of layer 0."""
-    requests = engine.exchange.wires.requests
+    requests = engine.exchange.buffers.requests
     requests[:, OPERATION], requests[:, LAYER], requests[:, NUM_TOKENS] = operation, 0, num_tokens
     requests[:, NUM_IDS] = ALL_NEURONS
     thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
@@ -164,17 +164,19 @@ def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) 
     """Another mode, other tokens, or a layer asked again are computed again."""
     checkpoint = tiny("llama-relu")
     with CudaInProcess(checkpoint.path, hot=a_third) as system:
-        engine, wires = system.engine("exact"), system.exchange.wires
+        engine, buffers = system.engine("exact"), system.exchange.buffers
         engine.step(checkpoint.ids[:2].tolist(), [0, 1], [0, 0])
-        wires.ffn_input[:2] = np.random.default_rng(0).standard_normal(wires.ffn_input[:2].shape)
+        buffers.ffn_input[:2] = np.random.default_rng(0).standard_normal(
+            buffers.ffn_input[:2].shape
+        )
         ask_ffn(engine, FFN, 2)
-        expected = wires.partials[0, :2].copy()
-        assert 0 < wires.replies[0, NUM_COMPUTED] < 30
+        expected = buffers.partials[0, :2].copy()
+        assert 0 < buffers.replies[0, NUM_COMPUTED] < 30
         dense = system.engine("dense")
         for asking in (engine, engine, dense):
             ask_ffn(asking, FFN, 2)
-            np.testing.assert_array_equal(wires.partials[0, :2], expected)
-        assert wires.replies[0, NUM_COMPUTED] == 30
+            np.testing.assert_array_equal(buffers.partials[0, :2], expected)
+        assert buffers.replies[0, NUM_COMPUTED] == 30
 
 
 def test_a_step_that_is_filled_up_computes_no_more_neurons(tiny: Tiny) -> None:
@@ -221,7 +223,7 @@ def test_other_errors_end_only_their_request(tiny: Tiny) -> None:
         ids = checkpoint.ids.tolist()
         with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
             system.engine("dense").step(ids, range(40), [0] * 39 + [1])
-        system.exchange.wires.requests[0, 0] = 99
+        system.exchange.buffers.requests[0, 0] = 99
         with pytest.raises(RequestError, match="no operation 99"):
             system.exchange.ask([0])
         found = system.logits("exact", checkpoint.ids, [1])

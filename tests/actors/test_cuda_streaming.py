@@ -34,7 +34,7 @@ def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
     ask = system.exchange.ask
 
     def recorded(services: Sequence[int]) -> int:
-        asked.append(tuple(system.exchange.wires.requests[list(services), OPERATION].tolist()))
+        asked.append(tuple(system.exchange.buffers.requests[list(services), OPERATION].tolist()))
         return ask(services)
 
     system.exchange.ask = recorded  # type: ignore[method-assign]

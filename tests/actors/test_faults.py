@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from hotcold.actors.exchange.recovery import MOST_FAILURES
+from hotcold.actors.exchange.recovery import MAX_FAILURES
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError
@@ -35,7 +35,7 @@ def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> b
     """Whether process `pid` has loaded, and so was given to `function`, or is no more."""
     if os.getpid() != pid:
         return True
-    if host._service is None or not hasattr(host._service, "wires"):
+    if host._service is None or not hasattr(host._service, "buffers"):
         return False
     function(host)
     return True
@@ -206,7 +206,7 @@ def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
     before = eight.pids()
 
     def fail_often(host: Any) -> None:
-        for _ in range(MOST_FAILURES - 2):
+        for _ in range(MAX_FAILURES - 2):
             host.services.policy.count("gpu", "a test")
             host.services.policy.recovered()
 

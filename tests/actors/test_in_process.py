@@ -271,7 +271,7 @@ def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
         expected = system.logits("exact", checkpoint.ids, [1])
         old = system.services[2]
         successor = system._cpus()[1]
-        old.wires.requests[2, 0] = 0  # STOP
+        old.buffers.requests[2, 0] = 0  # STOP
         system.exchange.ask([2])
         assert old.join(60)
         successor.attach(system.layout, system.arena)
@@ -283,11 +283,11 @@ def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
 def test_an_unknown_operation_is_named_and_survived(tiny: Tiny, index: int, name: str) -> None:
     checkpoint = tiny("llama-relu")
     with InProcessSystem(checkpoint.path, 2, 2) as system:
-        wires = system.exchange.wires
-        wires.requests[index, 0] = 99
+        buffers = system.exchange.buffers
+        buffers.requests[index, 0] = 99
         with pytest.raises(RequestError, match=rf"the {name} service failed: .*no operation 99"):
             system.exchange.ask([index])
-        assert wires.replies[index, STATUS] == FAILED
+        assert buffers.replies[index, STATUS] == FAILED
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
 

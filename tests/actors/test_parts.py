@@ -13,7 +13,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.attention.attention_service import GpuService
+from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
@@ -117,32 +117,32 @@ def test_arena_parts_do_not_overlap_and_are_shared() -> None:
     layout = ArenaLayout(3, 5, 7, 11, 13, 2, 4, 6, predictor_words=9)
     arena = layout.new_arena()
     assert arena.nbytes == layout.num_bytes and not arena.any()
-    wires, others = layout.wires(arena), layout.wires(arena)
-    for number, part in enumerate(wires, start=1):
+    buffers, others = layout.buffers(arena), layout.buffers(arena)
+    for number, part in enumerate(buffers, start=1):
         assert part.ctypes.data % 64 == 0
         part[...] = number
     for number, part in enumerate(others, start=1):
         assert (part == number).all()
-    assert wires.partials.shape == (3, 5, 7) and wires.logits.shape == (2, 13)
-    assert wires.active_ids.shape == (3, 11) and wires.page_tables.shape == (4, 6)
+    assert buffers.partials.shape == (3, 5, 7) and buffers.logits.shape == (2, 13)
+    assert buffers.active_ids.shape == (3, 11) and buffers.page_tables.shape == (4, 6)
 
 
 def test_arena_keeps_its_memory_alive() -> None:
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
-    wires = layout.wires(layout.new_arena())
-    wires.hidden[:] = 5
+    buffers = layout.buffers(layout.new_arena())
+    buffers.hidden[:] = 5
     np.empty(1 << 20, np.uint8).fill(1)
-    assert (wires.hidden == 5).all()
+    assert (buffers.hidden == 5).all()
 
 
 def test_arena_too_small() -> None:
     small, large = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1), ArenaLayout(1, 1, 4, 4, 4000, 1, 1, 1)
     with pytest.raises(ValueError, match="the arena has"):
-        large.wires(small.new_arena())
+        large.buffers(small.new_arena())
 
 
 @pytest.mark.parametrize("copying", [False, True])
-@pytest.mark.parametrize("service", [GpuService, CpuService])
+@pytest.mark.parametrize("service", [AttentionService, CpuService])
 def test_a_thread_that_fails_is_named(
     tiny: Callable[..., TinyCheckpoint],
     service: type[Service],
@@ -156,13 +156,13 @@ def test_a_thread_that_fails_is_named(
 
     monkeypatch.setattr(service, "serve", fail)
     system = InProcessSystem(tiny("llama-relu").path, copying=copying)
-    name = "gpu" if service is GpuService else "cpu0"
+    name = "gpu" if service is AttentionService else "cpu0"
     with pytest.raises(ServiceError, match=rf"the {name} service failed: .*no such instruction"):
         system.logits("exact", tiny("llama-relu").ids, [1])
     assert system.watch.looks < 5
     monkeypatch.undo()
     if service is CpuService:  # the other one can still be stopped
-        system.exchange.wires.requests[0, OPERATION] = STOP
+        system.exchange.buffers.requests[0, OPERATION] = STOP
         system.exchange.ask([0])
         assert system.services[0].join(60)
 
@@ -210,19 +210,19 @@ def test_a_pulse_counts_unanswered_looks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour passes between two looks; the service answers after the third."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
-    wires = layout.wires(layout.new_arena())
+    buffers = layout.buffers(layout.new_arena())
     hours = iter(range(0, 10**6, 3600))
-    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.LOOK_NS", 100_000)
-    monkeypatch.setattr("hotcold.actors.exchange.watch._LONGEST_REQUEST_LOOKS", 500)
+    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 100_000)
+    monkeypatch.setattr("hotcold.actors.exchange.watch._LONGEST_REQUEST_POLLS", 500)
     monkeypatch.setattr(time, "monotonic_ns", lambda: next(hours) * 10**9)
     watch = ActorWatch(["gpu"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
-    exchange = ArenaExchange(wires, watch)
+    exchange = ArenaExchange(buffers, watch)
     number, looks = exchange.next_number, []
 
-    def look(self: Pulse, patience: int, **options: bool) -> int:
-        looks.append(patience)
+    def look(self: Pulse, timeout: int, **options: bool) -> int:
+        looks.append(timeout)
         if len(looks) == 3:
-            wires.cells[cell(0, DONE) * INTS_A_CELL] = number
+            buffers.cells[cell(0, DONE) * INTS_A_CELL] = number
         return 1
 
     monkeypatch.setattr(Pulse, "look", look)
@@ -237,10 +237,10 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_keeper_does_not_sleep_through_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """STOP is rung between the keeper's look at the end and its look at the bell."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
-    wires, waits = layout.wires(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
+    buffers, waits = layout.buffers(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
     keeper = SimpleNamespace(watch=lambda await_work, delays: waits.put(await_work))
     service = CpuService.__new__(CpuService)
-    service.index, service.wires = 0, wires
+    service.index, service.buffers = 0, buffers
     service._keep(keeper)  # type: ignore[arg-type]
     await_work, slept = waits.get(), []
     monkeypatch.setattr(
@@ -249,8 +249,8 @@ def test_the_keeper_does_not_sleep_through_the_end(monkeypatch: pytest.MonkeyPat
     )
     assert await_work() and slept == [0]  # nothing is asked
     bells = [cell(0, kind) * INTS_A_CELL for kind in (REQUEST, DONE)]
-    wires.cells[bells[0]] = 5  # STOP, which is not answered yet
+    buffers.cells[bells[0]] = 5  # STOP, which is not answered yet
     assert await_work() and slept == [0]
     service._ended.set()
-    wires.cells[bells[1]] = 5
+    buffers.cells[bells[1]] = 5
     assert not await_work() and slept == [0]

@@ -130,8 +130,8 @@ def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
             driver.close()
         return ids, [sum(map(len, spec.neuron_ids or [])) for spec in specs[1:]]
 
-    without, dealt = run()
-    assert len(without) == 8 and dealt[0] == dealt[1]
+    without, assigned = run()
+    assert len(without) == 8 and assigned[0] == assigned[1]
     plan = planned(model, OPTIONS)
     places = plan.neuron_device.copy()
     places[:, ::3] = 0  # two thirds of the neurons

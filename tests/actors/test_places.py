@@ -31,22 +31,22 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     PING,
     REQUEST,
-    Wires,
+    SharedBuffers,
     cell,
 )
 
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
 
 
-def new_wires() -> Wires:
-    return LAYOUT.wires(LAYOUT.new_arena())
+def new_wires() -> SharedBuffers:
+    return LAYOUT.buffers(LAYOUT.new_arena())
 
 
 class Local:
     """Stands in for the arena's exchange."""
 
     def __init__(self, failure: HotcoldError | None) -> None:
-        self.wires, self.next_number = new_wires(), 1
+        self.buffers, self.next_number = new_wires(), 1
         self.failure = failure
         self.asked: list[int] = []
 
@@ -77,7 +77,7 @@ class Far:
 
 def ask_all(local: Local, *relays: Far) -> HostsExchange:
     exchange = HostsExchange(local, relays)  # type: ignore[arg-type]
-    exchange.wires.requests[:, OPERATION] = PING
+    exchange.buffers.requests[:, OPERATION] = PING
     exchange.ask([1, 2, 3])
     return exchange
 
@@ -86,7 +86,7 @@ def test_answers_of_all_hosts_are_fetched() -> None:
     local = Local(None)
     exchange = ask_all(local, Far((2,)), Far((3,)))
     assert local.asked == [1]
-    assert exchange.wires.replies[:, 1].tolist() == [0, 0, 7, 7]
+    assert exchange.buffers.replies[:, 1].tolist() == [0, 0, 7, 7]
 
 
 LOST = ServiceLost(2, "the cpu1 service died; start again")
@@ -126,9 +126,9 @@ def test_a_lost_relay_names_no_service() -> None:
     assert not isinstance(caught.value, ServiceLost)
 
 
-def request_and_done(wires: Wires, service: int) -> list[int]:
+def request_and_done(buffers: SharedBuffers, service: int) -> list[int]:
     cells = cell(service, REQUEST), cell(service, DONE)
-    return [int(wires.cells[index * INTS_A_CELL]) for index in cells]
+    return [int(buffers.cells[index * INTS_A_CELL]) for index in cells]
 
 
 @pytest.fixture
@@ -145,26 +145,26 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_place_ends_the_old_process_and_withdraws_its_request(
     is_far: bool, stopped: subprocess.Popen[bytes]
 ) -> None:
-    wires = new_wires()
+    buffers = new_wires()
     for service in (1, 2):
-        wires.cells[cell(service, REQUEST) * INTS_A_CELL] = 5
-        wires.cells[cell(service, DONE) * INTS_A_CELL] = 4
+        buffers.cells[cell(service, REQUEST) * INTS_A_CELL] = 5
+        buffers.cells[cell(service, DONE) * INTS_A_CELL] = 4
     if is_far:
         handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: None))
         relay = RelayActor(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)
-        relay._exchange = ArenaExchange(wires, relay._watch)
+        relay._exchange = ArenaExchange(buffers, relay._watch)
         relay.expect(2, stopped.pid)
         relay.end(2)
         with pytest.raises(ServiceLost, match="the cpu1 service died") as caught:
             relay._watch.check([2], 0)
         assert caught.value.service == 2
     else:
-        place, process = OwnPlace([], wires), ServiceProcess(stopped.pid, is_local=True)
+        place, process = OwnPlace([], buffers), ServiceProcess(stopped.pid, is_local=True)
         assert place.end(2, process)
         place.expect(2, process)
     assert not psutil.pid_exists(stopped.pid)
-    assert request_and_done(wires, 2) == [0, 0]
-    assert request_and_done(wires, 1) == [5, 4]
+    assert request_and_done(buffers, 2) == [0, 0]
+    assert request_and_done(buffers, 1) == [5, 4]
 
 
 def test_a_process_of_another_host_is_not_ended_from_here(

@@ -126,7 +126,7 @@ def test_a_walk_that_chooses_by_itself_computes_the_same_bits(tiny: Tiny, num_th
         predictor = random_predictor(system, "sign")
         sizes = [1, 5, KERNEL_TOKENS]
         expected = system.logits("exact", checkpoint.ids, sizes, predictor=predictor)
-        predictor.use_threads(system.exchange.wires, 0, num_threads, KERNEL_TOKENS)
+        predictor.use_threads(system.exchange.buffers, 0, num_threads, KERNEL_TOKENS)
         engine, first = system.engine("exact", predictor), 0
         engine._choose = None  # type: ignore[assignment, method-assign]  # Python is not asked
         for count in sizes:
@@ -194,7 +194,7 @@ def test_services_for_which_nothing_is_chosen(
         for sizes in ([1], [3, 8]):
             found = system.logits("sign", checkpoint.ids, sizes, predictor=predictor)
             assert_close(found, expected)
-        counts = system.exchange.wires.requests[1:, NUM_IDS]
+        counts = system.exchange.buffers.requests[1:, NUM_IDS]
         assert counts.tolist() == [0 if s in idle else shards[s].size for s in range(3)]
 
 

@@ -206,7 +206,7 @@ def test_a_stuck_driver_is_named(
     running: System, llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And as soon as it goes on, so does the system."""
-    monkeypatch.setattr("hotcold.actors.system.DRIVER_LOOKS", 15)
+    monkeypatch.setattr("hotcold.actors.system.DRIVER_POLLS", 15)
     driver = running.call("processes")["driver"]
     long = Long(running, llama)
     os.kill(driver, signal.SIGSTOP)

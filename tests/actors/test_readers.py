@@ -14,7 +14,7 @@ from hotcold.actors import system as system_file
 from hotcold.actors.client import AsyncClient
 from hotcold.actors.driver.active_request import Stream
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.readers import PATIENCE_LOOKS, Reader, Readers
+from hotcold.actors.driver.readers import TIMEOUT_POLLS, Reader, Readers
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System
@@ -113,7 +113,7 @@ def test_who_is_silent_is_gone_and_who_wants_nothing_forgotten() -> None:
         reader.events.stream(name, lambda stream: None)
         reader.add(stream)
     idle = readers.hear(ReaderEpoch("idle"))
-    for _ in range(PATIENCE_LOOKS):
+    for _ in range(TIMEOUT_POLLS):
         assert not streams[0].cancelled.is_set()
         readers.hear(ReaderEpoch("heard"))
         readers.look()
@@ -138,7 +138,7 @@ def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool)
     else:
         driver.submit(ReaderEpoch(name), request)
     await_running(driver)
-    for _ in range(PATIENCE_LOOKS):
+    for _ in range(TIMEOUT_POLLS):
         driver.readers.look()
     await_idle(driver)
     if is_stream:  # what ran for it ends too
@@ -172,8 +172,8 @@ class Stallable:
 def test_a_driver_that_stalls_and_recovers_runs_nothing_that_nobody_reads(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotcold.actors.client._PATIENCE_LOOKS", 5)
-    monkeypatch.setattr("hotcold.actors.client.LOOK_S", 0.2)
+    monkeypatch.setattr("hotcold.actors.client._TIMEOUT_POLLS", 5)
+    monkeypatch.setattr("hotcold.actors.client.POLL_S", 0.2)
     monkeypatch.setattr("hotcold.actors.client._WAIT_S", 0.1)
     stallable = Stallable(driver)
 

@@ -13,7 +13,7 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.places import withdraw_request
 from hotcold.actors.exchange.recovering_exchange import RecoveringExchange
-from hotcold.actors.exchange.recovery import MOST_FAILURES, WINDOW_S, RecoveryPolicy
+from hotcold.actors.exchange.recovery import MAX_FAILURES, WINDOW_S, RecoveryPolicy
 from hotcold.actors.exchange.replacement import ServiceReplacer
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.protocol.arena import ArenaLayout
@@ -33,12 +33,12 @@ from hotcold.numba_kernels.serve.mailbox import (
     NO_DOORBELLS,
     OPERATION,
     OWN_NUMBER,
-    PATIENCE_NS,
     PING,
     REQUEST,
     STOP,
+    TIMEOUT_NS,
     WATCHED,
-    Wires,
+    SharedBuffers,
     cell,
 )
 from tests.actors.batching import (
@@ -67,8 +67,8 @@ class Faulty:
         self.num_asks = self.num_faults = 0
 
     @property
-    def wires(self) -> Wires:
-        return self.inner.wires
+    def buffers(self) -> SharedBuffers:
+        return self.inner.buffers
 
     @property
     def next_number(self) -> int:
@@ -93,10 +93,10 @@ class Faulty:
     def _spoil(self, service: int) -> None:
         """What a service that dies leaves half written, or one that is broken writes."""
         if service:
-            self.wires.partials[service] = np.nan
+            self.buffers.partials[service] = np.nan
         else:
-            self.wires.mixed[:], self.wires.ffn_input[:] = np.nan, np.inf
-            self.wires.logits[:] = np.nan
+            self.buffers.mixed[:], self.buffers.ffn_input[:] = np.nan, np.inf
+            self.buffers.logits[:] = np.nan
 
     def try_replace(self, service: int, cause: str) -> bool:
         return False
@@ -132,8 +132,8 @@ def recovering(
         checkpoint.path, 2, 2, num_positions=CONTEXT, num_slots=8, kv_positions=8 * CONTEXT,
         has_down_norms=mode == THRESHOLD,
     ) as system:  # fmt: skip
-        system.exchange.asking[PATIENCE_NS] = 0
-        system.watch.most_looks = 10**9
+        system.exchange.asking[TIMEOUT_NS] = 0
+        system.watch.max_polls = 10**9
         faulty, emptying = Faulty(system.exchange, rings), Emptying(system)
         exchange = RecoveringExchange(faulty, emptying, policy)
         plain = {"sign": "exact", THRESHOLD: "dense"}.get(mode, mode)
@@ -143,7 +143,7 @@ def recovering(
         driver = Driver(config, exchange)
         if mode == "sign":
             driver.engine.predictor = random_predictor(system, mode)
-            driver.engine.predictor.use_threads(system.exchange.wires, 0, 2, 32)
+            driver.engine.predictor.use_threads(system.exchange.buffers, 0, 2, 32)
         if mode == THRESHOLD:
             driver.engine.thresholds = some_thresholds(system)
         exchange.start()
@@ -206,7 +206,7 @@ class Fails:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.wires: Any = type("Wires", (), {"requests": np.zeros((3, 8), np.int64)})()
+        self.buffers: Any = type("SharedBuffers", (), {"requests": np.zeros((3, 8), np.int64)})()
         self.asking, self.next_number = NO_DOORBELLS, 0
 
     def ask(self, services: Sequence[int]) -> int:
@@ -234,7 +234,7 @@ class Counting:
 def test_who_watches_meanwhile_is_not_forgotten() -> None:
     """Asked to count, or not to, while a service is replaced, the services keep to that."""
     exchange = Fails(ServiceLost(2, "died"))
-    requests = exchange.wires.requests
+    requests = exchange.buffers.requests
     requests[:, OPERATION], requests[1, WATCHED] = FFN, 1
     expected = requests.copy()
 
@@ -251,8 +251,8 @@ def test_who_watches_meanwhile_is_not_forgotten() -> None:
 
 def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
-        withdraw_request(system.exchange.wires, 1)
-    row = system.exchange.wires.requests[1]
+        withdraw_request(system.exchange.buffers, 1)
+    row = system.exchange.buffers.requests[1]
     row[:] = range(10, 10 + row.size)
     service = system._cpus()[0]
     service.attach(system.layout, system.arena)
@@ -265,24 +265,24 @@ def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
 
 def test_no_answer_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was tried out and then lost, before anything was asked of it."""
-    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.LOOK_NS", 1_000_000)
+    monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 1_000_000)
     layout = ArenaLayout(2, 1, 4, 4, 4, 1, 1, 1)
-    wires = layout.wires(layout.new_arena())
+    buffers = layout.buffers(layout.new_arena())
     for kind in (REQUEST, DONE):
-        wires.cells[cell(1, kind) * INTS_A_CELL] = OWN_NUMBER
+        buffers.cells[cell(1, kind) * INTS_A_CELL] = OWN_NUMBER
 
     class Dead:
         """A service whose threads never serve."""
 
-        def check(self, services: Sequence[int], num_looks: int) -> None:
+        def check(self, services: Sequence[int], num_polls: int) -> None:
             raise ServiceLost(1, "nobody serves")
 
         def explain(self, service: int) -> str:
             raise NotImplementedError
 
-    withdraw_request(wires, 1)
+    withdraw_request(buffers, 1)
     with pytest.raises(ServiceLost, match="nobody serves"):
-        ArenaExchange(wires, Dead(), OWN_NUMBER).ask([1])
+        ArenaExchange(buffers, Dead(), OWN_NUMBER).ask([1])
 
 
 def test_what_is_replaced_and_what_is_told() -> None:
@@ -310,12 +310,12 @@ def test_what_is_replaced_and_what_is_told() -> None:
 def test_ten_failures_in_a_minute_are_enough() -> None:
     now = [0.0]
     policy = RecoveryPolicy(lambda: now[0])
-    for _ in range(3 * MOST_FAILURES):  # slowly: without end
-        now[0] += WINDOW_S / (MOST_FAILURES - 2)
+    for _ in range(3 * MAX_FAILURES):  # slowly: without end
+        now[0] += WINDOW_S / (MAX_FAILURES - 2)
         policy.count("gpu", "it died")
         policy.recovered()
     now[0] += 2 * WINDOW_S
-    for _ in range(MOST_FAILURES - 1):
+    for _ in range(MAX_FAILURES - 1):
         policy.count("cpu0", "it died")
         policy.recovered()
     with pytest.raises(ServiceError, match=r"10 failures in a minute.* cpu1 service: it hangs"):
@@ -326,7 +326,7 @@ def test_ten_failed_replacements_are_enough_however_slow() -> None:
     now = [0.0]
     policy = RecoveryPolicy(lambda: now[0])
     with pytest.raises(ServiceError, match="in a row, the last one of the gpu service: no file"):
-        for _ in range(MOST_FAILURES):
+        for _ in range(MAX_FAILURES):
             now[0] += 100
             policy.count("gpu", "no file")
 
@@ -380,7 +380,7 @@ def test_replacing_takes_no_time_of_the_policys() -> None:
     now[0] += WINDOW_S
     assert policy.doubts(0)
     with pytest.raises(ServiceError, match="10 failures in a minute"):
-        for _ in range(MOST_FAILURES + 1):
+        for _ in range(MAX_FAILURES + 1):
             replace()
             now[0] += 1
 

@@ -27,7 +27,7 @@ from tests.conftest import TinyCheckpoint
 
 ROOT = Path(__file__).parents[2]
 _NUM_RESTS = 100  # fewer neurons than the model has
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _KEPT = 1.03  # of what was promised
 
 
@@ -43,7 +43,7 @@ def test_a_start_that_compiles_keeps_the_promise(
         most = 0
         while running.poll() is None:
             most = max(most, memory_of(running.pid))
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         assert running.stdout is not None
         told = json.load(running.stdout)
     (note,) = tmp_path.glob("hotcold/numba/*/rehearsed-*")

@@ -299,12 +299,12 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
         driver.score_window([1] * (SIZE + 1), FIRST, True)
     with pytest.raises(RequestError, match="none to score"):
         driver.score_window(WINDOWS[0], SIZE - 1, True)
-    ask, wires = llama.exchange.ask, llama.exchange.wires
+    ask, buffers = llama.exchange.ask, llama.exchange.buffers
 
     def spoil(services: Sequence[int]) -> int:
         waited = ask(services)
-        if list(services) == [0] and wires.requests[0, OPERATION] == HEAD:
-            wires.logits[0, 3] = np.nan
+        if list(services) == [0] and buffers.requests[0, OPERATION] == HEAD:
+            buffers.logits[0, 3] = np.nan
         return waited
 
     llama.exchange.ask = spoil  # type: ignore[method-assign]

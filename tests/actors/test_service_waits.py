@@ -49,9 +49,9 @@ def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.Monk
     monkeypatch.setattr(service, "release", release)
     monkeypatch.setattr(service, "join", let_it_end)
     monkeypatch.setattr("tests.actors.stand_in_ray._END_NS", 10**9)
-    service.wires.requests[service.index, OPERATION] = STOP
+    service.buffers.requests[service.index, OPERATION] = STOP
     asked = np.array([service.index], np.int64)
-    assert ask_all(service.wires.cells, asked, 1, 0) == 0  # rung, and not answered yet
+    assert ask_all(service.buffers.cells, asked, 1, 0) == 0  # rung, and not answered yet
     assert heard.wait(60)
     for each in (service, other):
         end_threads(each)

@@ -110,7 +110,7 @@ def signed(system: CudaInProcess, file: Path) -> np.ndarray:
         ways = ([1], [2, 7, 4], [35, 1, 1])
         found = [system.logits("sign", IDS, way, predictor=predictor) for way in ways]
         is_stored = isinstance(system, StoredSystem)
-        assert (system.exchange.wires.replies[:, BYTES_READ].sum() > 0) == is_stored
+        assert (system.exchange.buffers.replies[:, BYTES_READ].sum() > 0) == is_stored
     return np.concatenate(found)
 
 

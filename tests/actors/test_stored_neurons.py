@@ -17,11 +17,11 @@ import pytest
 
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.cpu.offloaded_service import StoredCpuService, load_stored_service
+from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_stored_service
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
-from hotcold.actors.protocol.offloaded_neurons import ALONE, StoredShare
+from hotcold.actors.protocol.offloaded_neurons import ALONE, OffloadedShare
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, ProductChoice
 from hotcold.model.bundles import direct
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -92,7 +92,7 @@ class StoredSystem(InProcessSystem):
     has_rates: bool = False
     predictors: Path | None = None
     shares_bits: bool = False  # of predictors, which `sign_predictor` lays into the arena
-    left_out: dict[str, Any] = field(default_factory=dict)  # of StoredShare
+    left_out: dict[str, Any] = field(default_factory=dict)  # of OffloadedShare
 
     def _cpus(self) -> list[Service]:
         checkpoint = Checkpoint(self.path)
@@ -122,12 +122,12 @@ class StoredSystem(InProcessSystem):
             for index, shard in enumerate(self.layer_shards(), start=1)
         ]
 
-    def _share(self, index: int, shard: Sequence[np.ndarray]) -> StoredShare:
+    def _share(self, index: int, shard: Sequence[np.ndarray]) -> OffloadedShare:
         most, total = max(ids.size for ids in shard), sum(ids.size for ids in shard)
         draw = np.random.default_rng(index)
         rates = draw.random(total if self.has_rates else 0).astype(np.float32)
         num_rests = most + self.more_slots
-        share = StoredShare(num_rests + self.more_gates, num_rests, rates, self.reads_whole)
+        share = OffloadedShare(num_rests + self.more_gates, num_rests, rates, self.reads_whole)
         return replace(share, **self.left_out)
 
     def _predictors(self) -> Predictors:
@@ -138,17 +138,17 @@ class StoredSystem(InProcessSystem):
     def sign_predictor(self) -> Iterator[NeuronPredictor]:
         """As a driver has it, with threads that score."""
         predictor = self._predictors().arranged(self.layer_shards())
-        predictor.use_threads(self.exchange.wires, 0, self.num_threads, KERNEL_TOKENS)
+        predictor.use_threads(self.exchange.buffers, 0, self.num_threads, KERNEL_TOKENS)
         yield predictor
         predictor.close()
 
     def ahead(self) -> list[ReadAhead]:
         """What each CPU service reads ahead by."""
-        return [s.store.stored.ahead for s in self.services if isinstance(s, StoredCpuService)]
+        return [s.store.stored.ahead for s in self.services if isinstance(s, OffloadedCpuService)]
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
-        return int(self.exchange.wires.replies[1:, word].sum())
+        return int(self.exchange.buffers.replies[1:, word].sum())
 
 
 def answers(system: InProcessSystem, modes: Sequence[str]) -> Iterator[np.ndarray]:
@@ -286,7 +286,7 @@ def test_services_read_ahead_by_the_bits_that_the_driver_laid(
             found.append(stored.logits("sign", IDS, [1], predictor=predictor))
             assert all(ahead.counts[NUM_OF_USE] for ahead in stored.ahead())
     np.testing.assert_array_equal(found[0], found[1])
-    bits = shared.exchange.wires.predictor_bits
+    bits = shared.exchange.buffers.predictor_bits
     for one, other in zip(own.ahead(), shared.ahead(), strict=True):
         assert np.shares_memory(other.predictors.bits, bits)
         for layer in range(own.config.num_layers):
@@ -311,7 +311,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
     with stored, ThreadPoolExecutor(1) as pool:
         found = pool.submit(stored.logits, "exact", IDS[:2], [1])
         service = stored.services[1]
-        assert isinstance(service, StoredCpuService)
+        assert isinstance(service, OffloadedCpuService)
         while not num_left(service.store.stored.queue, NOW):
             time.sleep(0.001)
         assert not found.done()
@@ -358,15 +358,15 @@ def test_a_step_between_the_layers_of_a_prompt(tiny: Tiny, store: dict[str, Any]
 
 def ffn_of(system: InProcessSystem, layer: int, x: np.ndarray) -> np.ndarray:
     """What the CPU service answers for a layer."""
-    wires = system.exchange.wires
+    buffers = system.exchange.buffers
     assert x.shape[1] == system.config.hidden_size
-    wires.ffn_input[: len(x)] = x
+    buffers.ffn_input[: len(x)] = x
     fires = threshold_words([not_zero(system.config.activation_fn)])[0]
-    wires.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
-    wires.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
-    wires.requests[1, NEXT_LAYER] = layer + 2 if layer < 2 else 0  # of a prompt
+    buffers.requests[1, [OPERATION, LAYER, NUM_TOKENS, NUM_IDS]] = FFN, layer, len(x), -1
+    buffers.requests[1, [GATE_THRESHOLD, PRODUCT_THRESHOLD]] = fires
+    buffers.requests[1, NEXT_LAYER] = layer + 2 if layer < 2 else 0  # of a prompt
     system.exchange.ask([1])
-    return wires.partials[1, : len(x)].copy()
+    return buffers.partials[1, : len(x)].copy()
 
 
 def test_a_larger_cache_reads_less(tiny: Tiny) -> None:

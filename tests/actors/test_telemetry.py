@@ -46,7 +46,7 @@ def buckets_of(ids: np.ndarray, ffn_size: int) -> np.ndarray:
 
 def watch_of(system: InProcessSystem) -> NeuronWatch:
     shards = [[ids] * system.config.num_layers for ids in system.shards()]
-    return NeuronWatch(system.config, system.exchange.wires, shards)
+    return NeuronWatch(system.config, system.exchange.buffers, shards)
 
 
 def until_unwatched(watch: NeuronWatch) -> None:
@@ -107,13 +107,13 @@ def test_dense_computes_all(tiny: Tiny) -> None:
 
 def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
-        watch, wires, size = watch_of(system), system.exchange.wires, system.config.ffn_size
+        watch, buffers, size = watch_of(system), system.exchange.buffers, system.config.ffn_size
         watch.watch(60)
         order = system.shards()[0]
         rows = np.array([0, 5, 6, 40, size - 1], np.int32)
-        wires.ffn_input[0] = np.random.default_rng(0).normal(size=wires.ffn_input.shape[1])
-        wires.active_ids[1, : rows.size] = rows
-        request = wires.requests[1]
+        buffers.ffn_input[0] = np.random.default_rng(0).normal(size=buffers.ffn_input.shape[1])
+        buffers.active_ids[1, : rows.size] = rows
+        request = buffers.requests[1]
         request[OPERATION], request[LAYER], request[NUM_TOKENS] = FFN, 1, 1
         request[NUM_IDS] = rows.size
         system.exchange.ask([1])
@@ -129,14 +129,14 @@ def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
 
 def test_counting_ends_when_nobody_asks(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
-        watch, engine, wires = watch_of(system), system.engine("exact"), system.exchange.wires
+        watch, engine, buffers = watch_of(system), system.engine("exact"), system.exchange.buffers
         engine.step([3], [0], [0])
-        assert not wires.counted_steps.any()
+        assert not buffers.counted_steps.any()
         watch.watch(0.01)
         until_unwatched(watch)
-        assert not wires.requests[:, WATCHED].any()
+        assert not buffers.requests[:, WATCHED].any()
         engine.step([3], [1], [0])
-        assert not wires.counted_steps.any()
+        assert not buffers.counted_steps.any()
         watch.watch(60)  # a second watch begins with nothing
         assert watch.read().num_steps == 0
         engine.step([3], [2], [0])
@@ -147,8 +147,8 @@ def test_counting_ends_when_nobody_asks(tiny: Tiny) -> None:
 
 def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
-        system.exchange.wires.neuron_counts[:] = 2**32 - 3
-        system.exchange.wires.counted_steps[:] = 2**32 - 1
+        system.exchange.buffers.neuron_counts[:] = 2**32 - 3
+        system.exchange.buffers.counted_steps[:] = 2**32 - 1
         watch = watch_of(system)
         watch.watch(60)
         system.engine("exact").step([3], [0], [0])
@@ -159,11 +159,11 @@ def test_counts_wrap_around_without_a_jump(tiny: Tiny) -> None:
 
 def test_a_fresh_process_that_shares_no_memory_begins_anew(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
-        watch, wires = watch_of(system), system.exchange.wires
+        watch, buffers = watch_of(system), system.exchange.buffers
         layers, size = system.config.num_layers, system.config.ffn_size
 
         def told(steps: int, a_step: int) -> tuple[np.ndarray, np.ndarray]:
-            counts = np.full_like(wires.neuron_counts[1], steps * a_step)
+            counts = np.full_like(buffers.neuron_counts[1], steps * a_step)
             return counts, np.full(layers, steps, np.uint32)
 
         watch.write(1, *told(900, 2))
@@ -188,7 +188,7 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
         actors = [ServiceActor(spec) for spec in specs]
         for actor, service in zip(actors, system.services, strict=True):
             actor._service = SimpleNamespace(  # type: ignore[assignment]
-                attach=lambda *arena: None, wires=service.wires, device_name="cpu"
+                attach=lambda *arena: None, buffers=service.buffers, device_name="cpu"
             )
         handles = [
             SimpleNamespace(
@@ -199,14 +199,14 @@ def test_services_that_the_driver_does_not_see_tell_what_they_counted(
         connection = Connection(config, specs, handles, RecoveryPolicy())
         relay = Relay("b", handles[2], [2])
         relay.arena_refs = ["the relay's"]
-        own = OwnPlace(["the driver's"], system.exchange.wires)
+        own = OwnPlace(["the driver's"], system.exchange.buffers)
         connection._places, connection._layout = [own, own, relay], system.layout
         connection.exchange = system.exchange
         monkeypatch.setattr(
             "hotcold.actors.setup.connection.await_each", lambda calls, watch: calls
         )
         connection.attach(connection.services)
-        system.exchange.wires.counted_steps[:] = 7
+        system.exchange.buffers.counted_steps[:] = 7
         told = [actor.vitals() for actor in actors]
     assert [vitals.steps is not None for vitals in told] == [False, False, True]
     assert np.all(told[2].steps == 7)
@@ -246,7 +246,7 @@ def test_neurons_that_no_cpu_service_holds_are_hot(tiny: Tiny) -> None:
     with InProcessSystem(tiny("llama-relu").path) as system:
         size, layers = system.config.ffn_size, system.config.num_layers
         cold = [np.arange(30, size, dtype=np.int32)] * layers
-        found = NeuronWatch(system.config, system.exchange.wires, [cold]).read()
+        found = NeuronWatch(system.config, system.exchange.buffers, [cold]).read()
     np.testing.assert_array_equal(found.num_hot[0], buckets_of(np.arange(30), size))
 
 

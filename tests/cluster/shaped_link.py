@@ -141,4 +141,4 @@ def _write(file: int, packet: bytes) -> None:
     try:
         os.write(file, packet)
     except OSError:
-        return  # a full or closed device loses packets, as wires do
+        return  # a full or closed device loses packets, as buffers do

@@ -113,9 +113,9 @@ def run_here(
     return Outcome(status, out.getvalue(), err.getvalue(), started_ray=False, left=[])
 
 
-def processes_left(folder: Path, patience_s: float = _NO_PROCESS_LEFT_S) -> list[str]:
+def processes_left(folder: Path, timeout_s: float = _NO_PROCESS_LEFT_S) -> list[str]:
     """Names of the processes that still have `folder` as their Ray folder."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + timeout_s
     while (names := _names(folder)) and time.monotonic() < end:
         time.sleep(0.1)
     return names

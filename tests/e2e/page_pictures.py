@@ -36,7 +36,7 @@ from tests.placement_cases import make_machine
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 _QUESTIONS = ("What does textwrap.dedent do?", "What does os.path.join do?")
-_LOOKS: dict[str, dict[str, Any]] = {
+_POLLS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1280, "height": 760}},
     "dark": {"viewport": {"width": 1280, "height": 760}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 760}, "has_touch": True, "is_mobile": True},
@@ -127,7 +127,7 @@ def take_states(folder: Path) -> None:
         served_page(stand_in, "demo", client=stand_in) as address,
         chromium() as browser,
     ):
-        for name, options in _LOOKS.items():
+        for name, options in _POLLS.items():
             stand_in.reset()
             stand_in.tokens_per_s = 30.0
             page = browser.new_context(**options).new_page()

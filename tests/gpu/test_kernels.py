@@ -82,7 +82,7 @@ def test_a_matrix_of_more_than_2_to_31_numbers(device: DeviceCalls) -> None:
     data = cupy.zeros((height, width), np.uint16)
     data[-16:] = cupy.asarray(rows)
     matrix, out = DeviceMatrix(data, "f16", width), cupy.empty((2, height), np.float32)
-    device.kernels.rows_times_vectors(matrix, None, cupy.asarray(x), out)
+    device.kernels.gemv(matrix, None, cupy.asarray(x), out)
     assert not out[:, :-16].any()
     np.testing.assert_allclose(out[:, -16:].get(), x @ widened(rows).T, atol=2e-3)
     halves = cupy.empty((16, width), np.uint16)

@@ -16,7 +16,7 @@ from hotcold.cuda_kernels.kernels import CudaKernels, DeviceKernels
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.numba_kernels.decode.attention import decode_attention, rope, rope_table
 from hotcold.numba_kernels.decode.norm import layer_norm, rms_norm
-from hotcold.numba_kernels.decode.rows import rows_times_vectors
+from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.decode.sampling import sample
 from hotcold.numba_kernels.load.convert import to_bfloat16
 from hotcold.numba_kernels.serve.layer_ffn import sparse_ffn
@@ -24,7 +24,7 @@ from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
 
-_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "rows_times_vectors", "sparse_ffn")
+_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "gemv", "sparse_ffn")
 
 
 def numba_backend() -> SimpleNamespace:
@@ -35,7 +35,7 @@ def numba_backend() -> SimpleNamespace:
         rms_norm=rms_norm,
         rope=rope,
         rope_table=rope_table,
-        rows_times_vectors=rows_times_vectors,
+        gemv=gemv,
         sample=sample,
         sparse_ffn=sparse_ffn,
         to_bfloat16=to_bfloat16,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.cuda_kernels.kernels import LAYER_NORM, MOST_TOKENS, RMS_NORM
+from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, row_ids, weight_rows
@@ -71,7 +71,7 @@ class DeviceCalls:
         )
         return self.to_host(qkv).reshape(-1, heads.shape[1])[: len(heads)]
 
-    def rows_times_vectors(
+    def gemv(
         self, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
     ) -> np.ndarray:
         weights = weight_rows("weights", weights)
@@ -80,12 +80,10 @@ class DeviceCalls:
         shift = self.to_device(optional_floats("bias", bias, weights.shape[0]))
         out = np.empty((x.shape[0], weights.shape[0]), np.float32)
         matrix = self._matrix(weights)
-        for t in range(0, len(x), MOST_TOKENS):
-            part = self.to_device(out[t : t + MOST_TOKENS])
-            self.kernels.rows_times_vectors(
-                matrix, shift, self.to_device(x[t : t + MOST_TOKENS]), part
-            )
-            out[t : t + MOST_TOKENS] = self.to_host(part)
+        for t in range(0, len(x), MAX_TOKENS):
+            part = self.to_device(out[t : t + MAX_TOKENS])
+            self.kernels.gemv(matrix, shift, self.to_device(x[t : t + MAX_TOKENS]), part)
+            out[t : t + MAX_TOKENS] = self.to_host(part)
         return out
 
     def sparse_ffn(
@@ -115,7 +113,7 @@ class DeviceCalls:
         require(len(down) == num_neurons, f"down must have {num_neurons} rows")
         require(up is None or gate.dtype == up.dtype, "gate and up must have one dtype")
         x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-        require(len(x) <= MOST_TOKENS, f"x has {len(x)} rows, more tokens than {MOST_TOKENS}")
+        require(len(x) <= MAX_TOKENS, f"x has {len(x)} rows, more tokens than {MAX_TOKENS}")
         biases = [
             optional_floats("gate_bias", gate_bias, num_neurons),
             optional_floats("up_bias", up_bias, 0 if up is None else num_neurons),

@@ -21,7 +21,7 @@ from numba.core import caching, codegen
 from safetensors.numpy import save_file
 
 from hotcold.numba_kernels.decode.ffn import _add_one
-from hotcold.numba_kernels.decode.rows import add_in_order, rows_kernel, rows_times_vectors
+from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors, prepared
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, whole_chunks
 from hotcold.numba_kernels.ir.target import has_feature
@@ -85,7 +85,7 @@ def _listed_sums(gate, down, ids, x, room, h, sums, out):
 def results(kind: str) -> dict[str, np.ndarray]:
     """The kernels' products for all TOKENS, and sums of the rows in LISTED for one token."""
     gate, down = matrix(kind, 1)[0], matrix(kind, 2)[0]
-    found = {f"rows{n}": rows_times_vectors(gate, inputs(kind, n)[0]) for n in TOKENS}
+    found = {f"rows{n}": gemv(gate, inputs(kind, n)[0]) for n in TOKENS}
     if kind != "f16":
         found |= _last_chunks(kind)
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
@@ -105,7 +105,7 @@ def _last_chunks(kind: str) -> dict[str, np.ndarray]:
         rows = at_page_end(with_last_chunk(kind, groups).rows)
         for n in LAST_TOKENS:
             x = random_floats(n, n, CHUNK + QUANT_GROUP * groups)
-            found[f"last{groups}x{n}"] = rows_times_vectors(rows, x)
+            found[f"last{groups}x{n}"] = gemv(rows, x)
     return found
 
 

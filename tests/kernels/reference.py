@@ -30,9 +30,7 @@ def narrowed(values: np.ndarray, dtype: type) -> np.ndarray:
     return tensor.numpy().copy()
 
 
-def rows_times_vectors(
-    weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
-) -> np.ndarray:
+def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """out[t, n] = weights[n] . x[t] + bias[n]."""
     out = x.astype(np.float64) @ widened(weights).T
     return out if bias is None else out + bias
@@ -72,11 +70,11 @@ def sparse_ffn(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output over `ids`, and those of them that fire for some token."""
     ids = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
-    h = rows_times_vectors(gate, x, gate_bias)[:, ids]
+    h = gemv(gate, x, gate_bias)[:, ids]
     h = activate(h, activation_fn, threshold)
     fires = h != 0 if thresholds is None else np.abs(h) > thresholds[0]
     if up is not None:
-        factors = rows_times_vectors(up, x, up_bias)[:, ids]
+        factors = gemv(up, x, up_bias)[:, ids]
         if activation_fn == "drelu":
             factors = np.maximum(factors, 0)
             fires &= factors != 0

@@ -50,9 +50,9 @@ def test_rows(
     if kind in IN_BLOCKS:
         width = -(-width // 256) * 256  # whole blocks
     weights, x = random_weights(1, kind, height, width), random_floats(2, 32, width)
-    alone = np.concatenate([backend.rows_times_vectors(weights, x[t : t + 1]) for t in range(32)])
+    alone = np.concatenate([backend.gemv(weights, x[t : t + 1]) for t in range(32)])
     for num_tokens in SOME if is_emulated and numbers is EVERY else numbers:
-        assert (backend.rows_times_vectors(weights, x[:num_tokens]) == alone[:num_tokens]).all()
+        assert (backend.gemv(weights, x[:num_tokens]) == alone[:num_tokens]).all()
 
 
 @pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])

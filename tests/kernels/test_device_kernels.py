@@ -159,7 +159,7 @@ def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> N
     out = device.to_device(residual)
     matrix = device_matrix(rows, device.to_device)
     put = device.to_device
-    device.kernels.rows_times_vectors(matrix, put(bias), put(x), out, out)
+    device.kernels.gemv(matrix, put(bias), put(x), out, out)
     np.testing.assert_allclose(device.to_host(out), x @ weights.T + bias + residual, atol=1e-4)
 
 
@@ -178,7 +178,7 @@ def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kin
     for matrix in (aligned, moved):
         assert matrix.row_bytes == row_bytes(matrix.format, width) == rows.strides[0]
         out = device.to_device(np.empty((5, 21), np.float32))
-        device.kernels.rows_times_vectors(matrix, None, device.to_device(x), out)
+        device.kernels.gemv(matrix, None, device.to_device(x), out)
         found.append(device.to_host(out))
     assert (found[0] == found[1]).all()
 
@@ -273,7 +273,7 @@ def test_too_many_tokens_and_too_wide_heads_are_refused(device: DeviceCalls) -> 
     put = device.to_device
     matrix = device_matrix(np.ones((3, 8), np.float32), put)
     with pytest.raises(ValueError, match="33 tokens"):
-        device.kernels.rows_times_vectors(
+        device.kernels.gemv(
             matrix, None, put(np.ones((33, 8), np.float32)), put(np.ones((33, 3), np.float32))
         )
     with pytest.raises(ValueError, match="heads of 264 numbers"):

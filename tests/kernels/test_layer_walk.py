@@ -14,7 +14,12 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve import layer_loop
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.layer_loop import LayerFacts, begin_walk, new_walk, walk_layers
+from hotcold.numba_kernels.serve.layer_loop import (
+    LayerFacts,
+    begin_layers,
+    new_layer_state,
+    run_layers,
+)
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     ATTENTION,
@@ -34,15 +39,15 @@ from hotcold.numba_kernels.serve.mailbox import (
     OPERATION,
     STATUS,
     STOP,
-    Wires,
+    SharedBuffers,
     ask_services,
     await_all,
     cell,
+    decode_thresholds,
     finish_request,
     new_asking,
     next_request,
     threshold_words,
-    told_thresholds,
 )
 from hotcold.numba_kernels.serve.predict_team import NO_TEAM, PredictTeam
 
@@ -52,9 +57,9 @@ NUM_HOT = np.array([0, 4, 0])  # the GPU service holds neurons of layer 1
 THRESHOLDS = [Thresholds(np.float32(0.1 * layer), np.float32(-1)) for layer in range(LAYERS)]
 
 
-def new_wires() -> Wires:
+def new_wires() -> SharedBuffers:
     layout = ArenaLayout(SERVICES, TOKENS, WIDTH, 30, 4, 1, 1, 1)
-    return layout.wires(layout.new_arena())
+    return layout.buffers(layout.new_arena())
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Model:
     """Services that scale: layer l's attention by attention[l], service s's FFN by ffn[s, l]."""
 
     norm: bool = False
-    wires: Wires = field(default_factory=new_wires)
+    buffers: SharedBuffers = field(default_factory=new_wires)
     asked: list[tuple[int, int, int]] = field(default_factory=list)  # service, operation, layer
 
     def __post_init__(self) -> None:
@@ -72,43 +77,43 @@ class Model:
         shape = (LAYERS, WIDTH if self.norm else 0)
         self.norm_weight = random.standard_normal(shape).astype(np.float32)
         self.first = random.standard_normal((TOKENS, WIDTH)).astype(np.float32)
-        self.walk = new_walk()
+        self.layer_state = new_layer_state()
         self.facts = LayerFacts(
             threshold_words(THRESHOLDS), NUM_HOT, 30, self.norm_weight, 0, np.float32(1e-5),
             np.float32(0.5 if self.norm else 1), np.arange(SERVICES),
         )  # fmt: skip
 
     def begin(self, predicts: int = layer_loop.NOBODY, own_ffn: bool = False) -> None:
-        self.wires.hidden[:] = self.first
-        begin_walk(self.walk, range(LAYERS), TOKENS, predicts, own_ffn)
+        self.buffers.hidden[:] = self.first
+        begin_layers(self.layer_state, range(LAYERS), TOKENS, predicts, own_ffn)
 
     def go_on(self, asking: np.ndarray, team: PredictTeam = NO_TEAM) -> int:
-        return int(walk_layers(self.walk, asking, self.wires, self.facts, team))
+        return int(run_layers(self.layer_state, asking, self.buffers, self.facts, team))
 
     def answer(self, service: int) -> None:
         """What a service does, by its request words."""
-        wires, request, reply = (
-            self.wires,
-            self.wires.requests[service],
-            self.wires.replies[service],
+        buffers, request, reply = (
+            self.buffers,
+            self.buffers.requests[service],
+            self.buffers.replies[service],
         )
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         self.asked.append((service, operation, layer))
         assert request[NUM_TOKENS] == TOKENS
-        assert told_thresholds(request) == THRESHOLDS[layer]
+        assert decode_thresholds(request) == THRESHOLDS[layer]
         if operation == ATTENTION:
-            wires.mixed[:] = wires.hidden * self.attention[layer]
-            wires.ffn_input[:] = wires.mixed + 1
+            buffers.mixed[:] = buffers.hidden * self.attention[layer]
+            buffers.ffn_input[:] = buffers.mixed + 1
         else:
-            wires.partials[service] = wires.ffn_input * self.ffn[service, layer]
+            buffers.partials[service] = buffers.ffn_input * self.ffn[service, layer]
             reply[NUM_COMPUTED], reply[NUM_UP] = 10 + service, 20 + service
         reply[BUSY_NS] = (1000, 3000, 2000)[service]
 
     def answer_asked(self) -> None:
-        services = range(self.walk[layer_loop.FIRST], self.walk[layer_loop.END])
+        services = range(self.layer_state[layer_loop.FIRST], self.layer_state[layer_loop.END])
         for service in services:
             self.answer(service)
-        self.walk[layer_loop.ASK_WAITED_NS] += 5000
+        self.layer_state[layer_loop.ASK_WAITED_NS] += 5000
 
     def expected(self) -> np.ndarray:
         """The hidden states after all layers, in plain NumPy."""
@@ -131,16 +136,16 @@ class Model:
 @contextmanager
 def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
     """Threads that answer questions that come by doorbells."""
-    wires = model.wires
+    buffers = model.buffers
 
     def serve(service: int) -> None:
         seen = np.int32(0)
         while True:
-            seen = np.int32(next_request(wires.cells, service, seen))
-            is_last = wires.requests[service, OPERATION] == STOP
+            seen = np.int32(next_request(buffers.cells, service, seen))
+            is_last = buffers.requests[service, OPERATION] == STOP
             if not is_last:
                 answer(service)
-            finish_request(wires.cells, wires.replies, NO_COUNTERS, service, seen, 1, 0)
+            finish_request(buffers.cells, buffers.replies, NO_COUNTERS, service, seen, 1, 0)
             if is_last:
                 return
 
@@ -148,8 +153,10 @@ def serving(model: Model, answer: Callable[[int], None]) -> Iterator[None]:
     for thread in running:
         thread.start()
     yield
-    wires.requests[:, OPERATION] = STOP
-    assert ask_services(new_asking(2**30, LONG), wires.cells, wires.replies, np.arange(SERVICES))
+    buffers.requests[:, OPERATION] = STOP
+    assert ask_services(
+        new_asking(2**30, LONG), buffers.cells, buffers.replies, np.arange(SERVICES)
+    )
     for thread in running:
         thread.join(60)
     assert not any(thread.is_alive() for thread in running)
@@ -166,23 +173,27 @@ def test_python_is_told_whom_to_ask(norm: bool) -> None:
         assert reason == layer_loop.ASK
         model.answer_asked()
     rtol = 1e-5 if norm else 0
-    np.testing.assert_allclose(model.wires.hidden, model.expected(), rtol)
+    np.testing.assert_allclose(model.buffers.hidden, model.expected(), rtol)
     plain = [[(0, ATTENTION, at), (1, FFN, at), (2, FFN, at)] for at in (0, 2)]
     assert model.asked == [*plain[0], *LAYER_1, *plain[1]]
-    walk = model.walk
-    assert walk[layer_loop.ATTENTION_BUSY_NS] == LAYERS * 1000
-    assert walk[layer_loop.FFN_BUSY_NS] == LAYERS * 3000
-    assert walk[layer_loop.ATTENTION_WAITED_NS] == walk[layer_loop.FFN_WAITED_NS] == 15000
-    assert walk[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
-    assert walk[layer_loop.SUM_UPS] == LAYERS * (21 + 22) + 20
-    assert walk[layer_loop.SUM_GATES] == LAYERS * 30
+    layer_state = model.layer_state
+    assert layer_state[layer_loop.ATTENTION_BUSY_NS] == LAYERS * 1000
+    assert layer_state[layer_loop.FFN_BUSY_NS] == LAYERS * 3000
+    assert (
+        layer_state[layer_loop.ATTENTION_WAITED_NS]
+        == layer_state[layer_loop.FFN_WAITED_NS]
+        == 15000
+    )
+    assert layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    assert layer_state[layer_loop.SUM_UPS] == LAYERS * (21 + 22) + 20
+    assert layer_state[layer_loop.SUM_GATES] == LAYERS * 30
 
 
 @pytest.mark.parametrize("patience_ns", [LONG, 0])
-def test_by_doorbells_the_same(patience_ns: int) -> None:
+def test_by_doorbells_the_same(timeout_ns: int) -> None:
     """Without patience the walk comes back while services still work, and goes on later."""
     model, lock = Model(), threading.Lock()
-    cells, asking = model.wires.cells, new_asking(2**31 - 4, patience_ns)
+    cells, asking = model.buffers.cells, new_asking(2**31 - 4, timeout_ns)
 
     def answer(service: int) -> None:
         with lock:
@@ -191,12 +202,14 @@ def test_by_doorbells_the_same(patience_ns: int) -> None:
     with serving(model, answer):
         model.begin()
         while reason := model.go_on(asking):
-            assert reason == layer_loop.RESUME and not patience_ns
-            services = np.arange(model.walk[layer_loop.FIRST], model.walk[layer_loop.END])
+            assert reason == layer_loop.RESUME and not timeout_ns
+            services = np.arange(
+                model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END]
+            )
             assert asking[NUM_DONE] < services.size
             await_all(cells, services, asking[NUM_DONE], asking[NUMBER], LONG)
-    np.testing.assert_array_equal(model.wires.hidden, model.expected())
-    assert model.walk[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
+    np.testing.assert_array_equal(model.buffers.hidden, model.expected())
+    assert model.layer_state[layer_loop.SUM_COMPUTED] == LAYERS * (11 + 12) + 10
     assert sorted(model.asked[-3:]) == [(0, ATTENTION, 2), (1, FFN, 2), (2, FFN, 2)]
     assert cells[cell(2, DONE) * INTS_A_CELL] == 2**30
 
@@ -207,17 +220,17 @@ def test_a_service_that_failed_is_told_at_once() -> None:
     def answer(service: int) -> None:
         model.answer(service)
         if model.asked[-1] == (2, FFN, 1):
-            model.wires.replies[service, STATUS] = FAILED
+            model.buffers.replies[service, STATUS] = FAILED
 
     with serving(model, answer):
         model.begin()
         asking = new_asking(2, LONG)
         assert model.go_on(asking) == layer_loop.RESUME
         assert asking[NUM_DONE] == SERVICES
-        assert model.walk[layer_loop.AT_LAYER] == 1
-        model.wires.replies[:, STATUS] = 0
+        assert model.layer_state[layer_loop.AT_LAYER] == 1
+        model.buffers.replies[:, STATUS] = 0
         assert model.go_on(asking) == layer_loop.DONE
-    np.testing.assert_array_equal(model.wires.hidden, model.expected())
+    np.testing.assert_array_equal(model.buffers.hidden, model.expected())
 
 
 def test_a_predictor_is_asked_before_and_after_attention() -> None:
@@ -228,13 +241,13 @@ def test_a_predictor_is_asked_before_and_after_attention() -> None:
         if reason == layer_loop.ASK:
             model.answer_asked()
         elif reason == layer_loop.CHOOSE:
-            requests = model.wires.requests[1:]
+            requests = model.buffers.requests[1:]
             assert (requests[:, NUM_IDS] == ALL_NEURONS).all()
-            if model.walk[layer_loop.AT_LAYER]:
+            if model.layer_state[layer_loop.AT_LAYER]:
                 requests[:, NUM_IDS] = 5, 6
     layer = [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE, layer_loop.ASK]
     assert reasons == layer * LAYERS
-    assert model.walk[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
+    assert model.layer_state[layer_loop.SUM_GATES] == 30 + (4 + 11) + 11
 
 
 def test_python_may_compute_the_ffn() -> None:
@@ -243,17 +256,20 @@ def test_python_may_compute_the_ffn() -> None:
     model.begin(own_ffn=True)
     while reason := model.go_on(NO_DOORBELLS):
         if reason == layer_loop.ASK:
-            assert model.walk[layer_loop.END] == 1
+            assert model.layer_state[layer_loop.END] == 1
             model.answer_asked()
             continue
         assert reason == layer_loop.COMPUTE
         num_layers += 1
-        model.walk[layer_loop.FIRST], model.walk[layer_loop.END] = 0, 1
-        model.wires.partials[0], model.wires.partials[1:] = 2, np.nan
-        before = model.wires.mixed + np.float32(2)
+        model.layer_state[layer_loop.FIRST], model.layer_state[layer_loop.END] = 0, 1
+        model.buffers.partials[0], model.buffers.partials[1:] = 2, np.nan
+        before = model.buffers.mixed + np.float32(2)
     assert num_layers == LAYERS
-    np.testing.assert_array_equal(model.wires.hidden, before)
-    assert not model.walk[layer_loop.FFN_WAITED_NS] and not model.walk[layer_loop.SUM_GATES]
+    np.testing.assert_array_equal(model.buffers.hidden, before)
+    assert (
+        not model.layer_state[layer_loop.FFN_WAITED_NS]
+        and not model.layer_state[layer_loop.SUM_GATES]
+    )
 
 
 @pytest.mark.parametrize("name", ["ffn_input", "partials"])
@@ -263,8 +279,8 @@ def test_what_is_not_finite_stops_the_walk(name: str) -> None:
     while (reason := model.go_on(NO_DOORBELLS)) == layer_loop.ASK:
         model.answer_asked()
         if model.asked[-1] == ((2, FFN, 1) if name == "partials" else (0, ATTENTION, 1)):
-            getattr(model.wires, name)[..., 1, 7] = np.nan
+            getattr(model.buffers, name)[..., 1, 7] = np.nan
         if name == "ffn_input":  # a gate that is NaN fires for nobody, so it shows nowhere else
-            np.nan_to_num(model.wires.partials, copy=False)
+            np.nan_to_num(model.buffers.partials, copy=False)
     assert reason == layer_loop.NOT_FINITE
-    assert model.walk[layer_loop.AT_LAYER] == 1
+    assert model.layer_state[layer_loop.AT_LAYER] == 1

@@ -9,11 +9,11 @@ import pytest
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from hotcold.numba_kernels.serve.mailbox import DONE, Wires, cell
+from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.sign_team import SignTeam
 
-WIDTH, MOST_TOKENS, SERVICE = 100, 8, 0
+WIDTH, MAX_TOKENS, SERVICE = 100, 8, 0
 NO_BOUNDS = np.zeros((0, 0), np.int64)
 SIZES = [200, None, 37, 3]  # a layer's neurons; None: no predictor
 
@@ -37,26 +37,26 @@ def layers() -> list[SignLayer | None]:
 
 
 @pytest.fixture
-def wires() -> Wires:
-    layout = ArenaLayout(2, MOST_TOKENS, WIDTH, 200, 50, MOST_TOKENS, 1, 1)
-    wires = layout.wires(layout.new_arena())
+def buffers() -> SharedBuffers:
+    layout = ArenaLayout(2, MAX_TOKENS, WIDTH, 200, 50, MAX_TOKENS, 1, 1)
+    buffers = layout.buffers(layout.new_arena())
     rng = np.random.default_rng(1)
-    for array in (wires.ffn_input, wires.mixed, wires.hidden):
+    for array in (buffers.ffn_input, buffers.mixed, buffers.hidden):
         array[:] = rng.standard_normal(array.shape)
-    return wires
+    return buffers
 
 
 @pytest.fixture(params=[1, 2, 3])
 def team(
-    request: pytest.FixtureRequest, layers: list[SignLayer | None], wires: Wires
+    request: pytest.FixtureRequest, layers: list[SignLayer | None], buffers: SharedBuffers
 ) -> Iterator[SignTeam]:
-    team = SignTeam(layers, wires, SERVICE, request.param, MOST_TOKENS, NO_BOUNDS)
+    team = SignTeam(layers, buffers, SERVICE, request.param, MAX_TOKENS, NO_BOUNDS)
     yield team
     team.close()
 
 
-def answer(wires: Wires, number: int) -> None:
-    ring(wires.cells, cell(SERVICE, DONE), np.int32(number))
+def answer(buffers: SharedBuffers, number: int) -> None:
+    ring(buffers.cells, cell(SERVICE, DONE), np.int32(number))
 
 
 def alone(layer: SignLayer, x: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ def assert_same_scores(found: np.ndarray | None, expected: np.ndarray) -> None:
 
 
 def test_scores_are_those_of_one_thread(
-    team: SignTeam, layers: list[SignLayer | None], wires: Wires
+    team: SignTeam, layers: list[SignLayer | None], buffers: SharedBuffers
 ) -> None:
     number = 0
     for _ in range(20):
@@ -80,46 +80,46 @@ def test_scores_are_those_of_one_thread(
             if layer is None:
                 continue
             number += 1
-            name, tokens = ("ffn_input", "mixed", "hidden")[number % 3], 1 + number % MOST_TOKENS
+            name, tokens = ("ffn_input", "mixed", "hidden")[number % 3], 1 + number % MAX_TOKENS
             team.announce(i, tokens, name, number)
-            answer(wires, number)
+            answer(buffers, number)
             found = team.score(i, tokens)
-            assert_same_scores(found, alone(layer, getattr(wires, name)[:tokens]))
+            assert_same_scores(found, alone(layer, getattr(buffers, name)[:tokens]))
 
 
 def test_what_was_not_announced_is_not_scored(
-    team: SignTeam, layers: list[SignLayer | None], wires: Wires
+    team: SignTeam, layers: list[SignLayer | None], buffers: SharedBuffers
 ) -> None:
-    answer(wires, 1)
+    answer(buffers, 1)
     assert team.score(0, 1) is None
     team.announce(0, 1, "ffn_input", 2)
     assert team.score(0, 1) is None  # not answered yet
-    answer(wires, 3)  # the question was asked once more
+    answer(buffers, 3)  # the question was asked once more
     assert team.score(0, 1) is None
     team.announce(0, 1, "ffn_input", 4)
-    answer(wires, 4)  # but the request failed: nobody scores it
+    answer(buffers, 4)  # but the request failed: nobody scores it
     team.announce(2, 2, "ffn_input", 5)
-    answer(wires, 5)
+    answer(buffers, 5)
     for layer, num_tokens in ((0, 1), (0, 2), (2, 1)):
         assert team.score(layer, num_tokens) is None
     announced = layers[2]
     assert announced is not None
-    assert_same_scores(team.score(2, 2), alone(announced, wires.ffn_input[:2]))
+    assert_same_scores(team.score(2, 2), alone(announced, buffers.ffn_input[:2]))
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])
 def test_helpers_end_that_have_not_woken_for_the_last_answer(
-    layers: list[SignLayer | None], wires: Wires, last: int
+    layers: list[SignLayer | None], buffers: SharedBuffers, last: int
 ) -> None:
     """Whatever they saw last: their core may have been somebody else's meanwhile."""
     done = cell(SERVICE, DONE) * INTS_A_CELL
     for before in {*range(last)}:
-        wires.cells[done] = before
-        team = SignTeam(layers, wires, SERVICE, 3, MOST_TOKENS, NO_BOUNDS)
+        buffers.cells[done] = before
+        team = SignTeam(layers, buffers, SERVICE, 3, MAX_TOKENS, NO_BOUNDS)
         threading.Event().wait(0.05)  # until they sleep
-        wires.cells[done] = last  # not rung, so they sleep on
+        buffers.cells[done] = last  # not rung, so they sleep on
         team.close()
-        assert wires.cells[done] == last
+        assert buffers.cells[done] == last
 
 
 def test_its_layers_are_the_given_ones(team: SignTeam, layers: list[SignLayer | None]) -> None:

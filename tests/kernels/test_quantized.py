@@ -31,7 +31,7 @@ def test_rows_times_vectors(
 ) -> None:
     rows = random_rows(1, kind, 27, width)
     x, bias = random_floats(2, num_tokens, width), random_floats(3, 27)
-    found = backend.rows_times_vectors(rows.rows, x, bias)
+    found = backend.gemv(rows.rows, x, bias)
     sizes = np.abs(x.astype(np.float64)) @ rows.sizes.T
     expected = quantized_vectors(x) @ rows.weights.T + bias
     assert (np.abs(found - expected) <= 1e-6 * sizes + 1e-6).all()
@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: f
     rows = random_rows(10, kind, 9, width)
     x = random_floats(11, 2, width)
     x[1, width - 1] = bad
-    found = backend.rows_times_vectors(rows.rows, x)
+    found = backend.gemv(rows.rows, x)
     assert np.isfinite(found[0]).all()
     assert not np.isfinite(found[1]).any()
 
@@ -92,10 +92,10 @@ def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: f
 def test_zeros(backend: SimpleNamespace, kind: str) -> None:
     width = 256 if kind in IN_BLOCKS else 96
     rows = random_rows(12, kind, 9, width)
-    assert (backend.rows_times_vectors(rows.rows, np.zeros((3, width), np.float32)) == 0).all()
+    assert (backend.gemv(rows.rows, np.zeros((3, width), np.float32)) == 0).all()
 
 
 def test_a_width_without_whole_groups_is_refused(backend: SimpleNamespace) -> None:
     rows = random_rows(13, "q8", 2, 64).rows
     with pytest.raises(ValueError, match="no row of groups"):
-        backend.rows_times_vectors(rows[:, :-1], np.zeros((1, 64), np.float32))
+        backend.gemv(rows[:, :-1], np.zeros((1, 64), np.float32))

@@ -17,11 +17,11 @@ HEIGHTS = [1, 2, 5, 97]
 def assert_rows_right(
     backend: SimpleNamespace, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
 ) -> None:
-    found = backend.rows_times_vectors(weights, x, bias)
+    found = backend.gemv(weights, x, bias)
     assert found.dtype == np.float32 and found.shape == (x.shape[0], weights.shape[0])
     sizes = np.abs(x.astype(np.float64)) @ np.abs(reference.widened(weights)).T
     sizes += 0 if bias is None else np.abs(bias)
-    expected = reference.rows_times_vectors(weights, x, bias)
+    expected = reference.gemv(weights, x, bias)
     assert (np.abs(found - expected) <= 1e-6 * sizes).all()
 
 
@@ -44,8 +44,8 @@ def test_unaligned_arrays(backend: SimpleNamespace, kind: str) -> None:
         random_floats(2, 3, 33),
         random_floats(3, 7),
     )
-    found = backend.rows_times_vectors(unaligned(weights), unaligned(x), unaligned(bias))
-    np.testing.assert_array_equal(found, backend.rows_times_vectors(weights, x, bias))
+    found = backend.gemv(unaligned(weights), unaligned(x), unaligned(bias))
+    np.testing.assert_array_equal(found, backend.gemv(weights, x, bias))
 
 
 def test_strided_rows_are_not_mixed_up(backend: SimpleNamespace) -> None:
@@ -75,7 +75,7 @@ def test_extreme_weights_are_widened_exactly(backend: SimpleNamespace, kind: str
         weights = np.array([[0.0], [-0.0], [1e-45], [3.4e38], [np.inf], [np.nan]], np.float32)
     else:
         weights = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(BITS[kind])[:, None]
-    found = backend.rows_times_vectors(weights, np.ones((1, 1), np.float32))
+    found = backend.gemv(weights, np.ones((1, 1), np.float32))
     with np.errstate(invalid="ignore"):
         expected = reference.widened(weights).T.astype(np.float32)
     np.testing.assert_array_equal(found, expected)
@@ -83,8 +83,8 @@ def test_extreme_weights_are_widened_exactly(backend: SimpleNamespace, kind: str
 
 def test_nothing_to_compute(backend: SimpleNamespace) -> None:
     weights, x = random_bits(1, np.float32, 5, 20), random_floats(2, 2, 20)
-    assert backend.rows_times_vectors(weights[:0], x).shape == (2, 0)
-    assert backend.rows_times_vectors(weights, x[:0]).shape == (0, 5)
+    assert backend.gemv(weights[:0], x).shape == (2, 0)
+    assert backend.gemv(weights, x[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_rows_refuses(
     backend: SimpleNamespace, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None
 ) -> None:
     with pytest.raises(ValueError):
-        backend.rows_times_vectors(weights, x, bias)
+        backend.gemv(weights, x, bias)
 
 
 @pytest.mark.parametrize("kind", BITS)

@@ -29,11 +29,11 @@ def in_a_gap(sizes: np.ndarray, share: float) -> np.float32:
 
 def with_thresholds(case: Case, gate_share: float = 0.3, product_share: float = 0.6) -> Case:
     """Such that the second stage leaves out many of the first one's neurons."""
-    gates = reference.rows_times_vectors(case.gate, case.x, case.gate_bias)
+    gates = reference.gemv(case.gate, case.x, case.gate_bias)
     gates = np.abs(reference.activate(gates, case.activation_fn))
     norms = np.linalg.norm(reference.widened(case.down), axis=1)
     assert case.up is not None
-    factors = reference.rows_times_vectors(case.up, case.x, case.up_bias)
+    factors = reference.gemv(case.up, case.x, case.up_bias)
     products = gates * np.abs(factors) * norms
     found = Thresholds(in_a_gap(gates, gate_share), in_a_gap(products, product_share))
     return replace(case, thresholds=found, down_norms=norms.astype(np.float32))
@@ -51,7 +51,7 @@ def test_rows_of_small_neurons_are_not_read(
     case = with_thresholds(case, *shares)
     expected, fired = case.run(reference)
     assert case.up is not None and case.thresholds is not None
-    gates = reference.rows_times_vectors(case.gate, case.x, case.gate_bias)
+    gates = reference.gemv(case.gate, case.x, case.gate_bias)
     asked = np.abs(reference.activate(gates, activation_fn)) > case.thresholds.gate
     unasked = np.flatnonzero(~asked.any(axis=0))
     assert 0 < fired.size < 700 - unasked.size and unasked.size

@@ -11,7 +11,7 @@ import pytest
 
 from hotcold.numba_kernels.decode.predict import pack_weights
 from hotcold.numba_kernels.serve import layer_loop
-from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST, begin_walk
+from hotcold.numba_kernels.serve.layer_loop import AT_LAYER, END, FIRST, begin_layers
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
     FAILED,
@@ -54,22 +54,24 @@ class Listing:
         self._read, self._lock = read, threading.Lock()
 
     def answer(self, service: int) -> None:
-        wires, at = self.model.wires, int(self.model.walk[AT_LAYER])
+        buffers, at = self.model.buffers, int(self.model.layer_state[AT_LAYER])
         with self._lock:
             self.model.answer(service)
             if self.fails:
-                wires.replies[service, STATUS], self.fails = FAILED, False
+                buffers.replies[service, STATUS], self.fails = FAILED, False
             if self.model.asked[-1][1] != FFN or service == 0:
                 return
             self.found[at, service] = self._asked(service)
-            self.expected[at, service] = self._chosen(wires.ffn_input, wires.mixed, at, service)
+            self.expected[at, service] = self._chosen(buffers.ffn_input, buffers.mixed, at, service)
 
     def _asked(self, service: int) -> list[list[int]]:
-        wires = self.model.wires
-        count = int(wires.requests[service, NUM_IDS])
+        buffers = self.model.buffers
+        count = int(buffers.requests[service, NUM_IDS])
         if count == ALL_NEURONS:
             return []
-        pairs = zip(wires.active_ids[service, :count], wires.active_masks[service], strict=False)
+        pairs = zip(
+            buffers.active_ids[service, :count], buffers.active_masks[service], strict=False
+        )
         listed = [(int(i), int(mask)) for i, mask in pairs]
         return [[i for i, mask in listed if mask >> t & 1] for t in range(TOKENS)]
 
@@ -87,11 +89,11 @@ class Listing:
 
 @contextmanager
 def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
-    """A team for the model's wires, and services that answer."""
-    wires = listing.model.wires
-    team = SignTeam(listing.layers, wires, 0, num_threads, TOKENS, BOUNDS)
+    """A team for the model's buffers, and services that answer."""
+    buffers = listing.model.buffers
+    team = SignTeam(listing.layers, buffers, 0, num_threads, TOKENS, BOUNDS)
     with serving(listing.model, listing.answer):
-        wires.hidden[:] = listing.model.first
+        buffers.hidden[:] = listing.model.first
         yield team
     team.close()
 
@@ -101,14 +103,14 @@ def walking(listing: Listing, num_threads: int) -> Iterator[SignTeam]:
 def test_neurons_are_listed_without_python(num_threads: int, read: int) -> None:
     listing, asking = Listing(read), new_asking(2**31 - 4, LONG)  # numbers begin anew meanwhile
     with walking(listing, num_threads) as team:
-        walk = listing.model.walk
-        begin_walk(walk, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
+        layer_state = listing.model.layer_state
+        begin_layers(layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM, predictor_input=read)
         assert listing.model.go_on(asking, team.compiled) == layer_loop.DONE
-        assert walk[layer_loop.PREDICTOR_NS] > 0
+        assert layer_state[layer_loop.PREDICTOR_NS] > 0
     assert listing.found == listing.expected
     listed = [len(ids) for key in listing.found for ids in listing.found[key]]
     assert len(listing.found) == 2 * LAYERS and 0 < sum(listed) < 4 * TOKENS * NEURONS
-    np.testing.assert_array_equal(listing.model.wires.hidden, listing.model.expected())
+    np.testing.assert_array_equal(listing.model.buffers.hidden, listing.model.expected())
 
 
 def test_python_chooses_for_an_answer_of_another_number() -> None:
@@ -117,14 +119,14 @@ def test_python_chooses_for_an_answer_of_another_number() -> None:
     reasons, model = [], listing.model
     listing.fails = True
     with walking(listing, 2) as team:
-        begin_walk(model.walk, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
+        begin_layers(model.layer_state, range(LAYERS), TOKENS, layer_loop.IN_TEAM)
         while reason := model.go_on(asking, team.compiled):
-            reasons.append((int(model.walk[AT_LAYER]), reason))
+            reasons.append((int(model.layer_state[AT_LAYER]), reason))
             if reason == layer_loop.CHOOSE:
-                model.wires.requests[1:, NUM_IDS] = 0
+                model.buffers.requests[1:, NUM_IDS] = 0
             else:
-                services = np.arange(model.walk[FIRST], model.walk[END])
-                assert ask_services(asking, model.wires.cells, model.wires.replies, services)
+                services = np.arange(model.layer_state[FIRST], model.layer_state[END])
+                assert ask_services(asking, model.buffers.cells, model.buffers.replies, services)
     assert reasons == [(0, layer_loop.RESUME), (0, layer_loop.CHOOSE)]
     assert listing.found[0, 1] == [[], []]
     assert {key: listing.found[key] for key in listing.found if key[0]} == {
@@ -136,6 +138,6 @@ def test_where_python_asks_it_announces_and_chooses() -> None:
     listing = Listing(FFN_INPUT)
     model = listing.model
     with walking(listing, 1) as team:
-        begin_walk(model.walk, range(1), TOKENS, layer_loop.IN_TEAM)
+        begin_layers(model.layer_state, range(1), TOKENS, layer_loop.IN_TEAM)
         reasons = [model.go_on(NO_DOORBELLS, team.compiled) for _ in range(3)]
     assert reasons == [layer_loop.ANNOUNCE, layer_loop.ASK, layer_loop.CHOOSE]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from hotcold.numba_kernels.decode.rows import rows_times_vectors
+from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.decode.vectors import empty_vectors, prepared
 from hotcold.numba_kernels.formats import is_quantized, row_width
 from hotcold.numba_kernels.serve.work_stealing import (
@@ -46,7 +46,7 @@ class Case:
         quantized = is_quantized(self.weights.dtype)
         self.room = empty_vectors(self.num_threads, *(self.x.shape if quantized else (0, 0)))
         self.out = np.full((num_tokens, self.weights.shape[0]), np.nan, np.float32)
-        self.products = rows_times_vectors(self.weights, self.x)
+        self.products = gemv(self.weights, self.x)
 
     @staticmethod
     def weights_of(kind: str, num_rows: int, width: int) -> np.ndarray:

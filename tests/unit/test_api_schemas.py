@@ -204,9 +204,9 @@ def test_lists_and_objects_are_counted_outside_of_texts(value: Any, is_ascii: bo
 
     count(json.loads(body))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotcold.ui.api.schemas._MOST_NESTED", made)
+        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made)
         schemas._require_plain(body)
-        patch.setattr("hotcold.ui.api.schemas._MOST_NESTED", made - 1)
+        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made - 1)
         with pytest.raises(ApiError, match="lists and objects"):
             schemas._require_plain(body)
 

@@ -87,7 +87,7 @@ from hotcold.numba_kernels.decode import rows
 rng = np.random.default_rng(0)
 weights, x = rng.random((8, 96), np.float32), rng.random((3, 96), np.float32)
 def many():
-    return rows.rows_times_vectors(weights, x)
+    return rows.gemv(weights, x)
 def tiles():
     out = np.zeros((3, 8), np.float32)
     rows.block_products(weights, x, out, 0, 8, 0)

@@ -21,7 +21,7 @@ from hotcold.ui import serving as serving_file
 from hotcold.ui.connections import Connection, ConnectionLimits, Connections
 from hotcold.ui.serving import LoadingGate, ServerThread
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _LONG_S = 3600.0
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
 
@@ -38,7 +38,7 @@ def serving(app: Callable[..., Any], **limits: float) -> Iterator[Callable[[], s
     made: list[socket.socket] = []
 
     def connect() -> socket.socket:
-        made.append(socket.create_connection(listener.getsockname(), timeout=_PATIENCE_S))
+        made.append(socket.create_connection(listener.getsockname(), timeout=_TIMEOUT_S))
         return made[-1]
 
     try:
@@ -72,15 +72,15 @@ def test_a_door_that_was_closed_is_forgotten_and_cut_off_at_the_end(
             if number == 2:
                 client.connect(str(tmp_path / "2.sock"))
                 client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert is_asked.wait(_PATIENCE_S)
+                assert is_asked.wait(_TIMEOUT_S)
             server.close_own(opened)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while (len(server._opened), len(server._servers)) != (1, 2):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         stopping = threading.Thread(target=server.stop, daemon=True)
         stopping.start()
-        stopping.join(_PATIENCE_S)
+        stopping.join(_TIMEOUT_S)
         assert not stopping.is_alive() and not server._thread.is_alive()
         assert server._servers[1:] == [] and not server._opened
 
@@ -191,7 +191,7 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
     may_answer = threading.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.to_thread(may_answer.wait, _PATIENCE_S)
+        await asyncio.to_thread(may_answer.wait, _TIMEOUT_S)
         await echo(scope, receive, send)
 
     with serving(slow, head_s=0.05, body_s=0.05, send_s=0.05) as connect:
@@ -220,7 +220,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     with serving(endless, send_s=0.05) as connect:
         client = connect()
         client.sendall(HEAD + b"\r\nabc")
-        assert ended.wait(_PATIENCE_S)
+        assert ended.wait(_TIMEOUT_S)
 
 
 def test_more_to_send_is_no_sign_that_a_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +249,10 @@ def test_an_answer_that_nobody_reads_is_not_kept() -> None:
     with serving(large, send_s=0.05) as connect:
         client = connect()
         client.sendall(HEAD + b"\r\nabc")
-        select.select([client], [], [], _PATIENCE_S)
+        select.select([client], [], [], _TIMEOUT_S)
         hang_up = select.poll()
         hang_up.register(client, select.POLLERR)  # of a connection that was cut off
-        assert hang_up.poll(_PATIENCE_S * 1000)
+        assert hang_up.poll(_TIMEOUT_S * 1000)
         assert sizes == [50_000_000]
 
 
@@ -272,13 +272,13 @@ def test_where_nobody_can_make_room_a_connection_is_refused() -> None:
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         asking_began.set()
-        await asyncio.to_thread(may_answer.wait, _PATIENCE_S)
+        await asyncio.to_thread(may_answer.wait, _TIMEOUT_S)
         await echo(scope, receive, send)
 
     with serving(slow, most=1) as connect:
         asking = connect()
         asking.sendall(HEAD + b"\r\nabc")
-        assert asking_began.wait(_PATIENCE_S)
+        assert asking_began.wait(_TIMEOUT_S)
         answer = read_to_end(connect())
         assert answer.startswith(b"HTTP/1.1 503 ") and b"too many connections" in answer
         may_answer.set()

@@ -126,7 +126,7 @@ def test_the_operating_system_is_told() -> None:
 
 
 def test_watching_ends_when_there_is_nothing_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.placement.machine.core_affinity._LOOK_S", 0.0)
+    monkeypatch.setattr("hotcold.placement.machine.core_affinity._POLL_S", 0.0)
     machine, answers = Machine(CORES), iter([True, True, False])
     seen: list[Delays] = []
 

@@ -31,7 +31,7 @@ from tests.gguf_files import (
 )
 
 GOOD = small_llama()
-MOST_BYTES = 24 << 20
+MAX_BYTES = 24 << 20
 HUGE = (1 << 64) - 1
 TOKENS = "tokenizer.ggml.tokens"
 
@@ -258,4 +258,4 @@ def test_is_refused(label: str, tmp_path: Path) -> None:
     text = str(refused.value)
     assert isinstance(refused.value, HotcoldError)
     assert "hostile.gguf" in text and text.isprintable() and len(text) < 600
-    assert most < MOST_BYTES
+    assert most < MAX_BYTES

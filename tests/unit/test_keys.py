@@ -89,7 +89,7 @@ def test_an_ipv6_network_is_one_address(keys: Keys, clock: Clock) -> None:
 def test_what_is_remembered_is_bounded(
     keys: Keys, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys_module, "_MOST_ADDRESSES", 3)
+    monkeypatch.setattr(keys_module, "_MAX_ADDRESSES", 3)
     for number in range(10):
         waits(keys, clock, 5, f"192.0.2.{number}")
     assert len(keys._records) == 3

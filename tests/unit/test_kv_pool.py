@@ -18,32 +18,32 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
     """A positive action takes or extends by so many positions, another gives back what is lent."""
     tables = np.full((num_slots, 5), -1, np.int32)
     pool = KvPool(num_pages, tables)
-    lent: dict[int, list[int]] = {}
+    allocated: dict[int, list[int]] = {}
     for action in actions:
-        free = num_pages - sum(map(len, lent.values()))
+        free = num_pages - sum(map(len, allocated.values()))
         assert pool.num_free_pages == free
         if action > 0:
             wanted = -(-action // PAGE_POSITIONS)
             slot = pool.take(action)
-            assert (slot is None) == (len(lent) == num_slots or wanted > free)
+            assert (slot is None) == (len(allocated) == num_slots or wanted > free)
             if slot is not None:
-                assert slot == min(set(range(num_slots)) - set(lent))
-                lent[slot] = tables[slot, :wanted].tolist()
-            for slot, pages in lent.items():
+                assert slot == min(set(range(num_slots)) - set(allocated))
+                allocated[slot] = tables[slot, :wanted].tolist()
+            for slot, pages in allocated.items():
                 lacking = max(0, wanted - len(pages))
-                free = num_pages - sum(map(len, lent.values()))
+                free = num_pages - sum(map(len, allocated.values()))
                 assert pool.num_lacking(slot, action) == lacking
                 assert pool.extend(slot, action) == (lacking <= free)
                 if lacking <= free:
                     assert tables[slot, : len(pages)].tolist() == pages
                     pages += tables[slot, len(pages) : len(pages) + lacking].tolist()
-        elif lent:
-            slot = sorted(lent)[-action % len(lent)]
+        elif allocated:
+            slot = sorted(allocated)[-action % len(allocated)]
             pool.give_back(slot)
-            del lent[slot]
-        owned = [page for pages in lent.values() for page in pages]
+            del allocated[slot]
+        owned = [page for pages in allocated.values() for page in pages]
         assert len(set(owned)) == len(owned) and set(owned) <= set(range(num_pages))
-        for slot, pages in lent.items():  # nothing that runs loses a page
+        for slot, pages in allocated.items():  # nothing that runs loses a page
             assert tables[slot, : len(pages)].tolist() == pages
 
 

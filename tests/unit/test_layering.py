@@ -341,18 +341,18 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     """Return the names along one circle, or nothing where there is none."""
     done: set[str] = set()
 
-    def walk(name: str, way: list[str]) -> list[str]:
+    def layer_state(name: str, way: list[str]) -> list[str]:
         if name in way:
             return [*way[way.index(name) :], name]
         if name in done:
             return []
         for other in sorted(graph.get(name, ())):
-            if found := walk(other, [*way, name]):
+            if found := layer_state(other, [*way, name]):
                 return found
         done.add(name)
         return []
 
-    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+    return next((found for name in sorted(graph) if (found := layer_state(name, []))), [])
 
 
 def test_no_imports_run_in_a_circle() -> None:

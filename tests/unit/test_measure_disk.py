@@ -100,7 +100,7 @@ def test_doctor_says_how_fast_a_models_file_is_read(
     (tmp_path / "small").write_bytes(bytes(4096))
     (tmp_path / "weights").write_bytes(bytes(1 << 16))
     assert doctor._disk(tmp_path) == {}  # too small to say anything
-    monkeypatch.setattr(doctor, "_LEAST_FILE_BYTES", 1 << 16)
+    monkeypatch.setattr(doctor, "_MIN_FILE_BYTES", 1 << 16)
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=80)
     monkeypatch.setattr(console_of_commands, "stderr_console", lambda: terminal)

@@ -19,7 +19,7 @@ from hotcold.ui.api.schemas import CompletionRequest, parse
 from hotcold.ui.connections import ConnectionLimits
 from hotcold.ui.serving import LoadingGate, ServerThread
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 PROGRAM = runpy.run_module("benchmarks.mixed_load")  # nothing imports it
 
 
@@ -94,7 +94,7 @@ def test_hostile_clients_see_what_the_server_does_to_them(
         client = PROGRAM[kind](listener.getsockname()[1], tally)
         running = threading.Thread(target=client.run_until, args=(ended,), daemon=True)
         running.start()
-        running.join(_PATIENCE_S)
+        running.join(_TIMEOUT_S)
         assert not running.is_alive()
     finally:
         server.stop()

@@ -22,7 +22,7 @@ def test_opening_id(tokenizer: str, expected: int | None, tmp_path: Path) -> Non
     if tokenizer != "none":
         add_tokenizer(model, None if tokenizer == "plain" else tokenizer)
     prompts = Prompts(model, read_config(model), 16)
-    assert prompts.opening_id == expected
+    assert prompts.bos_id == expected
 
 
 def test_variables_of_a_request_reach_the_template(tmp_path: Path) -> None:

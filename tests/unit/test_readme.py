@@ -10,11 +10,11 @@ from tests.documents import ROOT, page
 
 README = page("README.md").text
 SPEED = page("docs/speed.md").text
-MOST_LINES = 150
+MAX_LINES = 150
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= MOST_LINES
+    assert len(README.splitlines()) <= MAX_LINES
 
 
 def test_it_begins_with_a_picture_and_two_commands() -> None:

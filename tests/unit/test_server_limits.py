@@ -35,7 +35,7 @@ from hotcold.ui.served_models import ServedModels
 from hotcold.ui.server import create_app
 
 END = TokenEvent("", Generation("ab", [7, 8], "stop", 2, 0.1, 0.1), 1)
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 Deliver = Callable[[TokenEvent | BaseException], None]
 
 
@@ -62,7 +62,7 @@ class Client:
         return DriverLoad(1, 2, 0.25)
 
 
-def make_backend(client: Client, num_active: int = 0, timeout_s: float = _PATIENCE_S) -> Backend:
+def make_backend(client: Client, num_active: int = 0, timeout_s: float = _TIMEOUT_S) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
     backend = Backend(None, config, ServerSettings("demo", 1, 100, timeout_s))
     give_client(backend, client)
@@ -80,7 +80,7 @@ def ask(
     client: Client,
     path: str = "/v1/completions",
     num_active: int = 0,
-    timeout_s: float = _PATIENCE_S,
+    timeout_s: float = _TIMEOUT_S,
     **body: Any,
 ) -> tuple[httpx.Response, Backend]:
     backend = make_backend(client, num_active, timeout_s)
@@ -264,7 +264,7 @@ def prompts_of_one(count: int, first: int = 0) -> list[list[int]]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while not is_so():
             await asyncio.sleep(0)
 
@@ -379,7 +379,7 @@ def test_a_client_that_does_not_read_is_given_up_at_the_deadline(num_read: int) 
     async def run() -> None:
         stream = await begun(backend)
         now = asyncio.get_running_loop().time()
-        assert stream.deadline is not None and 0 < stream.deadline - now <= _PATIENCE_S
+        assert stream.deadline is not None and 0 < stream.deadline - now <= _TIMEOUT_S
         stream.deadline = now
         sent: list[Any] = []
 
@@ -389,7 +389,7 @@ def test_a_client_that_does_not_read_is_given_up_at_the_deadline(num_read: int) 
                 await never()
             sent.append(message)
 
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             await stream({"type": "http"}, never, send)
 
     asyncio.run(run())

@@ -25,9 +25,9 @@ from hotcold.ui.api.tokens import TokenTexts
 
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
-_MOST_ANSWERS = 2048  # of one request
+_MAX_ANSWERS = 2048  # of one request
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Backend:
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
         self.is_loading = False
-        self._threads = ThreadPoolExecutor(_MOST_THREADS, "text")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "text")
         self._stays = True  # also once nobody needs it
         self._loader = loader
         self._system: System | None = None
@@ -240,9 +240,9 @@ class Backend:
         Errors:  ApiError 400 for more than the server allows, 503 where there is no room, 504;
                  PromptError, UsageError, ServiceError
         """
-        if count > _MOST_ANSWERS:
+        if count > _MAX_ANSWERS:
             raise ApiError(
-                400, f"the request asks for {count} answers; send at most {_MOST_ANSWERS} at once"
+                400, f"the request asks for {count} answers; send at most {_MAX_ANSWERS} at once"
             )
         if self.num_active + min(count, self.num_parallel) > self.capacity:
             raise unavailable("the queue is full; try again later", "queue_full")

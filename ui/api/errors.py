@@ -14,7 +14,7 @@ from hotcold.model.errors import (
 _LOGGER = logging.getLogger("hotcold.serve")
 RETRY_AFTER_S = 5
 OLLAMA_PATHS = "/api/"
-_MOST_CHARS = 1000  # of a message: what was asked may be in it
+_MAX_CHARS = 1000  # of a message: what was asked may be in it
 
 
 class ApiError(Exception):
@@ -31,8 +31,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         """`param` names the field that is wrong, `code` what a program may look for."""
-        if len(message) > _MOST_CHARS:
-            message = f"{message[:_MOST_CHARS]} …"
+        if len(message) > _MAX_CHARS:
+            message = f"{message[:_MAX_CHARS]} …"
         super().__init__(message)
         self.status = status
         self.message = message

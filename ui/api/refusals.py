@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from hotcold.ui.api.errors import ApiError
 
-_MOST_NAME_CHARS = 50  # of a field
+_MAX_NAME_CHARS = 50  # of a field
 _TYPE_NAMES = frozenset(("str", "bool", "int", "float", "dict", "list", "constrained-str"))
 _MUST_BE = "must be "
 _VERBS = ("must ", "may ", "is ")
@@ -42,7 +42,7 @@ def refusal(error: ValidationError) -> ApiError:
     problems: list[Any] = error.errors(include_url=False, include_input=False)
     first, *others = _nearest(problems, 0)
     names = _names(first)
-    param = ".".join(str(name)[:_MOST_NAME_CHARS] for name in names) or None
+    param = ".".join(str(name)[:_MAX_NAME_CHARS] for name in names) or None
     texts = dict.fromkeys(_text(one) for one in (first, *others) if _names(one) == names)
     return ApiError(400, ascii(_sentence(list(texts), param))[1:-1], param=param)
 

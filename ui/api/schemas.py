@@ -27,26 +27,26 @@ from hotcold.ui.api.tools.schemas import (
 )
 from hotcold.ui.strict import StrictModel
 
-_MOST_CHOICES = 128
-_MOST_TOP = 20
-_MOST_STOPS = 64
-_MOST_BIASES = 1024
-_MOST_PROMPTS = 2048
-_MOST_MESSAGES = 10_000
-_MOST_IDS = 1 << 20
+_MAX_CHOICES = 128
+_MAX_TOP = 20
+_MAX_STOPS = 64
+_MAX_BIASES = 1024
+_MAX_PROMPTS = 2048
+_MAX_MESSAGES = 10_000
+_MAX_IDS = 1 << 20
 # Of a whole body, looked at before it is read: each costs memory many times its bytes.
-_MOST_NESTED = 20_000  # lists and objects
-_MOST_VALUES = 2 << 20
+_MAX_NESTED = 20_000  # lists and objects
+_MAX_VALUES = 2 << 20
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{,'))
 
 # Lists end at their first wrong item: a body of wrong items would have an error for each.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-_TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_IDS, fail_fast=True)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MAX_IDS, fail_fast=True)]
 Prompt = (
     str
-    | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
     | _TokenIds
-    | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
 )
 _StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -82,7 +82,7 @@ class SamplingRequest(Shaped):
     """What both kinds of completion share. A missing value is the model's own default."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -93,12 +93,12 @@ class SamplingRequest(Shaped):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # llama.cpp's
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=_MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=_MAX_BIASES)] | None = None
     stop: (
-        _StopText | Annotated[list[_StopText], Field(max_length=_MOST_STOPS, fail_fast=True)] | None
+        _StopText | Annotated[list[_StopText], Field(max_length=_MAX_STOPS, fail_fast=True)] | None
     ) = None
     stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=_MOST_STOPS, fail_fast=True)] | None
+        Annotated[list[TokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None
     ) = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -195,7 +195,7 @@ class ChatMessage(StrictModel):
 
 
 _Messages = Annotated[
-    list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
 ]
 
 
@@ -255,7 +255,7 @@ class ChatRequest(SamplingRequest, Rendered):
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Functions | None = None  # OpenAI's older way to say tools
@@ -299,7 +299,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompt = Field(union_mode="left_to_right")
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     echo: bool | None = None
 
     @property
@@ -333,7 +333,7 @@ class DetokenizeRequest(Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=_MOST_IDS, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=_MAX_IDS, fail_fast=True)]
 
 
 _Body = TypeVar("_Body", bound=StrictModel)
@@ -350,11 +350,11 @@ def parse(schema: type[_Body], body: bytes) -> _Body:
 
 def _require_plain(body: bytes) -> None:
     """Raise ApiError 400 for a body that is small only as long as nobody reads it."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") <= _MOST_NESTED:
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= _MAX_NESTED:
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
     bare = b"".join(plain.split(b'"')[::2])  # what is in no string
-    if bare.count(b"[") + bare.count(b"{") > _MOST_NESTED:
-        raise ApiError(400, f"the request has more than {_MOST_NESTED} lists and objects in it")
-    if bare.count(b",") > _MOST_VALUES:
-        raise ApiError(400, f"the request has more than {_MOST_VALUES} values in it")
+    if bare.count(b"[") + bare.count(b"{") > _MAX_NESTED:
+        raise ApiError(400, f"the request has more than {_MAX_NESTED} lists and objects in it")
+    if bare.count(b",") > _MAX_VALUES:
+        raise ApiError(400, f"the request has more than {_MAX_VALUES} values in it")

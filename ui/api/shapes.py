@@ -13,8 +13,8 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request
 from hotcold.ui.strict import StrictModel
 
-_MOST_CHARS = 1 << 18
-_Text = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
+_MAX_CHARS = 1 << 18
+_Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=1000, fail_fast=True)]
 _Schema = dict[str, Any] | bool | _Text
 

@@ -21,7 +21,7 @@ from hotcold.ui.page.files import asset
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
-MOST_VISITORS = 200  # whose conversations the server holds; browsers keep them too
+MAX_VISITORS = 200  # whose conversations the server holds; browsers keep them too
 _SECRET = "hotcold"  # of localStorage: it keeps nobody out who can read the page
 
 
@@ -104,7 +104,7 @@ class Chat:
         key = str(request.session_hash)
         history = self._histories.setdefault(key, ChatHistory())
         self._histories.move_to_end(key)
-        while len(self._histories) > MOST_VISITORS:
+        while len(self._histories) > MAX_VISITORS:
             self._histories.popitem(last=False)[1].stop_all()
         return history
 

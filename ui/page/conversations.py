@@ -15,8 +15,8 @@ from hotcold.ui.api.errors import ApiError, as_api_error
 Message = dict[str, str]
 _TITLE_LENGTH = 40
 _LONGEST_NAME = _LONGEST_ID = 80
-_MOST_KEPT = 50  # conversations; the oldest are forgotten
-_MOST_CHARS = 1 << 20  # of all conversations of a visitor
+_MAX_KEPT = 50  # conversations; the oldest are forgotten
+_MAX_CHARS = 1 << 20  # of all conversations of a visitor
 _MESSAGE_CHARS = 16  # that a message takes besides its text
 NO_TITLE = "New conversation"
 
@@ -168,14 +168,14 @@ class ChatHistory:
         if empty is None:
             empty = Conversation()
             self.conversations.insert(0, empty)
-            for oldest in self.conversations[_MOST_KEPT:]:
+            for oldest in self.conversations[_MAX_KEPT:]:
                 oldest.stop()
-            del self.conversations[_MOST_KEPT:]
+            del self.conversations[_MAX_KEPT:]
         self.open_id = empty.id
 
     def require_room(self, question: str) -> None:
         """Raise UsageError where a question would make the conversations too long to keep."""
-        if sum(item.num_chars for item in self.conversations) + len(question) > _MOST_CHARS:
+        if sum(item.num_chars for item in self.conversations) + len(question) > _MAX_CHARS:
             raise UsageError("the conversations are too long to keep; delete one")
 
     def remove(self, conversation_id: str) -> None:
@@ -219,7 +219,7 @@ class ChatHistory:
 
     def saved(self) -> list[dict[str, Any]]:
         """What a browser keeps: conversations that hold something, without what is under way."""
-        kept = [item for item in self.conversations if item.messages][:_MOST_KEPT]
+        kept = [item for item in self.conversations if item.messages][:_MAX_KEPT]
         return [item.as_json() for item in kept]
 
     def take_over(self, saved: Any) -> None:
@@ -238,8 +238,8 @@ class ChatHistory:
         found = [conversation for item in items if (conversation := _restored(item))]
         known = {item.id for item in self.conversations}
         for item in found:
-            room = _MOST_CHARS - sum(one.num_chars for one in self.conversations)
-            if len(self.conversations) < _MOST_KEPT and item.num_chars <= room:
+            room = _MAX_CHARS - sum(one.num_chars for one in self.conversations)
+            if len(self.conversations) < _MAX_KEPT and item.num_chars <= room:
                 self.conversations += [item] if item.id not in known else []
                 known.add(item.id)
         return len(self.conversations) - before

@@ -10,7 +10,7 @@ from starlette.routing import Mount
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.model.config.build import read_config
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.page.chat import MOST_VISITORS, Chat
+from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.files import asset, favicon, head
 from hotcold.ui.page.live import live_panel
@@ -45,7 +45,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
                     placement_tab(backend, described.model_path, config, tab)
             form = settings_form(path, longest, is_chat)
         chat.connect(page, form)
-    page.state_session_capacity = MOST_VISITORS
+    page.state_session_capacity = MAX_VISITORS
     return page
 
 

@@ -13,7 +13,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity, artifact_path
 from hotcold.placement.plan import PlacementPlan, load_plan
 
-_MOST_POINTS = 200
+_MAX_POINTS = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def device_shares(
     for index, name in enumerate(names):
         own = np.sort(fired[owner == index].astype(np.float64))[::-1]
         reached = np.concatenate([[0.0], own.cumsum()]) / fired.sum()
-        points = np.unique(np.linspace(0, own.size, min(own.size, _MOST_POINTS) + 1).astype(int))
+        points = np.unique(np.linspace(0, own.size, min(own.size, _MAX_POINTS) + 1).astype(int))
         curve = before + np.stack([points / total, reached[points]], axis=1)
         share = None if counts is None else float(reached[-1])
         found.append(DeviceShare(name, own.size, own.size / total, share, curve))

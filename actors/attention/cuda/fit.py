@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotcold.actors.attention.cuda.device import Device
-from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MOST_GRAPHS
+from hotcold.actors.attention.cuda.graphs import GRAPH_BYTES, MAX_GRAPHS
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.failures import is_want_of_memory
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
@@ -28,7 +28,7 @@ from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, 
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 # Taken after the trial: graphs, kernels of other sizes of a step, the second of two events.
-LATE_BYTES = MOST_GRAPHS * GRAPH_BYTES + (96 << 20)
+LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
 _PRODUCTS_BYTES = 96 << 20  # cuBLAS's own, and a block of widened weights
 _GIB = 1 << 30
 

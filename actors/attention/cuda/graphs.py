@@ -9,7 +9,7 @@ from typing import Any
 from hotcold.actors.attention.cuda.device import Device
 
 # A graph of ten kernels takes some tens of KiB of the device's memory.
-MOST_GRAPHS = 1024
+MAX_GRAPHS = 1024
 GRAPH_BYTES = 64 << 10
 
 
@@ -20,7 +20,7 @@ class GraphCache:
     be done while a graph is made.
     """
 
-    def __init__(self, device: Device, most_graphs: int = MOST_GRAPHS) -> None:
+    def __init__(self, device: Device, most_graphs: int = MAX_GRAPHS) -> None:
         """Keep `most_graphs`; the one that was used longest ago makes room for another."""
         self._device = device
         self._most = most_graphs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import GpuService
+from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import AnswerFailed
@@ -20,7 +20,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_UP,
     OPERATION,
     STOP,
-    Wires,
+    SharedBuffers,
 )
 
 _JOIN_S = 10.0
@@ -29,17 +29,17 @@ _JOIN_S = 10.0
 class HostPart:
     """Passes requests of a service on to `inner`, whose index is the service's."""
 
-    def __init__(self, inner: GpuService) -> None:
+    def __init__(self, inner: AttentionService) -> None:
         """`inner` holds only the layers and the head that it is asked for."""
         self._inner = inner
 
-    def attach(self, layout: ArenaLayout, arena: np.ndarray, wires: Wires) -> None:
-        """Start its threads; `wires` are the service's."""
-        self._outer = wires
-        own = wires._replace(
+    def attach(self, layout: ArenaLayout, arena: np.ndarray, buffers: SharedBuffers) -> None:
+        """Start its threads; `buffers` are the service's."""
+        self._outer = buffers
+        own = buffers._replace(
             cells=np.zeros((self._inner.index + 1) * CELLS_A_SERVICE * INTS_A_CELL, np.int32),
-            requests=np.zeros_like(wires.requests),
-            replies=np.zeros_like(wires.replies),
+            requests=np.zeros_like(buffers.requests),
+            replies=np.zeros_like(buffers.replies),
         )
         self._inner.attach(layout, arena, own)
         self._exchange = ArenaExchange(own, self._inner)
@@ -54,7 +54,7 @@ class HostPart:
 
     def ask(self) -> None:
         """Answer the service's request. Errors: RuntimeError with what went wrong, in one line."""
-        index, own = self._inner.index, self._exchange.wires
+        index, own = self._inner.index, self._exchange.buffers
         own.requests[index] = self._outer.requests[index]
         try:
             self._exchange.ask([index])
@@ -65,6 +65,6 @@ class HostPart:
 
     def stop(self) -> None:
         """End its threads."""
-        self._exchange.wires.requests[self._inner.index, OPERATION] = STOP
+        self._exchange.buffers.requests[self._inner.index, OPERATION] = STOP
         self._exchange.ask([self._inner.index])
         self._inner.join(_JOIN_S)

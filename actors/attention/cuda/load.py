@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.attention_service import GpuService, cache_array, position_arrays
+from hotcold.actors.attention.attention_service import (
+    AttentionService,
+    cache_array,
+    position_arrays,
+)
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.model import CudaModel, Share
@@ -68,7 +72,7 @@ class CudaLoading:
             if head is not None:
                 arrays = arrays._replace(**vars(head))
             spec, shape = self.spec, self._model.shape
-            inner = GpuService("gpu", spec.index, spec.num_threads, shape, arrays)
+            inner = AttentionService("gpu", spec.index, spec.num_threads, shape, arrays)
             self._service.host = HostPart(inner)
         return self._service
 

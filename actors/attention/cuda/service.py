@@ -43,8 +43,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     PING,
     ROUND,
     STREAM,
+    decode_thresholds,
     next_request,
-    told_thresholds,
 )
 
 
@@ -131,7 +131,7 @@ class CudaService(Service):
         if self._neuron_upload is not None:
             self._neuron_upload.attach(layout, self._arena, self._link)
         if self.host is not None:
-            self.host.attach(layout, self._arena, self.wires)
+            self.host.attach(layout, self._arena, self.buffers)
 
     def prepare_prompts(self) -> None:
         """See `Service.prepare_prompts`."""
@@ -158,20 +158,20 @@ class CudaService(Service):
 
     def serve(self, thread: int, seen: int) -> int:
         """Wait for the next request, without the GIL; all of them are Python's."""
-        return int(next_request(self.wires.cells, self.index, np.int32(seen)))
+        return int(next_request(self.buffers.cells, self.index, np.int32(seen)))
 
     def answer_in_python(self) -> None:
         """Answer any request. An error of the device's own is a DeviceFailure."""
-        request = self.wires.requests[self.index]
+        request = self.buffers.requests[self.index]
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         num_tokens = int(request[NUM_TOKENS])
         try:
             if operation == ATTENTION:
-                self._attention(layer, num_tokens, told_thresholds(request))
+                self._attention(layer, num_tokens, decode_thresholds(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
-                self._hot(layer, num_tokens, told_thresholds(request))
+                self._hot(layer, num_tokens, decode_thresholds(request))
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
             elif operation == STREAM:
@@ -195,17 +195,17 @@ class CudaService(Service):
             self._attention_of_many(layer, num_tokens)
 
     def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
-        wires, work, whole = self.wires, self._work, whole_step(num_tokens)
+        buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
         self.times.mark("")
-        self._places.put(wires, num_tokens)
-        self._link.upload("hidden", work.hidden, wires.hidden[:num_tokens], whole)
+        self._places.put(buffers, num_tokens)
+        self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
         self.times.mark("copies")
-        longest = int(wires.positions[:num_tokens].max()) + 1
+        longest = int(buffers.positions[:num_tokens].max()) + 1
         length = whole_length(longest, work.most_length)
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
         self.times.mark("attention")
-        targets = wires.mixed[:num_tokens].reshape(-1), wires.ffn_input[:num_tokens].reshape(-1)
+        targets = buffers.mixed[:num_tokens].reshape(-1), buffers.ffn_input[:num_tokens].reshape(-1)
         found = work.mixed_and_input[:, : targets[0].size]
         land = self._link.download("mixed", targets, found)
         self.times.mark("copies")
@@ -221,7 +221,7 @@ class CudaService(Service):
         self.times.mark("")
         self._graphs.run(key, lambda: work.hot(layer, whole, thresholds))
         self.times.mark("hot neurons")
-        target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+        target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
         land = self._link.download("partial", [target], found)
         self._device.copy_out(self._num_fired, work.num_fired)
@@ -233,21 +233,21 @@ class CudaService(Service):
     def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         begun, self._begun = self._begun, None
         if begun is None or begun.question != (layer, num_tokens, thresholds):
-            x, whole = self.wires.ffn_input[:num_tokens], whole_step(num_tokens)
+            x, whole = self.buffers.ffn_input[:num_tokens], whole_step(num_tokens)
             self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
             begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
-        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired
 
     def _head(self, first: int, last: int) -> None:
         if self._model.head is None:
             self._ask_host()
             return
         num_tokens = last - first
-        hidden, work = self.wires.hidden[first:last], self._work
-        target = self.wires.logits[:num_tokens].reshape(-1)
+        hidden, work = self.buffers.hidden[first:last], self._work
+        target = self.buffers.logits[:num_tokens].reshape(-1)
         if num_tokens <= KERNEL_TOKENS:
             whole = whole_step(num_tokens)
             self.times.mark("")
@@ -265,22 +265,22 @@ class CudaService(Service):
         self.times.collect()
 
     def _attention_of_many(self, layer: int, num_tokens: int) -> None:
-        wires = self.wires
+        buffers = self.buffers
         with self._device.stream():
-            positions, slots = self._places.put_prompt(wires, num_tokens)
+            positions, slots = self._places.put_prompt(buffers, num_tokens)
             mixed, ffn_input = self._prompts.attention(
                 layer,
-                self._brought(wires.hidden[:num_tokens]),
+                self._brought(buffers.hidden[:num_tokens]),
                 positions,
                 slots,
                 self._work.tables,
-                int(wires.positions[num_tokens - 1]),
+                int(buffers.positions[num_tokens - 1]),
             )
         lands = [
             self._link.download(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
             for name, target, found in (
-                ("mixed", wires.mixed, mixed),
-                ("ffn_input", wires.ffn_input, ffn_input),
+                ("mixed", buffers.mixed, mixed),
+                ("ffn_input", buffers.ffn_input, ffn_input),
             )
         ]
         self._finish(*lands)
@@ -290,10 +290,10 @@ class CudaService(Service):
         self._begun = None
         part = self._model.ffn[layer]
         assert part is not None
-        target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+        target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         size = part.num_neurons
         with self._device.stream():
-            x = self._brought(self.wires.ffn_input[:num_tokens])
+            x = self._brought(self.buffers.ffn_input[:num_tokens])
             out = self._device.empty(x.shape, np.float32)
             fired = self._device.empty((size,), np.int64) if counts else None
             self._prompts.hot(part, x, out, add=False, counts=fired)
@@ -303,7 +303,7 @@ class CudaService(Service):
         if counts:
             first = int(self._offsets[layer])
             self.fired_counts[first : first + size] += self._counts[:size]
-        self.wires.replies[self.index, [NUM_COMPUTED, NUM_UP]] = size
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = size
 
     def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
         """A round of a layer's neurons; the last one ends with the whole FFN's output."""
@@ -312,12 +312,12 @@ class CudaService(Service):
             raise ValueError(f"{self.name} was not told that neurons would be brought to it")
         if number == 0:
             with self._device.stream():
-                x = self._brought(self.wires.ffn_input[:num_tokens])
+                x = self._brought(self.buffers.ffn_input[:num_tokens])
             upload.begin(layer, x)
         elif not upload.is_done(number):
             upload.add(number)
         if number == num_rounds:
-            target = self.wires.partials[self.index, :num_tokens].reshape(-1)
+            target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
             self._finish(self._link.download("partial", [target], upload.result.reshape(-1)))
 
     def _brought(self, source: np.ndarray) -> Any:

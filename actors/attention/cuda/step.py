@@ -121,7 +121,7 @@ class StepWork:
         part = self._model.attention[layer]
         assert part is not None
         qkv, heads = self._qkv[:num_tokens], self._heads[:num_tokens]
-        kernels.rows_times_vectors(part.qkv, part.qkv_bias, x, qkv)
+        kernels.gemv(part.qkv, part.qkv_bias, x, qkv)
         place = self._positions[:num_tokens], self._slots[:num_tokens], self.tables
         cache = part.keys, part.values
         groups = shape.num_heads, shape.num_kv_heads
@@ -141,10 +141,10 @@ class StepWork:
             softcap,
         )
         if not adds_late(shape):
-            kernels.rows_times_vectors(part.out, part.out_bias, heads, mixed, residual)
+            kernels.gemv(part.out, part.out_bias, heads, mixed, residual)
             return
         added = self._added[:num_tokens]
-        kernels.rows_times_vectors(part.out, part.out_bias, heads, added)
+        kernels.gemv(part.out, part.out_bias, heads, added)
         weight = self._model.norms[layer].attention_weight
         self._norm(added, weight, weight[:0], mixed, residual, float(shape.residual_scale))
 
@@ -181,10 +181,10 @@ class StepWork:
             x = normed
         if part.project_out is not None:
             projected = self._projected[:num_tokens]
-            kernels.rows_times_vectors(part.project_out, no_bias, x, projected)
+            kernels.gemv(part.project_out, no_bias, x, projected)
             x = projected
         logits = self.logits[:num_tokens]
-        kernels.rows_times_vectors(part.head, no_bias, x, logits)
+        kernels.gemv(part.head, no_bias, x, logits)
         if self._shape.logit_softcap:
             kernels.softcap(logits, float(self._shape.logit_softcap))
 

@@ -9,7 +9,7 @@ import numpy as np
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.step import StepWork
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.numba_kernels.serve.mailbox import Wires
+from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 
 
 class TokenPositions:
@@ -25,30 +25,30 @@ class TokenPositions:
         """What comes next is of another arena."""
         self._placed[:] = -1
 
-    def put(self, wires: Wires, num_tokens: int) -> None:
+    def put(self, buffers: SharedBuffers, num_tokens: int) -> None:
         """Put a step's places on the stream; tokens that fill it up stand where its last one does.
 
         What was copied before has been waited for.
         """
         tokens = KERNEL_TOKENS
         place = np.empty_like(self._placed)
-        for first, values in ((0, wires.positions), (tokens, wires.slots)):
+        for first, values in ((0, buffers.positions), (tokens, buffers.slots)):
             place[first : first + num_tokens] = values[:num_tokens]
             place[first + num_tokens : first + tokens] = values[num_tokens - 1]
-        place[2 * tokens :] = wires.page_tables.reshape(-1)
+        place[2 * tokens :] = buffers.page_tables.reshape(-1)
         if not np.array_equal(place, self._placed):
             self._placed[:] = place
             self._device.copy_in(self._work.place, self._placed)
 
-    def put_prompt(self, wires: Wires, num_tokens: int) -> tuple[Any, Any]:
+    def put_prompt(self, buffers: SharedBuffers, num_tokens: int) -> tuple[Any, Any]:
         """Put a prompt's places on the stream, page tables too; returns positions, slots (T,).
 
         Errors:  ValueError for tokens that are not consecutive ones of one sequence
         """
-        positions, slots = wires.positions[:num_tokens], wires.slots[:num_tokens]
+        positions, slots = buffers.positions[:num_tokens], buffers.slots[:num_tokens]
         if np.ptp(slots) or (np.diff(positions) != 1).any():
             raise ValueError("prefill takes consecutive positions of one sequence")
-        self.put(wires, 1)
+        self.put(buffers, 1)
         self._prompt[0, :num_tokens], self._prompt[1, :num_tokens] = positions, slots
         on_device = self._device.empty(self._prompt.shape, np.int32)
         self._device.copy_in(on_device, self._prompt)

@@ -13,7 +13,7 @@ from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.embeddings import embeddings, prompts_to_embed
 from hotcold.ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
 
-_MOST_CHARS_A_TOKEN = 1000  # more are never looked at: encoding them would take minutes
+_MAX_CHARS_A_TOKEN = 1000  # more are never looked at: encoding them would take minutes
 
 
 async def embed(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
@@ -53,7 +53,7 @@ async def _prompts(backend: Backend, body: OllamaEmbed) -> list[list[int]]:
     prompts, most = backend.prompts, backend.prompts.context_length
 
     def cut(unwanted: threading.Event) -> list[str | list[int]]:
-        shorter = (text[: most * _MOST_CHARS_A_TOKEN] for text in body.inputs)
+        shorter = (text[: most * _MAX_CHARS_A_TOKEN] for text in body.inputs)
         return [prompts.encode(text, unwanted=unwanted)[:most] for text in shorter]
 
     return await prompts_to_embed(backend, await backend.in_thread(cut))

@@ -4,7 +4,7 @@ from typing import Any
 
 from hotcold.ui.api.errors import ApiError
 
-_MOST_TOKENS = (1 << 31) - 1
+_MAX_TOKENS = (1 << 31) - 1
 _WHOLE = ("num_predict", "top_k", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p")
 # What would change tokens and cannot be had here, each with the value that does nothing.
@@ -61,7 +61,7 @@ def _as_fields(found: dict[str, Any]) -> dict[str, Any]:
     """By OpenAI's names and bounds: no limit, no seed and no top_k are left out there."""
     num_predict = found.pop("num_predict", 0)
     if num_predict > 0:
-        found["max_tokens"] = min(num_predict, _MOST_TOKENS)
+        found["max_tokens"] = min(num_predict, _MAX_TOKENS)
     if found.get("seed") == -1:
         del found["seed"]
     if "top_k" in found:

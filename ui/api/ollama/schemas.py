@@ -13,9 +13,9 @@ from hotcold.ui.api.ollama.options import sampling_fields
 from hotcold.ui.strict import StrictModel
 
 _NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h))+")  # as Go writes durations
-_MOST_MESSAGES = 10_000
-_MOST_INPUTS = 2048
-_MOST_TOOLS = 128
+_MAX_MESSAGES = 10_000
+_MAX_INPUTS = 2048
+_MAX_TOOLS = 128
 
 
 class OllamaModel(Request):
@@ -187,10 +187,10 @@ class OllamaMessage(StrictModel):
 class OllamaChat(_Answered):
     """POST /api/chat. Without messages the model is loaded, and nothing more."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=_MOST_MESSAGES, fail_fast=True)] = (
+    messages: Annotated[list[OllamaMessage], Field(max_length=_MAX_MESSAGES, fail_fast=True)] = (
         Field(default_factory=list)
     )
-    tools: Annotated[list[dict[str, Any]], Field(max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -214,7 +214,7 @@ class OllamaChat(_Answered):
 class OllamaEmbed(OllamaRequest):
     """POST /api/embed. Vectors have length 1; what is too long for the context is cut."""
 
-    input: str | Annotated[list[str], Field(max_length=_MOST_INPUTS, fail_fast=True)] | None = None
+    input: str | Annotated[list[str], Field(max_length=_MAX_INPUTS, fail_fast=True)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 

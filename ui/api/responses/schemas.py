@@ -11,8 +11,8 @@ from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
 from hotcold.ui.strict import StrictModel
 
-_MOST_ITEMS = 10_000
-_MOST_TOOLS = 128
+_MAX_ITEMS = 10_000
+_MAX_TOOLS = 128
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -100,7 +100,7 @@ class AllowedTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
+    tools: Annotated[list[AllowedTool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(StrictModel):
@@ -120,13 +120,13 @@ class TextOptions(StrictModel):
 class ResponsesRequest(Request):
     """POST /v1/responses. Nothing is kept: each request holds its whole conversation."""
 
-    input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: _Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None
     ) = None

@@ -38,14 +38,14 @@ from hotcold.ui.api.tools.keywords import (
 )
 
 WHOLE = "schema"  # in a keyword's place: all of a node, which no value fits or which is none
-_MOST_DEEP = 100  # keywords and names on the way to a node
-_MOST_NODES = 20_000
-_MOST_STEPS = 50_000  # from node to node, to find what applies in place
-_MOST_TRIED = 1 << 17  # characters of what is tried, beside four times the schema's
+_MAX_DEEP = 100  # keywords and names on the way to a node
+_MAX_NODES = 20_000
+_MAX_STEPS = 50_000  # from node to node, to find what applies in place
+_MAX_TRIED = 1 << 17  # characters of what is tried, beside four times the schema's
 _COST_OF_TRY = 2000  # as many characters
 _COST_OF_PUZZLE = 10_000
-_MOST_PATTERN_NAMES = 16  # each is compared with each
-_MOST_KEPT = 1 << 14  # characters of a schema whose reading is kept
+_MAX_PATTERN_NAMES = 16  # each is compared with each
+_MAX_KEPT = 1 << 14  # characters of a schema whose reading is kept
 
 # How llguidance's words against a grammar begin.
 _UNSATISFIABLE = "Unsatisfiable"
@@ -87,7 +87,7 @@ def enforced(schema: Any, is_object: bool = False) -> Enforced:
         text = json.dumps(schema)
     except (ValueError, RecursionError):  # a number of thousands of digits
         return Enforced({"type": "object"} if is_object else {}, (Lost((), WHOLE),))
-    read = _kept if len(text) <= _MOST_KEPT else _read
+    read = _kept if len(text) <= _MAX_KEPT else _read
     return read(text, is_object)
 
 
@@ -97,7 +97,7 @@ def is_taken(grammar: str) -> bool:
 
 
 def _read(text: str, is_object: bool) -> Enforced:
-    return _Reader(json.loads(text), 4 * len(text) + _MOST_TRIED).read(is_object)
+    return _Reader(json.loads(text), 4 * len(text) + _MAX_TRIED).read(is_object)
 
 
 _kept = lru_cache(512)(_read)
@@ -108,7 +108,7 @@ class _Reader:
 
     def __init__(self, root: Any, most_tried: int) -> None:
         self._root = root
-        self._nodes_left, self._steps_left = _MOST_NODES, _MOST_STEPS
+        self._nodes_left, self._steps_left = _MAX_NODES, _MAX_STEPS
         self._chars_left = most_tried
         self._lost: dict[Lost, None] = {}
         # By the ids of nodes of the root, which all live as long as this.
@@ -161,7 +161,7 @@ class _Reader:
         if isinstance(given, bool):
             return given
         self._nodes_left -= 1
-        if not isinstance(given, dict) or len(path) > _MOST_DEEP or self._nodes_left < 0:
+        if not isinstance(given, dict) or len(path) > _MAX_DEEP or self._nodes_left < 0:
             self._lose(path, WHOLE)
             return True
         if given.get("enum") == [] or given.get("not") is True or given.get("not") == {}:
@@ -253,7 +253,7 @@ class _Reader:
     def _are_possible(self, patterns: Iterable[str]) -> bool:
         """Whether names of properties can be told apart by these patterns."""
         patterns = list(patterns)
-        return len(patterns) <= _MOST_PATTERN_NAMES and all(map(is_possible_pattern, patterns))
+        return len(patterns) <= _MAX_PATTERN_NAMES and all(map(is_possible_pattern, patterns))
 
     # Objects are closed.
 
@@ -290,7 +290,7 @@ class _Reader:
         if (known := self._known_names.get(id(given))) is not None:
             return known
         self._steps_left -= 1
-        if depth > _MOST_DEEP or self._steps_left < 0:
+        if depth > _MAX_DEEP or self._steps_left < 0:
             return _Names({}, True, False)
         self._known_names[id(given)] = _Names({}, False, False)  # for a node within itself
         declared = given.get("properties")
@@ -482,7 +482,7 @@ class _Reader:
 
     def _resolved(self, node: Node) -> Node:
         """What a node names that only names another: llguidance compares no references."""
-        for _ in range(_MOST_DEEP):
+        for _ in range(_MAX_DEEP):
             if isinstance(node, bool) or node.keys() != {"$ref"}:
                 break
             node = self._defs[node["$ref"].removeprefix("#/$defs/")]

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 _LARGEST = 1 << 53  # beyond it neighbouring whole numbers are one float
-_MOST_COUNTED = 1 << 20  # no answer has as many tokens
-_MOST_REPEATED = 10_000  # of a pattern's counts, multiplied
-_MOST_PATTERN_CHARS = 5000
+_MAX_COUNTED = 1 << 20  # no answer has as many tokens
+_MAX_REPEATED = 10_000  # of a pattern's counts, multiplied
+_MAX_PATTERN_CHARS = 5000
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 NAMES = ("properties", "patternProperties")  # name -> schema
@@ -100,9 +100,9 @@ def _is_taken(keyword: str, value: str) -> bool:
 def is_possible_pattern(pattern: str) -> bool:
     """Whether llguidance reads the pattern, as it is meant, and at a bounded cost."""
     repeated = 1
-    for counts in _COUNTED.findall(pattern[:_MOST_PATTERN_CHARS]):
+    for counts in _COUNTED.findall(pattern[:_MAX_PATTERN_CHARS]):
         repeated *= max(1, *(int(count[:9] or 0) for count in counts))
-    if repeated > _MOST_REPEATED or len(pattern) > _MOST_PATTERN_CHARS:
+    if repeated > _MAX_REPEATED or len(pattern) > _MAX_PATTERN_CHARS:
         return False
     return not _SET_IN_SET.search(pattern) and _is_taken("pattern", pattern)
 
@@ -132,7 +132,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= _MOST_COUNTED and int(value) == value
+    return is_number(value) and 0 <= value <= _MAX_COUNTED and int(value) == value
 
 
 def is_texts(value: Any) -> TypeGuard[list[str]]:

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from hotcold.ui.strict import StrictModel
 
-_MOST_TOOLS = 128
-_MOST_CALLS = 128
+_MAX_TOOLS = 128
+_MAX_CALLS = 128
 # OpenAI's and MCP's: more than these have their own meaning where a call is written.
 NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
@@ -84,9 +84,9 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)]
-Functions = Annotated[list[Function], Field(max_length=_MOST_TOOLS, fail_fast=True)]
-ToolCalls = Annotated[list[ToolCall], Field(max_length=_MOST_CALLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+Functions = Annotated[list[Function], Field(max_length=_MAX_TOOLS, fail_fast=True)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
